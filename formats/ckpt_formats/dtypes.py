@@ -1,0 +1,57 @@
+"""Element types by name, as plain tables. Names are PyTorch's and NumPy's, which agree."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DType = np.dtype[Any]
+
+_PLAIN = (
+    "bool",
+    *(f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_SHORT_FLOATS = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+DTYPES: dict[str, DType] = {
+    **{name: np.dtype(name) for name in _PLAIN},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _SHORT_FLOATS},
+}
+
+SAFETENSORS_TAGS: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+
+SHORT_NAMES: dict[str, str] = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+    "float": "float32",
+    "half": "float16",
+    "double": "float64",
+}
+
+
+def is_float(dtype: DType) -> bool:
+    """True of IEEE floats and of bfloat16 and the 8-bit kinds, which NumPy files under 'V'."""
+    return dtype.kind == "f" or dtype.name in _SHORT_FLOATS

@@ -1,0 +1,24 @@
+"""File names for things whose own names are input from strangers."""
+
+import hashlib
+import re
+
+_MOST_SLUG = 80
+
+
+def file_stem(name: str) -> str:
+    """A file name for any text: a readable part, and a hash that keeps different texts apart.
+
+    Lower case, ASCII, no separators, at most 101 characters: safe on every file
+    system, also those that fold case. The true name belongs in a manifest.
+
+    >>> file_stem("layers.0.Attn/qkv")
+    'layers.0.attn_qkv-b8b1a6beab0342a4ea39'
+    """
+    slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MOST_SLUG].strip("._-") or "tensor"
+    return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
+
+
+def show(name: str) -> str:
+    """A name for people: control and bidirectional characters escaped, so that no terminal obeys it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
