@@ -1,0 +1,171 @@
+"""What a checkpoint is, and what a format must do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ckpt_formats.files import Evidence, Seal
+from ckpt_formats.layout import Rule
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.transfer import Transfer
+from ckpt_formats.values import Value
+
+Role = Literal["parameter", "frozen", "buffer", "extra"]
+
+MASTER = "fp32"
+"""The state that the optimizer updates; named for what it nearly always is."""
+MODEL = "param"
+"""The state that the model computes with."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One named tensor of the model with all that the optimizer keeps of it.
+
+    `states` maps `fp32` (the master), `param` (the model's copy), and the
+    optimizer's own names (`exp_avg`, ...) to tensors. `values` holds what is
+    kept of it as plain numbers, such as `step`. A tensor that belongs to no
+    module, such as a saved RNG state, has the role `extra`.
+    """
+
+    name: str
+    role: Role
+    states: Mapping[str, Tensor]
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.states.values())
+
+    @property
+    def weight(self) -> Tensor:
+        """What the model computes with: the model's copy, else the master."""
+        return next(self.states[state] for state in (MODEL, MASTER, *self.states) if state in self.states)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group of the optimizer: its options, and the names of its parameters in order."""
+
+    options: Mapping[str, Value]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a checkpoint, and which rank's it is (`{"dp": 0, "tp": 1}`)."""
+
+    path: Path
+    nbytes: int
+    role: str
+    rank: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who wrote the checkpoint, and how it was laid out."""
+
+    engine: str
+    version: str | None = None
+    step: int | None = None
+    layout: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The index of a checkpoint. Reading one opens headers, never tensor data.
+
+    `aliases` maps the other names of tied tensors to the name that holds the
+    values. Tensors inside `extras` are `TensorName`s of parameters of the role
+    `extra`. `seals` are all checksums that the files promise. `notices` are
+    things worth telling the user which are no error.
+    """
+
+    path: Path
+    origin: Origin
+    parameters: Mapping[str, Parameter]
+    groups: tuple[Group, ...] = ()
+    extras: Mapping[str, Value] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    shards: tuple[Shard, ...] = ()
+    seals: tuple[Seal, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
+        """Every state of every parameter."""
+        for parameter in self.parameters.values():
+            for state, tensor in parameter.states.items():
+                yield parameter, state, tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a reader may need to be told."""
+
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One output file: all it takes to write it, in any process."""
+
+    file: str
+    parameters: tuple[Parameter, ...]
+    what: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of a part: plain data, small, and enough to check the file again."""
+
+    file: str
+    nbytes: int
+    seals: tuple[Seal, ...]
+    entry: Mapping[str, Any]
+    evidence: tuple[Evidence, ...] = ()
+
+
+class Format(ABC):
+    """A format that can be read."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def detect(self, path: Path) -> bool:
+        """Is this path, a file or a folder, a checkpoint of this format? Cheap, and never raises."""
+
+    @abstractmethod
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
+
+
+class WritableFormat(Format):
+    """A format that can also be written, in three steps: plan, write each part, commit.
+
+    Laws: `plan` is pure. `write` touches only its own part's file, may be run
+    again, and in any order. `commit` runs once, last, and writes what makes the
+    folder recognisable; until then `detect` refuses it.
+    """
+
+    @abstractmethod
+    def plan(self, source: Checkpoint, out: Path) -> tuple[Part, ...]:
+        """The files to write. Raises `Unsupported` for what the format cannot hold."""
+
+    @abstractmethod
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        """Write one file of the new checkpoint into `folder`."""
+
+    @abstractmethod
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        """Make the folder a checkpoint."""
+
+    def product(self, out: Path) -> str | None:
+        """The name, within the folder, of the one file that is the checkpoint; None if the folder is."""
+        return None

@@ -1,0 +1,214 @@
+"""Reading bytes of files, and knowing that they are the bytes once written.
+
+A `Seal` is a checksum that a file promises for a range of itself. A `Reader`
+computes what it can of those checksums from the bytes that pass through it
+anyway; what it saw leaves as `Evidence`, plain data that any process may send
+home. `settle` puts all evidence together, reads only what nobody has read,
+and names the seals that do not hold. So bytes are read once, not twice.
+"""
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import xxhash
+from isal import isal_zlib
+
+from ckpt_formats.errors import Corrupt, NotFound
+
+Kind = Literal["crc32", "xxh3-128"]
+
+_BLOCK = 1 << 22
+_MOST_PIECES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A checksum that a file promises for a range of its own bytes."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    kind: Kind
+    digest: int
+    label: str
+    """What the range is called, for messages: `archive/data/3`, `layer.0/exp_avg`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The checksum of bytes `start` to `stop` of a sealed range, as somebody read them."""
+
+    seal: Seal
+    start: int
+    stop: int
+    digest: int
+
+
+class Reader:
+    """Reads ranges of files, and gathers evidence of what it read. Not for sharing between threads."""
+
+    def __init__(self, *, check: bool = True) -> None:
+        self._check = check
+        self._files: dict[Path, int] = {}
+        self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def read_into(self, path: Path, offset: int, out: memoryview, seal: Seal | None = None) -> None:
+        """Fill `out` (bytes) from `offset` on.
+
+        Raises `Corrupt` if the file ends too early, `NotFound` if it cannot be read.
+        """
+        done, view = 0, out
+        try:
+            file = self._open(path)
+            while done < len(out):
+                got = os.preadv(file, [view], offset + done)
+                if got == 0:
+                    raise Corrupt(
+                        f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
+                        where=path,
+                        hint="It was truncated, or is still being written: copy it again.",
+                    )
+                done += got
+                view = out[done:]
+        except OSError as error:
+            raise unreadable(error, path) from error
+        if seal is not None and self._check:
+            self._tally(seal).note(offset - seal.offset, out)
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """What has been read of every sealed range so far."""
+        return tuple(piece for tally in self._tallies.values() for piece in tally.pieces())
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            if len(self._files) >= 128:
+                os.close(self._files.pop(next(iter(self._files))))
+            self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._files[path]
+
+    def _tally(self, seal: Seal) -> "_CrcTally | _HashTally":
+        if seal not in self._tallies:
+            self._tallies[seal] = _CrcTally(seal) if seal.kind == "crc32" else _HashTally(seal)
+        return self._tallies[seal]
+
+
+def settle(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
+    """Yield the seals that do not hold, among those that the evidence touches.
+
+    CRC-32s of neighbouring ranges combine into the CRC-32 of both, so only the
+    gaps are read here; of other kinds, only evidence of a whole range counts.
+    """
+    by_seal: dict[Seal, list[Evidence]] = {}
+    for piece in evidence:
+        by_seal.setdefault(piece.seal, []).append(piece)
+    with reader or Reader(check=False) as reader:
+        for seal, pieces in by_seal.items():
+            if _digest(seal, pieces, reader) != seal.digest:
+                yield seal
+
+
+def holds(seal: Seal, reader: Reader) -> bool:
+    """Read the whole range and compare."""
+    return _digest(seal, [], reader) == seal.digest
+
+
+def crc32(data: bytes | memoryview, start: int = 0) -> int:
+    """CRC-32 as zip and zlib have it."""
+    return int(isal_zlib.crc32(data, start))
+
+
+def crc32_combine(first: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of two neighbouring ranges, the second of them `nbytes` long."""
+    return int(isal_zlib.crc32_combine(first, second, nbytes))
+
+
+def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
+    """Say why the system would not let us read this file."""
+    if error.errno == errno.EIO:
+        return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
+    hint = "Check its permissions." if error.errno in (errno.EACCES, errno.EPERM) else None
+    return NotFound(f"cannot be read: {os.strerror(error.errno or 0)}", where=path, hint=hint)
+
+
+def _digest(seal: Seal, pieces: list[Evidence], reader: Reader) -> int:
+    if seal.kind == "crc32":
+        total, at = 0, 0
+        for piece in sorted(pieces, key=lambda p: (p.start, -p.stop)):
+            if piece.start < at:
+                continue  # seen before, or in part: what it adds is read again as a gap
+            total = _crc_on(seal, at, piece.start, total, reader)
+            total, at = crc32_combine(total, piece.digest, piece.stop - piece.start), piece.stop
+        return _crc_on(seal, at, seal.nbytes, total, reader)
+    for piece in pieces:
+        if (piece.start, piece.stop) == (0, seal.nbytes):
+            return piece.digest
+    state = xxhash.xxh3_128()
+    for block in _blocks(seal, 0, seal.nbytes, reader):
+        state.update(block)
+    return int(state.intdigest())
+
+
+def _crc_on(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
+    for block in _blocks(seal, start, stop, reader):
+        total = crc32(block, total)
+    return total
+
+
+def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memoryview]:
+    buffer = np.empty(min(_BLOCK, max(stop - start, 0)), np.uint8).data
+    for at in range(start, stop, _BLOCK):
+        view = buffer[: min(_BLOCK, stop - at)]
+        reader.read_into(seal.path, seal.offset + at, view)
+        yield view
+
+
+class _CrcTally:
+    """CRC-32s of the ranges read, joined where one begins where the last ended."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._pieces: list[list[int]] = []
+
+    def note(self, start: int, data: memoryview) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last[1] == start:
+            last[1], last[2] = start + len(data), crc32(data, last[2])
+        elif len(self._pieces) < _MOST_PIECES:
+            self._pieces.append([start, start + len(data), crc32(data)])
+
+    def pieces(self) -> Iterator[Evidence]:
+        for start, stop, digest in self._pieces:
+            yield Evidence(self._seal, start, stop, digest)
+
+
+class _HashTally:
+    """A running hash, as long as the range is read front to back."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._state = xxhash.xxh3_128()
+        self._stop = 0
+
+    def note(self, start: int, data: memoryview) -> None:
+        if start == self._stop:
+            self._state.update(data)
+            self._stop += len(data)
+
+    def pieces(self) -> Iterator[Evidence]:
+        yield Evidence(self._seal, 0, self._stop, int(self._state.intdigest()))

@@ -1,0 +1,121 @@
+"""Rules from TOML files: the small language in which a user says how tensors are cut.
+
+    [[rule]]
+    match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
+    axis = 0
+    fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
+
+    [[rule]]
+    match = '.*norm.*'
+    how = "replicated"          # or "averaged", "first"
+
+    [[rule]]
+    match = 'embed\\.weight'
+    vocabulary = 50257          # rows beyond are padding
+"""
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, get_args
+
+from ckpt_formats.errors import BadRules, Unsafe
+from ckpt_formats.files import unreadable
+from ckpt_formats.layout import How, Rule
+
+if sys.version_info >= (3, 11):
+    import tomllib
+    from re import _parser as regex_parser  # type: ignore[attr-defined]
+else:
+    import sre_parse as regex_parser
+
+    import tomli as tomllib
+
+_KEYS = {"match", "how", "axis", "fused", "widths", "vocabulary"}
+_MOST_PATTERN = 1000
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """The rules of a TOML file, in order. Raises `BadRules` naming the rule that is wrong."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise unreadable(error, path) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadRules(f"not a TOML file: {error}", where=path) from None
+    unknown = set(tables) - {"rule"}
+    if unknown or not isinstance(tables.get("rule"), list):
+        raise BadRules("expected only [[rule]] tables", where=path, hint="See docs/rules.md for the language.")
+    return tuple(_rule(table, i, path) for i, table in enumerate(tables["rule"], 1))
+
+
+def safe_pattern(pattern: str, origin: str) -> str:
+    """The pattern, if it is one that cannot be made to run for ever.
+
+    Rules travel inside checkpoints, so they are input from strangers: a repeat
+    within a repeat can take time exponential in the length of a name. Raises
+    `BadRules` for what is no expression, `Unsafe` for such a one.
+    """
+    if len(pattern) > _MOST_PATTERN:
+        raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = regex_parser.parse(pattern)
+            re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
+    if _nested_repeat(parsed, False):
+        raise Unsafe(f"the pattern `{pattern}` repeats a repeat, which can take for ever", where=origin)
+    return pattern
+
+
+def _rule(table: Any, number: int, path: Path) -> Rule:
+    where = f"{path}, rule {number}"
+    if not isinstance(table, dict) or not isinstance(table.get("match"), str):
+        raise BadRules("a rule needs `match`, a regular expression", where=where)
+    if unknown := set(table) - _KEYS:
+        raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
+    how = table.get("how", "sharded")
+    if how not in get_args(How) or how == "blocks":
+        raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged or first", where=where)
+    axis, fused, vocabulary = table.get("axis", 0), table.get("fused", 1), table.get("vocabulary")
+    widths = table.get("widths", [])
+    if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
+        raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
+    if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(_natural, fused))):
+        raise BadRules("`fused` is a count of pieces, or the list of their lengths", where=where)
+    if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
+        raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)
+    return Rule(
+        safe_pattern(table["match"], where),
+        how,
+        axis,
+        tuple(fused) if isinstance(fused, list) else fused,
+        tuple(tuple(w) for w in widths),
+        vocabulary,
+        origin=where,
+    )
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _nested_repeat(parsed: Any, inside: bool) -> bool:
+    for op, argument in parsed:
+        name = str(op)
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            many = argument[1] > 16
+            if (many and inside) or _nested_repeat(argument[2], inside or many):
+                return True
+        elif name == "SUBPATTERN":
+            if _nested_repeat(argument[3], inside):
+                return True
+        elif name == "BRANCH":
+            if any(_nested_repeat(branch, inside) for branch in argument[1]):
+                return True
+        elif name in ("ASSERT", "ASSERT_NOT") and _nested_repeat(argument[1], inside):
+            return True
+    return False

@@ -1,0 +1,73 @@
+"""How the values of one part move: in slabs within a memory budget, checked and counted."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box, slabs
+from ckpt_formats.tensor import Array, Blob, Tensor
+
+SLAB = 4 << 20
+"""Bytes read at once: small enough to stay in a core's cache between reading, hashing and writing."""
+
+
+class Transfer:
+    """Reads the tensors of one part. Arrays it hands out are valid until the next call."""
+
+    def __init__(
+        self, reader: Reader, slab_nbytes: int = SLAB, moved: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        self.reader = reader
+        self._slab = slab_nbytes
+        self._moved = moved
+        self._scratch: dict[str, Array] = {}
+
+    def boxes(self, tensor: Tensor) -> Iterator[Box]:
+        """Blocks of a tensor, in storage order, each within the budget."""
+        return slabs(tensor.shape, max(1, self._slab // max(tensor.dtype.itemsize, 4)))
+
+    def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Array]]:
+        """All values of a tensor, in storage order."""
+        for box in self.boxes(tensor):
+            yield box, self.fetch(tensor, box)
+
+    def fetch(self, tensor: Tensor, box: Box, slot: str = "values") -> Array:
+        """The values of one block. Arrays of different slots do not disturb each other.
+
+        Raises `Corrupt` if a replica of the tensor holds other bits.
+        """
+        array = self._read(tensor.crop(box), slot)
+        for replica in tensor.replicas:
+            other = self._read(replica.crop(box), "replica")
+            if not np.array_equal(as_bytes(array), as_bytes(other)):
+                raise disagreement(tensor, replica, box)
+        self._moved(array.nbytes)
+        return array
+
+    def _read(self, blob: Blob, slot: str) -> Array:
+        nbytes = int(np.prod(blob.shape, dtype=np.int64)) * blob.dtype.itemsize
+        held = self._scratch.get(slot)
+        if held is None or held.size < nbytes:
+            held = self._scratch[slot] = np.empty(nbytes, np.uint8)
+        out = held[:nbytes].view(blob.dtype).reshape(blob.shape)
+        blob.read_into(out, self.reader)
+        return out
+
+
+def as_bytes(array: Array) -> Array:
+    """The bytes of a packed array, as a vector."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def disagreement(tensor: Tensor, replica: Tensor, box: Box) -> Corrupt:
+    """Two copies that should be equal are not: name the files of both."""
+    ours, theirs = (
+        {str(raw.path) for raw in replace(t, replicas=()).crop(box).sources()} for t in (tensor, replica)
+    )
+    return Corrupt(
+        f"replicas of one tensor differ within block {box}: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
+        hint="If they are meant to differ, say with --rules which counts: how = \"first\" or \"averaged\".",
+    )
