@@ -1,0 +1,133 @@
+"""The safetensors container: a JSON header, then the tensors' bytes (spec: huggingface/safetensors, README).
+
+Eight bytes of header length, little-endian; the header, which maps names to
+dtype, shape and a range of the data that follows; the data without holes.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS, DType
+from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.files import unreadable
+from ckpt_formats.geometry import Shape
+from ckpt_formats.tensor import Raw
+
+MOST_HEADER = 100_000_000
+"""Bytes: the limit of the reference implementation."""
+
+_BY_TAG: dict[str, DType] = {tag: DTYPES[name] for name, tag in SAFETENSORS_TAGS.items()}
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """The index of one file."""
+
+    path: Path
+    nbytes: int
+    tensors: Mapping[str, Raw]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor goes: its bytes begin at `offset` of the data."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> SafetensorsFile:
+    """The index of a file, checked: ranges inside the file, without overlap or holes, of the sizes that shapes say.
+
+    Raises `Corrupt` naming the entry that is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
+            if not 2 <= length <= min(nbytes - 8, MOST_HEADER):
+                raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)
+            raw = file.read(length)
+    except OSError as error:
+        raise unreadable(error, path) from error
+    header = parse_json_object(raw, path)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Corrupt("the header's __metadata__ is not a map of texts", where=path)
+    base = 8 + length
+    tensors = {name: _tensor(path, base, nbytes, name, entry) for name, entry in header.items()}
+    at = base
+    for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
+        if blob.offset != at:
+            raise Corrupt(f"entry `{name}` begins at byte {blob.offset}, expected {at}: entries overlap or leave a hole", where=path)
+        at += blob.span
+    if at != nbytes:
+        raise Corrupt(f"the file has {nbytes} bytes, its header speaks of {at}", where=path, hint="It was truncated or appended to.")
+    return SafetensorsFile(path, nbytes, tensors, metadata)
+
+
+def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0) -> bytes:
+    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for slot in slots:
+        tag = SAFETENSORS_TAGS.get(slot.dtype.name)
+        if tag is None:
+            raise Unsupported(f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}")
+        entries[slot.name] = {"dtype": tag, "shape": list(slot.shape), "data_offsets": [slot.offset, slot.offset + slot.nbytes]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    text = text.ljust(max(room, -(-(len(text) + 8) // 64) * 64) - 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
+    """A JSON object without duplicate keys. Raises `Corrupt`."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key appears twice")
+        return found
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON: {error}", where=where) from None
+    if not isinstance(parsed, dict):
+        raise Corrupt("not a JSON object", where=where)
+    return parsed
+
+
+def natural(value: Any, most: int = 1 << 62) -> bool:
+    """Is it a whole number from 0? (JSON's `true` is not.)"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> Raw:
+    where = f"{path}, entry `{name}`"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise Corrupt("an entry needs dtype, shape and data_offsets", where=where)
+    tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
+    if dtype is None:
+        raise Unsupported(f"unknown element type {tag!r}", where=where)
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
+        raise Corrupt(f"not a shape: {shape!r:.80}", where=where)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
+        raise Corrupt(f"not a range of bytes: {offsets!r:.80}", where=where)
+    start, stop = offsets
+    if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
+        raise Corrupt(f"range {start}:{stop} does not hold shape {shape} of {dtype.name} within the file", where=where)
+    return Raw.packed(path, base + start, tuple(shape), dtype)
