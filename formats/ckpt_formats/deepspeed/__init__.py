@@ -1,0 +1,88 @@
+"""DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism. Reading only.
+
+    folder      which files there are, by rank; step opens them; tree looks things up in them
+    zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
+    weights     its model, layer and expert files -> tensors by name
+    rank        the two together; merge: all ranks -> whole parameters, by `rules`
+    one_run     do the files belong together?
+    carried     everything that is not a tensor of the model
+"""
+
+from pathlib import Path
+
+from ckpt_formats.base import Checkpoint, Format, Options, Origin, Parameter
+from ckpt_formats.deepspeed.carried import carry
+from ckpt_formats.deepspeed.folder import has_latest, is_step, list_folder, step_of
+from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
+from ckpt_formats.deepspeed.one_run import check_one_run
+from ckpt_formats.deepspeed.rank import read_ranks
+from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
+from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.values import Value
+
+
+class DeepSpeed(Format):
+    name = "deepspeed"
+    summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism (reading)"
+
+    def detect(self, path: Path) -> bool:
+        return is_step(path) or has_latest(path)
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        folder = list_folder(step_of(path))
+        try:
+            return _read(path, open_step(folder), options)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise Corrupt(
+                f"the files do not have the form of a DeepSpeed checkpoint ({type(error).__name__}: {str(error)[:100]})",
+                where=folder.path,
+                hint="Run again with -v to see where reading stopped.",
+            ) from error
+
+
+def _read(path: Path, step: Step, options: Options) -> Checkpoint:
+    ranks = read_ranks(step)
+    stages: list[dict[str, Parameter]] = []
+    for stage in range(step.pp):
+        row = ranks[stage * step.tp : (stage + 1) * step.tp]
+        layout = Layout((*options.rules, *_own_rules(step, stage * step.tp)))
+        names = dict.fromkeys(name for rank in row for name in rank.parameters)
+        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    parameters, tied = merge_stages(stages)
+    check_one_run(parameters, step.folder.path)
+    models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
+    optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
+    optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
+    extras = carry(models, optims, parameters)
+    return Checkpoint(
+        path,
+        _origin(step),
+        parameters,
+        merge_groups([rank.groups for rank in ranks]),
+        extras,
+        {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
+        tuple(shards(step)),
+        tuple(seal for file in step.files.values() for seal in file.seals()),
+        tuple(f"`{name}` is on several pipeline stages; the first stage's copy counts" for name in tied),
+    )
+
+
+def _own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
+    file = step.models(mp)[0]
+    info = file.root.get(ORIGIN)
+    return rules_of(info, file.path) if isinstance(info, dict) and info else ()
+
+
+def _origin(step: Step) -> Origin:
+    root = step.first.root
+    steps, version = root.get("global_steps"), root.get("ds_version")
+    zero = step.config.get("zero_optimization")
+    stage = 3 if step.stage3 else zero.get("stage") if isinstance(zero, dict) else None
+    dp = step.folder.dp or root.get("dp_world_size")
+    layout: dict[str, Value] = {"zero_stage": stage, "dp": dp, "tp": step.tp, "pp": step.pp}
+    if step.folder.experts:
+        layout["experts"] = 1 + max(expert for _, _, expert in step.folder.experts)
+    return Origin("deepspeed", None if version is None else str(version), steps if natural(steps) else None, layout)

@@ -1,0 +1,93 @@
+"""What a DeepSpeed checkpoint holds beside tensors of the model: counters, schedulers, loss scaler, the client's own state.
+
+All of it is carried. What only says how the tensors are laid out is left out,
+by name, since another layout makes it untrue.
+"""
+
+from collections.abc import Mapping
+
+from ckpt_formats.base import Parameter
+from ckpt_formats.errors import CkptError
+from ckpt_formats.extras import lift
+from ckpt_formats.torchfile import TorchFile
+from ckpt_formats.typed_json import encode
+from ckpt_formats.values import Value
+
+_LAYOUT_OF_MODEL = {
+    "module",
+    "optimizer",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+}
+_LAYOUT_OF_OPTIMIZER = {
+    "base_optimizer_state",
+    "base_optimizer_state_step",
+    "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    "fp32_flat_groups",
+    "fp32_groups",
+    "fp32_groups_flat",
+    "zero_stage",
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "param_slice_mappings",
+    "ds_version",
+    "state",
+    "param_groups",
+}
+
+
+def carry(
+    models: Mapping[str, TorchFile], optims: Mapping[str, TorchFile], parameters: dict[str, Parameter]
+) -> dict[str, Value]:
+    """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
+
+    Tensors among them are added to `parameters`.
+    """
+    extras: dict[str, Value] = {}
+    others: dict[str, dict[str, Value]] = {}
+    for i, (rank, file) in enumerate(models.items()):
+        items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
+        _add(extras if i == 0 else others.setdefault(rank, {}), extras, items, "" if i == 0 else f"ranks/{rank}/", parameters)
+    first: dict[str, Value] = {}
+    for i, (rank, file) in enumerate(optims.items()):
+        items = _optimizer_items(file)
+        target = first if i == 0 else others.setdefault(rank, {})
+        _add(target, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
+    if first:
+        extras["optimizer"] = first
+    if differing := {rank: items for rank, items in others.items() if items}:
+        extras["ranks"] = differing
+    return extras
+
+
+def _optimizer_items(file: TorchFile) -> dict[str, Value]:
+    root = file.root.get("optimizer_state_dict")
+    outer = {key: value for key, value in file.root.items() if key not in ("optimizer_state_dict", "ds_config", "optimizer")}
+    inner = root if isinstance(root, dict) else file.root.get("optimizer") or {}
+    return {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
+
+
+def _add(
+    target: dict[str, Value], first: Mapping[str, Value], items: Mapping[str, Value], prefix: str, parameters: dict[str, Parameter]
+) -> None:
+    for key, value in items.items():
+        if target is first:
+            target[key] = lift(value, f"{prefix}{key}", parameters)
+        elif key not in first or not _same(value, first[key]):
+            target[key] = lift(value, f"{prefix}{key}", parameters)
+
+
+def _same(value: Value, other: Value) -> bool:
+    """Equal as typed JSON; values with tensors never are, since only their bytes could tell."""
+    try:
+        return bool(encode(value) == encode(other))
+    except CkptError:
+        return False

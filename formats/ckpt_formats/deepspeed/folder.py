@@ -1,0 +1,145 @@
+"""Which files a DeepSpeed checkpoint has, by rank. Names only; nothing is opened.
+
+DeepSpeed numbers `pp_rank` in file names by data-parallel rank, a misnomer of
+its own; `mp_rank` is `pp_rank * tp + tp_rank`.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.files import unreadable
+from ckpt_formats.naming import show
+
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_MOST_LATEST = 4096
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one step, keyed by rank."""
+
+    path: Path
+    model: dict[int, Path]
+    """Stages 0 to 2: by model-parallel rank."""
+    model3: dict[tuple[int, int], Path]
+    """Stage 3: by (model-parallel, data-parallel) rank."""
+    optim: dict[tuple[int, int], Path]
+    """Stages 1 to 3: by (model-parallel, data-parallel) rank."""
+    expert_optim: dict[tuple[int, int], Path]
+    """Stage 0 with experts: by (model-parallel, expert-parallel) rank."""
+    experts: dict[tuple[int, int, int], Path]
+    """By (model-parallel rank, MoE layer, global expert)."""
+    layers: dict[tuple[int, int], Path]
+    """Pipeline: by (layer of the module list, tensor-parallel rank)."""
+
+    @property
+    def mp(self) -> int:
+        """The model-parallel degree, as the highest rank seen tells it."""
+        return 1 + max([*self.model, *(mp for mp, _ in (*self.model3, *self.optim))], default=-1)
+
+    @property
+    def dp(self) -> int:
+        """The data-parallel degree, likewise; 0 if no file tells."""
+        return 1 + max((dp for _, dp in (*self.model3, *self.optim)), default=-1)
+
+
+def is_step(path: Path) -> bool:
+    """Does this folder hold the files of one step?"""
+    try:
+        return path.is_dir() and any(_MODEL.fullmatch(p.name) or _MODEL3.fullmatch(p.name) for p in path.iterdir())
+    except OSError:
+        return False
+
+
+def has_latest(path: Path) -> bool:
+    """Is this a folder of several steps, written by DeepSpeed?"""
+    return (path / "latest").is_file() and not (path / "latest_checkpointed_iteration.txt").exists()
+
+
+def step_of(path: Path) -> Path:
+    """The folder of one step: the path itself, or the one that its `latest` names."""
+    if is_step(path):
+        return path
+    latest = path / "latest"
+    try:
+        with latest.open("rb") as file:
+            raw = file.read(_MOST_LATEST + 1)
+        steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
+    except OSError as error:
+        raise unreadable(error, latest) from error
+    tag = raw.decode("utf-8", "replace").strip()
+    hint = f"Name one step: {', '.join(show(s) for s in steps)}." if steps else "No step is here."
+    if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
+        raise Corrupt(f"`latest` holds {show(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint)
+    if not is_step(path / tag):
+        raise NotFound(f"`latest` names {show(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+    return path / tag
+
+
+def list_folder(path: Path) -> Folder:
+    """Sort the files of a step by rank. Raises `Incomplete` if ranks are missing among those present."""
+    folder = Folder(path, {}, {}, {}, {}, {}, {})
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise unreadable(error, path) from error
+    for name in names:
+        file = path / name
+        if match := _MODEL.fullmatch(name):
+            folder.model[int(match[1])] = file
+        elif match := _MODEL3.fullmatch(name):
+            _put(folder.model3, (int(match[2]), int(match[1])), file)
+        elif match := _OPTIM.fullmatch(name):
+            _put(folder.optim, (int(match[2]), int(match[1])), file)
+        elif match := _EXPERT_OPTIM.fullmatch(name):
+            _put(folder.expert_optim, (int(match[2]), int(match[1])), file)
+        elif match := _EXPERT.fullmatch(name):
+            folder.experts[int(match[3]), int(match[1]), int(match[2])] = file
+        elif match := _LAYER.fullmatch(name):
+            folder.layers[int(match[1]), int(match[2])] = file
+    if (path / "offloaded_tensors").is_dir():
+        raise Unsupported(
+            "the optimizer state was offloaded to NVMe and lies in raw swap files",
+            where=path,
+            hint="Save once more with `pipeline_write` off, or offload to the CPU.",
+        )
+    if folder.model and folder.model3:
+        raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
+    _check_grids(folder)
+    return folder
+
+
+_MIXED = "Two runs were saved into it: separate them."
+
+
+def _check_grids(folder: Folder) -> None:
+    ranks = set(range(folder.mp))
+    grid = {(mp, dp) for mp in ranks for dp in range(folder.dp)}
+    wanted: list[tuple[str, set[tuple[int, int]], set[tuple[int, int]]]] = []
+    if folder.model3:
+        wanted.append(("zero_pp_rank_D_mp_rank_MM_model_states.pt", set(folder.model3), grid))
+    else:
+        wanted.append(("mp_rank_MM_model_states.pt", {(mp, 0) for mp in folder.model}, {(mp, 0) for mp in ranks}))
+    if folder.optim or folder.model3:
+        wanted.append(("zero_pp_rank_D_mp_rank_MM_optim_states.pt", set(folder.optim), grid))
+    for pattern, found, all_of in wanted:
+        if lacking := sorted(all_of - found):
+            mp, dp = lacking[0]
+            raise Incomplete(
+                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {len(all_of)} such files are here)",
+                where=folder.path,
+                hint="Copy the files of all ranks into one folder.",
+            )
+
+
+def _put(table: dict[tuple[int, int], Path], key: tuple[int, int], file: Path) -> None:
+    if key in table:
+        raise Corrupt(f"{table[key].name} and {file.name} are both of one rank", where=file.parent, hint=_MIXED)
+    table[key] = file

@@ -1,0 +1,73 @@
+"""From what each model-parallel rank has to whole tensors: tensor-parallel shards by rule, stages side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_formats.base import Group, Parameter
+from ckpt_formats.deepspeed.rank import Rank
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.layout import Layout, Rule, merge
+from ckpt_formats.tensor import Tensor
+
+
+def everywhere(name: str, ranks: Sequence[Rank]) -> list[Parameter]:
+    """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
+    for number, rank in enumerate(ranks):
+        if name not in rank.parameters:
+            raise Corrupt(f"tensor `{name}` is on some tensor-parallel ranks, but not on rank {number}")
+    return [rank.parameters[name] for rank in ranks]
+
+
+def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Parameter:
+    """One parameter of all tensor-parallel ranks of a stage. Raises `BadRules`, `Corrupt`."""
+    first = shards[0]
+    for rank, shard in enumerate(shards):
+        if shard.role != first.role or shard.states.keys() != first.states.keys():
+            raise Corrupt(f"tensor `{name}` has other states on tensor-parallel rank {rank} than on rank 0")
+    if any(shard.values != first.values for shard in shards):
+        raise Corrupt(f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed.")
+    scalar = {state for state, tensor in first.states.items() if tensor.shape == () and first.weight.shape != ()}
+    rule = _rule(name, first, layout, len(shards))
+    if rule is None:
+        return first
+    states: dict[str, Tensor] = {}
+    for state in first.states:
+        every = [shard.states[state] for shard in shards]
+        states[state] = merge(name, every, Rule(".*", "replicated") if state in scalar else rule)
+    return replace(first, states=states)
+
+
+def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
+    """The parameters of all stages, and the names that several stages have: tied modules, of which the first stage's counts."""
+    merged: dict[str, Parameter] = {}
+    again: list[str] = []
+    for stage in stages:
+        for name, parameter in stage.items():
+            if name in merged:
+                again.append(name)
+            else:
+                merged[name] = parameter
+    return merged, list(dict.fromkeys(again))
+
+
+def merge_groups(ranks: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
+    """Groups of the same place on all ranks are one group; its options are the first rank's."""
+    merged: list[Group] = []
+    for groups in ranks:
+        for i, group in enumerate(groups):
+            if i == len(merged):
+                merged.append(group)
+            else:
+                names = dict.fromkeys((*merged[i].names, *group.names))
+                merged[i] = Group(merged[i].options or group.options, tuple(names))
+    return tuple(merged)
+
+
+def _rule(name: str, parameter: Parameter, layout: Layout, tp: int) -> Rule | None:
+    if parameter.role == "buffer" and not any(rule.matches(name) for rule in layout.rules if rule.pattern != ".*"):
+        # No rule of DeepSpeed speaks of buffers: they are the same on every rank, and compared.
+        return Rule(".*", "replicated") if tp > 1 else None
+    if tp == 1 and not any(rule.matches(name) for rule in layout.rules):
+        return None
+    rule = layout.rule(name)
+    return None if tp == 1 and rule.how == "sharded" and rule.vocabulary is None else rule

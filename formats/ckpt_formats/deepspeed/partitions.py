@@ -1,0 +1,53 @@
+"""The geometry of flat partitions: which blocks of a parameter each rank's vector holds.
+
+ZeRO-1 and 2 lay the parameters of a group end to end and cut the whole in
+equal partitions (arXiv 1910.02054); ZeRO-3 cuts every parameter by itself.
+Arithmetic only.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_formats.dtypes import DType
+from ckpt_formats.geometry import Shape, flat_boxes
+from ckpt_formats.tensor import Fragment, Raw, Tensor, join
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's vector, and the element of the common flat buffer that it begins at."""
+
+    begin: int
+    vector: Raw
+
+
+def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[Piece]) -> Tensor:
+    """The tensor that occupies the elements from `begin` on of a flat buffer, cut in pieces."""
+    return join(shape, _fragments(shape, begin, pieces), dtype)
+
+
+def starts(shapes: Iterable[Shape], paddings: Sequence[int] | None = None) -> list[int]:
+    """Where each parameter of a ZeRO-1 or 2 group begins, and at last where all end, in elements.
+
+    `paddings` are the zeros after each parameter that `parameter_alignment` asks for.
+    """
+    at = [0]
+    for i, shape in enumerate(shapes):
+        at.append(at[-1] + prod(shape) + (paddings[i] if paddings else 0))
+    return at
+
+
+def chunk(size: int, ranks: int) -> int:
+    """How many elements of a parameter each rank holds in ZeRO-3; the last are padded with zeros."""
+    return -(-size // ranks)
+
+
+def _fragments(shape: Shape, begin: int, pieces: Iterable[Piece]) -> Iterator[Fragment]:
+    end = begin + prod(shape)
+    for piece in pieces:
+        low, high = max(begin, piece.begin), min(end, piece.begin + piece.vector.shape[0])
+        at = low - piece.begin
+        for box in flat_boxes(shape, low - begin, max(low, high) - begin):
+            yield Fragment(box, piece.vector.flat(at, at + box.size).shaped(box.shape))
+            at += box.size

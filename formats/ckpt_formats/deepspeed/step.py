@@ -1,0 +1,117 @@
+"""One step of a DeepSpeed run with all its files opened: headers only."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.base import Shard
+from ckpt_formats.deepspeed.folder import Folder
+from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.torchfile import TorchFile, open_file
+from ckpt_formats.values import Value
+
+
+@dataclass(frozen=True)
+class Step:
+    """The files of one step, and the degrees they were written at. `mp_rank = pp_rank * tp + tp_rank`."""
+
+    folder: Folder
+    files: Mapping[Path, TorchFile]
+    tp: int
+    pp: int
+
+    @property
+    def first(self) -> TorchFile:
+        """The model file of rank 0."""
+        return self.models(0)[0]
+
+    @property
+    def stage3(self) -> bool:
+        return bool(self.folder.model3)
+
+    @property
+    def config(self) -> Mapping[str, Value]:
+        """The run's configuration."""
+        found = self.first.root.get("ds_config")
+        return found if isinstance(found, dict) else {}
+
+    def models(self, mp: int) -> list[TorchFile]:
+        """The model file of a model-parallel rank; with stage 3, one for each data-parallel rank."""
+        return [self.files[path] for path in _models(self.folder, mp)]
+
+    def optims(self, mp: int) -> list[TorchFile]:
+        """The optimizer files of a model-parallel rank, by data-parallel rank; none in stage 0."""
+        return [self.files[path] for (rank, _), path in sorted(self.folder.optim.items()) if rank == mp]
+
+
+def open_step(folder: Folder) -> Step:
+    """Open all files. Raises `Incomplete`, `Corrupt` if they are not of one step and one run."""
+    paths = [path for path, *_ in _roles(folder)]
+    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
+        files = dict(zip(paths, pool.map(open_file, paths), strict=True))
+    for path, file in files.items():
+        if not isinstance(file.root, dict):
+            raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)
+    models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
+    for key in ("global_steps", "dp_world_size", "ds_version"):
+        values = {str(file.root.get(key)): file.path for file in models}
+        if len(values) > 1:
+            (a, first), (b, second) = list(values.items())[:2]
+            raise Corrupt(
+                f"`{key}` is {a} in {first.name} but {b} in {second.name}",
+                where=folder.path,
+                hint="Files of several steps or runs were mixed: copy all files of one step again.",
+            )
+    return Step(folder, files, *_degrees(folder, models[0]))
+
+
+def shards(step: Step) -> Iterator[Shard]:
+    """Every file, with its rank."""
+    for path, role, mp, more in _roles(step.folder):
+        rank = {} if mp is None else {"pp": mp // step.tp, "tp": mp % step.tp}
+        yield Shard(path, path.stat().st_size, role, {**rank, **more})
+
+
+def rank_name(path: Path) -> str:
+    """A file's rank as its name has it: `zero_pp_rank_1_mp_rank_00`."""
+    return path.name.removesuffix("_model_states.pt").removesuffix("_optim_states.pt").removeprefix("bf16_")
+
+
+def _roles(folder: Folder) -> Iterator[tuple[Path, str, int | None, dict[str, int]]]:
+    for mp, path in folder.model.items():
+        yield path, "model", mp, {}
+    for (mp, dp), path in folder.model3.items():
+        yield path, "model", mp, {"dp": dp}
+    for (mp, dp), path in folder.optim.items():
+        yield path, "optimizer", mp, {"dp": dp}
+    for (mp, ep), path in folder.expert_optim.items():
+        yield path, "optimizer", mp, {"ep": ep}
+    for (mp, _, expert), path in folder.experts.items():
+        yield path, "model", mp, {"expert": expert}
+    for (layer, tp), path in folder.layers.items():
+        yield path, "model", None, {"tp": tp, "layer": layer}
+
+
+def _models(folder: Folder, mp: int) -> list[Path]:
+    if mp in folder.model:
+        return [folder.model[mp]]
+    return [path for (rank, _), path in sorted(folder.model3.items()) if rank == mp]
+
+
+def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree. Files before DeepSpeed 0.16 do not state them; their names tell."""
+    stated = first.root.get("checkpoint_parallel_dimensions")
+    if isinstance(stated, dict) and natural(stated.get("tp_degree")) and natural(stated.get("pp_degree")):
+        tp, pp = stated["tp_degree"], stated["pp_degree"]
+    else:
+        tp = 1 + max((rank for _, rank in folder.layers), default=folder.mp - 1)
+        pp = -(-folder.mp // tp)
+    if tp * pp != folder.mp:
+        raise Incomplete(
+            f"{tp} tensor-parallel by {pp} pipeline ranks make {tp * pp} model-parallel ranks, files of {folder.mp} are here",
+            where=folder.path,
+            hint="Copy the files of all ranks into one folder.",
+        )
+    return tp, pp

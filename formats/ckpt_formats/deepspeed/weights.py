@@ -1,0 +1,114 @@
+"""The model's own tensors: weights in the model's precision, frozen parameters, buffers, and which are tied."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpt_formats.deepspeed.tree import get, is_tensor, shape_of, tensor, vector
+from ckpt_formats.deepspeed.zero3 import sliced
+from ckpt_formats.dtypes import DTYPES, DType
+from ckpt_formats.tensor import Raw, Tensor, with_replicas
+from ckpt_formats.torchfile import TorchFile
+from ckpt_formats.values import Value
+
+
+@dataclass
+class Weights:
+    """Tensors by name, in the local shape of one model-parallel rank."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    """The module's own order of names."""
+
+
+def model_dtype(config: Mapping[str, Value]) -> DType:
+    """The precision the model computes in, as the run's configuration has it."""
+    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("enabled"):
+            return DTYPES[name]
+    return DTYPES["float32"]
+
+
+def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
+    """What the model files of one model-parallel rank hold: one file, or with stage 3 that of every rank."""
+    file = files[0]
+    found = Weights()
+    module = file.root.get("module") or {}
+    buffers = {str(name) for name in file.root.get("buffer_names") or ()}
+    for name, value in _tensors(module):
+        found.order.append(name)
+        if stage3 and name not in buffers:
+            continue  # stage 3 leaves an empty place holder
+        found.tensors[name] = tensor(value, file.path)
+        if name in buffers:
+            found.buffers.add(name)
+    for name, listed in (file.root.get("frozen_param_shapes") or {}).items():
+        shape = shape_of(listed, file.path)
+        if stage3:
+            slices = [vector(get(f.root["frozen_param_fragments"], name, object, f.path), f.path) for f in files]
+            found.tensors[str(name)] = sliced(shape, slices) if prod(shape) else Tensor(shape, slices[0].dtype, ())
+    found.aliases = {str(a): str(b) for a, b in (file.root.get("shared_params") or {}).items() if a != b}
+    if file.root.get("shared_params") is None:
+        found.aliases = _shared(found)
+    return found
+
+
+def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names: Sequence[str]) -> dict[str, Tensor]:
+    """Pipeline layers, by the optimizer's names. A layer's file does not tell whether it is tied: its keys do."""
+    found: dict[str, Tensor] = {}
+    plain = {name.partition(".")[0] for name in names}
+    tied: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name.startswith("tied_modules.") and name.count(".") > 1:
+            _, key, rest = name.split(".", 2)
+            tied.setdefault(key, {})[rest] = name
+    for (layer, rank), file in sorted(files.items()):
+        if rank != tp_rank:
+            continue
+        tensors = {key: tensor(value, file.path) for key, value in _tensors(file.root)}
+        module = None if str(layer) in plain else next((m for m in tied.values() if m.keys() <= tensors.keys()), None)
+        for key, one in tensors.items():
+            found.setdefault(module[key] if module and key in module else f"{layer}.{key}", one)
+    return found
+
+
+def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights of the experts, under their global numbers."""
+    for (mp, _, _), file in sorted(files.items()):
+        if mp == mp_rank:
+            for name, value in _tensors(file.root):
+                yield name, tensor(value, file.path)
+
+
+def with_aliases(weights: Weights) -> dict[str, Tensor]:
+    """The tensors without their other names, whose copies, where they are copies, are kept for comparison."""
+    kept = {name: one for name, one in weights.tensors.items() if name not in weights.aliases}
+    for alias, name in weights.aliases.items():
+        copy, real = weights.tensors.get(alias), kept.get(name)
+        if copy is not None and real is not None and _place(copy) != _place(real) and copy.shape == real.shape:
+            kept[name] = with_replicas([real, copy])
+    return kept
+
+
+def _tensors(module: Value) -> Iterator[tuple[str, Value]]:
+    for name, value in module.items():
+        if is_tensor(value):
+            yield str(name), value
+
+
+def _shared(weights: Weights) -> dict[str, str]:
+    """Names that lie on the same bytes as an earlier name."""
+    first: dict[object, str] = {}
+    aliases = {}
+    for name, one in weights.tensors.items():
+        if one.size and (place := _place(one)) is not None and first.setdefault(place, name) != name:
+            aliases[name] = first[place]
+    return aliases
+
+
+def _place(one: Tensor) -> Raw | None:
+    blob = one.fragments[0].blob if one.fragments else None
+    return blob if isinstance(blob, Raw) else None

@@ -1,0 +1,158 @@
+"""ZeRO stages 1 and 2, and the optimizer for bf16 of its own (`BF16_Optimizer`): groups flattened, then cut.
+
+The order within a group is that of `param_shapes`, also with round-robin
+gradients. (`param_slice_mappings`, which DeepSpeed's own tools use, has another
+order then, and their result is silently wrong.)
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from ckpt_formats.base import MASTER, Group
+from ckpt_formats.deepspeed.experts import ExpertNames, expert_ranks
+from ckpt_formats.deepspeed.partitions import Piece, starts, tensor_in
+from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
+from ckpt_formats.deepspeed.tree import get, shape_of, vector
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.geometry import Shape
+from ckpt_formats.tensor import Raw, Tensor, with_replicas
+from ckpt_formats.torchfile import TorchFile
+from ckpt_formats.values import Value
+
+
+Shapes = Mapping[str, Shape]
+
+
+def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], contiguous_experts: bool) -> Optimized:
+    """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order.
+
+    `groups` are the shapes of each group's parameters, in the order of the flat buffer.
+    """
+    found = Optimized()
+    roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
+    for g, shapes in enumerate(groups):
+        count = _count(roots, optims, g)
+        names: list[str] = []
+        for expert_rank in range(len(optims) // count):
+            ranks = expert_ranks(expert_rank, count, len(optims), contiguous_experts)
+            rename = ExpertNames(shapes, expert_rank) if count < len(optims) else None
+            local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
+            _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
+            names += local
+        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
+    return found
+
+
+def stated_shapes(model: TorchFile) -> list[Shapes]:
+    """`param_shapes` of a model file."""
+    groups = get(model.root, "param_shapes", list, model.path)
+    return [
+        {str(name): shape_of(shape, model.path) for name, shape in get(groups, g, dict, model.path).items()}
+        for g in range(len(groups))
+    ]
+
+
+def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
+    """The names of each group in the order of the flat buffer, where only `param_slice_mappings` tells them.
+
+    So it is in a pipeline at stage 0. (There the mappings can be trusted: round robin is for stages 1 and 2.)
+    """
+    names: list[dict[str, None]] = []
+    for file in optims:
+        root = get(file.root, "optimizer_state_dict", dict, file.path)
+        for g, mapping in enumerate(get(root, "param_slice_mappings", list, file.path)):
+            if g == len(names):
+                names.append({})
+            names[g].update(dict.fromkeys(map(str, mapping)))
+    return [list(group) for group in names]
+
+
+def _read_group(
+    found: Optimized, g: int, shapes: Mapping[str, Shape], roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile]
+) -> None:
+    masters = [
+        vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
+        for root, file in zip(roots, files, strict=True)
+    ]
+    paddings = _paddings(roots[0], g, files[0].path)
+    begins = starts(shapes.values(), paddings)
+    length = max(master.shape[0] for master in masters)
+    if length * len(masters) < begins[-1]:
+        raise Corrupt(
+            f"the partitions of group {g} hold {length * len(masters)} elements, its parameters {begins[-1]}",
+            where=files[0].path,
+            hint="Files of several runs may be mixed.",
+        )
+    by_state = {MASTER: [Piece(rank * length, master) for rank, master in enumerate(masters)]}
+    state = sort_state([_base(root, g, file.path) for root, file in zip(roots, files, strict=True)], files)
+    wholes: dict[str, dict[str, Tensor]] = {}
+    for key, values in state.vectors.items():
+        vectors = [vector(value, file.path) for value, file in zip(values, files, strict=True)]
+        if any(v.shape[0] > length for v in vectors):
+            wholes[key] = _whole_per_rank(key, shapes, begins, length, vectors, files)
+        else:
+            by_state[key] = [Piece(rank * length, v) for rank, v in enumerate(vectors)]
+    for (name, shape), begin in zip(shapes.items(), begins, strict=False):
+        found.states[name] = {
+            **{key: tensor_in(shape, pieces[0].vector.dtype, begin, pieces) for key, pieces in by_state.items()},
+            **{key: tensors[name] for key, tensors in wholes.items()},
+            **state.scalars,
+        }
+        found.values[name] = dict(state.values)
+
+
+def _whole_per_rank(
+    key: str, shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[Raw], files: Sequence[TorchFile]
+) -> dict[str, Tensor]:
+    """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum)."""
+    copies: dict[str, list[Tensor]] = {name: [] for name in shapes}
+    for rank, (values, file) in enumerate(zip(vectors, files, strict=True)):
+        at = 0
+        for (name, shape), begin in zip(shapes.items(), begins, strict=False):
+            size = prod(shape)
+            if size and begin < (rank + 1) * length and rank * length < begin + size:
+                if at + size > values.shape[0]:
+                    raise _misfit(key, file.path)
+                copies[name].append(Tensor.of(values.flat(at, at + size).shaped(shape)))
+                at += size
+        if at != values.shape[0]:
+            raise _misfit(key, file.path)
+    return {name: with_replicas(c) if c else Tensor(shapes[name], vectors[0].dtype, ()) for name, c in copies.items()}
+
+
+def _misfit(key: str, where: Path) -> Corrupt:
+    return Corrupt(f"the optimizer state `{key}` has a length that fits no parameter", where=where)
+
+
+def _count(roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile], g: int) -> int:
+    """Over how many ranks group `g` is cut: all, or those with the same experts."""
+    counts = [get(get(r, "partition_count", list, f.path), g, int, f.path) for r, f in zip(roots, files, strict=True)]
+    if any(count != counts[0] for count in counts) or not 0 < counts[0] <= len(files) or len(files) % counts[0]:
+        other = next((f for f, c in zip(files, counts, strict=True) if c != counts[0]), files[0])
+        raise Corrupt(
+            f"the optimizer was cut over {sorted(set(counts))} ranks, but files of {len(files)} are here",
+            where=other.path,
+            hint="Files are missing, or of runs on different numbers of GPUs.",
+        )
+    return counts[0]
+
+
+def _base(root: dict[Value, Value], g: int, where: Path) -> dict[Value, Value]:
+    """The base optimizer's state of a group: a list with `elastic_checkpoint`, else a mapping."""
+    base = get(root, "base_optimizer_state", object, where)
+    if isinstance(base, list):
+        return get(base, g, dict, where)
+    states = get(base, "state", dict, where)
+    return get(states, g, dict, where) if g in states else {}
+
+
+def _options(root: dict[Value, Value], g: int, where: Path) -> dict[str, Value]:
+    base = root.get("base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return options_of(groups[g], where) if isinstance(groups, list) and g < len(groups) else {}
+
+
+def _paddings(root: dict[Value, Value], g: int, where: Path) -> list[int] | None:
+    listed = root.get("param_alignment_paddings")
+    return list(shape_of(get(listed, g, list, where), where)) if listed else None

@@ -1,0 +1,105 @@
+"""Values with tensors in them, from a PyTorch file to the extras of a checkpoint and back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+
+from ckpt_formats.base import MODEL, Parameter
+from ckpt_formats.errors import Unsafe
+from ckpt_formats.tensor import Raw, Tensor
+from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.values import Record, Size, StdDict, TensorName, Value
+
+_MOST_DEPTH = 150
+
+
+def lift(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
+    """The value with a `TensorName` for every tensor; the tensors become parameters of the role `extra`.
+
+    `name` is the place of the value, such as `lr_scheduler`; tensors are named by
+    theirs, such as `rng/cpu`. Several places of one tensor share one parameter.
+    """
+    return _Walk(_Lift(parameters)).walk(value, name, 0)
+
+
+def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
+    """The value with the tensors back in their places."""
+
+    def leaf(found: Value, name: str) -> Value:
+        return parameters[found.name].states[MODEL] if isinstance(found, TensorName) else found
+
+    return _Walk(leaf).walk(value, "", 0)
+
+
+class _Lift:
+    def __init__(self, parameters: dict[str, Parameter]) -> None:
+        self._parameters = parameters
+        self._names: dict[int, tuple[Value, str]] = {}
+
+    def __call__(self, value: Value, name: str) -> Value:
+        if not isinstance(value, (TensorRef, Storage, StorageSlice)):
+            return value
+        if id(value) not in self._names:
+            free = next(n for n in _numbered(name) if n not in self._parameters)
+            self._parameters[free] = Parameter(free, "extra", {MODEL: _tensor(value)})
+            self._names[id(value)] = (value, free)  # the value is kept, so that its id stays its own
+        return TensorName(self._names[id(value)][1])
+
+
+class _Walk:
+    """Rebuilds a tree of values; what several places share is rebuilt once, and shared again."""
+
+    def __init__(self, leaf: Callable[[Value, str], Value]) -> None:
+        self._leaf = leaf
+        self._done: dict[int, tuple[Value, Value]] = {}
+
+    def walk(self, value: Value, name: str, depth: int) -> Value:
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if depth > _MOST_DEPTH:
+            raise Unsafe(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
+        made = self._rebuilt(value, name, depth + 1)
+        if made is not value:
+            self._done[id(value)] = (value, made)
+        return made
+
+    def _rebuilt(self, value: Value, name: str, depth: int) -> Value:
+        def inner(item: Value, key: Value) -> Value:
+            return self.walk(item, f"{name}/{key}", depth)
+
+        if isinstance(value, StdDict):
+            made = StdDict(value.cls, value.factory)
+            made.update((key, inner(item, key)) for key, item in value.items())
+            made.attrs = inner(value.attrs, "attrs")
+            return made
+        if isinstance(value, dict):
+            return {key: inner(item, key) for key, item in value.items()}
+        if type(value) is list:
+            return [inner(item, i) for i, item in enumerate(value)]
+        if type(value) is tuple:
+            return tuple(inner(item, i) for i, item in enumerate(value))
+        if isinstance(value, Record):
+            return Record(
+                value.cls,
+                tuple(inner(item, i) for i, item in enumerate(value.args)),
+                {key: inner(item, key) for key, item in value.kwargs.items()},
+                inner(value.state, "state") if value.state is not None else None,
+                [inner(item, i) for i, item in enumerate(value.items)],
+                [(key, inner(item, key)) for key, item in value.mapping],
+                value.new,
+            )
+        return value if isinstance(value, Size) else self._leaf(value, name)
+
+
+def _tensor(value: TensorRef | Storage | StorageSlice) -> Tensor:
+    if isinstance(value, TensorRef):
+        return tensor_of(value)
+    storage, start, numel = (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+    if storage.dtype is None:
+        raise Unsafe(f"storage {storage.key!r:.40} has no element type of its own")
+    offset = storage.offset + start * storage.itemsize
+    return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}~{i}" for i in count(1))

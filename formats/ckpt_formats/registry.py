@@ -1,0 +1,62 @@
+"""Formats by name. To add one: write its file, add its line.
+
+Values are import paths, not classes, so that the names cost nothing to look at.
+The order is the order of detection: the more particular first.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_formats.errors import NotFound
+from ckpt_formats.naming import show
+
+if TYPE_CHECKING:
+    from ckpt_formats.base import Checkpoint, Format, Options
+
+FORMATS: dict[str, str] = {
+    "universal": "ckpt_formats.universal:Universal",
+    "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
+    "safetensors": "ckpt_formats.safetensors:Safetensors",
+    "torch": "ckpt_formats.plain_torch:PlainTorch",
+}
+
+WRITABLE = ("universal", "torch", "safetensors")
+
+
+def format_named(name: str) -> "Format":
+    """The format of this name."""
+    module, _, attribute = FORMATS[name].partition(":")
+    format: Format = getattr(import_module(module), attribute)()
+    return format
+
+
+def detect(path: Path) -> "Format":
+    """The first format that knows this path. Raises `NotFound` if none does."""
+    if not path.exists():
+        raise NotFound("there is nothing at this path", where=show(str(path)))
+    for name in FORMATS:
+        format = format_named(name)
+        if format.detect(path):
+            return format
+    held = "" if path.is_file() else _listing(path)
+    raise NotFound(
+        f"not a checkpoint that we know ({', '.join(FORMATS)}){held}",
+        where=show(str(path)),
+        hint="Name the folder that the engine wrote: the one of one step, or the one above that holds `latest`.",
+    )
+
+
+def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
+    """The index of the checkpoint at a path, whatever its format. Reads headers only."""
+    from ckpt_formats.base import Options
+
+    return detect(path).read(path, options or Options())
+
+
+def _listing(path: Path) -> str:
+    try:
+        names = sorted(show(entry.name) for entry in path.iterdir())
+    except OSError as error:
+        return f"; it cannot be listed: {error.strerror}"
+    return f"; it holds {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "; it is empty"
