@@ -1,0 +1,39 @@
+"""Who does the work. The interface is `concurrent.futures.Executor`; threads are the local default.
+
+NumPy, hashing and file input and output release the interpreter's lock, and
+nothing has to be pickled or imported twice. Tasks may run twice and in any
+order, so a cluster's executor can take the place of the threads.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def results(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_flight: int) -> Iterator[R]:
+    """Apply `work` to every item, at most `in_flight` at a time; results come as they are ready.
+
+    After the first error nothing more is started; what runs is waited for, then
+    the error is raised.
+    """
+    waiting = iter(items)
+    running: set[Future[R]] = set()
+    try:
+        while True:
+            while len(running) < in_flight and (item := next(waiting, _END)) is not _END:
+                running.add(executor.submit(work, item))  # type: ignore[arg-type]
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        for future in running:
+            future.cancel()
+        wait(running)
+
+
+_END = object()

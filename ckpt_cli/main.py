@@ -1,0 +1,131 @@
+"""The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from ckpt_formats.errors import (
+    BadRules,
+    CkptError,
+    Corrupt,
+    Incomplete,
+    Locked,
+    NoSpace,
+    NotFound,
+    OutputError,
+    Unsafe,
+    Unsupported,
+)
+from ckpt_formats.naming import show
+from ckpt_formats.version import VERSION
+
+COMMANDS = {
+    "convert": "ckpt_cli.commands.convert:convert",
+    "inspect": "ckpt_cli.commands.inspect:inspect",
+    "verify": "ckpt_cli.commands.verify:verify",
+}
+
+EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
+    NotFound: (10, "nothing there, or nothing that we know"),
+    Locked: (11, "another process is writing the target"),
+    Corrupt: (20, "damaged: bytes contradict themselves or a checksum"),
+    Incomplete: (20, "a file, rank or block is missing"),
+    Unsafe: (21, "refused: it would run code, escape a folder or exhaust the machine"),
+    Unsupported: (22, "known, but not supported"),
+    BadRules: (23, "the rules do not fit the tensors"),
+    NoSpace: (28, "no space left; run again to go on"),
+    OutputError: (30, "the target cannot be written"),
+}
+"""First match counts, so a kind stands before the kind that it is a case of."""
+
+INTERRUPTED = 130
+
+
+class Commands(click.Group):
+    """Imports a command only when it is run or asked about."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(VERSION, prog_name="ckpt")
+def cli() -> None:
+    """Convert, inspect and verify the checkpoints of distributed training.
+
+    No engine, no GPU and no process group is needed; nothing in a file is ever
+    run; nothing is written that was not checked.
+
+    \b
+    Exit codes:
+       0  done                        21  refused as unsafe
+       1  an error of our own         22  not supported
+       2  wrong usage                 23  rules do not fit
+      10  not found, not recognised   28  disk full; run again to go on
+      11  target is being written     30  target cannot be written
+      20  damaged or incomplete      130  interrupted; run again to go on
+    """
+
+
+def run() -> None:
+    """Run the command line; every error ends here, as a message and an exit code."""
+    verbose = any(argument in ("-v", "--verbose") for argument in sys.argv[1:])
+    try:
+        code = cli.main(prog_name="ckpt", standalone_mode=False)
+    except click.exceptions.Abort:
+        code = _say_interrupted()
+    except KeyboardInterrupt:
+        code = _say_interrupted()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except CkptError as error:
+        if verbose:
+            traceback.print_exc()
+        code = report(error)
+    except BrokenPipeError:  # `ckpt inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except MemoryError:
+        click.echo("error: not enough memory\nhint: give a smaller --memory, or fewer --workers", err=True)
+        code = 1
+    except Exception as error:
+        if verbose:
+            raise
+        click.echo(f"error: {type(error).__name__}: {show(str(error))}", err=True)
+        click.echo("hint: this is a fault of ckpt; run again with -v, and report what it prints", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def report(error: CkptError) -> int:
+    """Say what happened, where, and what to do; return the exit code."""
+    click.echo(f"error: {_clean(error.what)}", err=True)
+    if error.where:
+        click.echo(f"where: {_clean(error.where)}", err=True)
+    if error.hint:
+        click.echo(f"hint: {_clean(error.hint)}", err=True)
+    return exit_code(error)
+
+
+def exit_code(error: CkptError) -> int:
+    return next(code for kind, (code, _) in EXIT_CODES.items() if isinstance(error, kind))
+
+
+def _say_interrupted() -> int:
+    click.echo("interrupted: nothing half-written looks whole; run the same command again to go on", err=True)
+    return INTERRUPTED
+
+
+def _clean(text: str) -> str:
+    return show(text)

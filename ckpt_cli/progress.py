@@ -1,0 +1,51 @@
+"""A bar on a terminal, a line now and then elsewhere; always on stderr."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_EVERY = 30.0
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Count bytes towards `total`. The function it gives may be called from any thread."""
+    if not sys.stderr.isatty():
+        yield _Lines(what, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+class _Lines:
+    """For logs: one line every half minute, none for short work."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._began = self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._said < _EVERY:
+                return
+            self._said = now
+            rate = self._done / (now - self._began)
+        left = max(self._total - self._done, 0) / max(rate, 1)
+        share = 100 * self._done // max(self._total, 1)
+        print(f"{self._what}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -1,0 +1,61 @@
+"""Lazy changes to a checkpoint on its way: fewer tensors, fewer states, another element type. No data is read."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt_codecs import Rounded
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
+from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, DType, is_float
+from ckpt_formats.errors import NotFound, Unsupported
+from ckpt_formats.naming import show
+from ckpt_formats.rules import safe_pattern
+from ckpt_formats.tensor import Decoded, Tensor
+
+
+def only(source: Checkpoint, keep: Sequence[str], drop: Sequence[str]) -> Checkpoint:
+    """The parameters whose names match one of `keep` (all, if empty) and none of `drop`. Extras stay.
+
+    Patterns are regular expressions, found anywhere in a name. Raises `NotFound`
+    for one that matches nothing, since it is surely mistyped.
+    """
+    for pattern in (*keep, *drop):
+        safe_pattern(pattern, "--only or --skip")
+        if not any(re.search(pattern, name) for name in source.parameters):
+            raise NotFound(f"no parameter matches `{show(pattern)}`", hint="`ckpt inspect` lists their names.")
+    kept = {
+        name: parameter
+        for name, parameter in source.parameters.items()
+        if parameter.role == "extra"
+        or ((not keep or any(re.search(p, name) for p in keep)) and not any(re.search(p, name) for p in drop))
+    }
+    groups = tuple(Group(group.options, tuple(n for n in group.names if n in kept)) for group in source.groups)
+    aliases = {alias: name for alias, name in source.aliases.items() if name in kept}
+    return replace(source, parameters=kept, groups=groups, aliases=aliases)
+
+
+def model_only(source: Checkpoint) -> Checkpoint:
+    """The model's own tensors, without optimizer, masters or extras."""
+    parameters = {
+        name: replace(parameter, states={MODEL: parameter.weight}, values={})
+        for name, parameter in source.parameters.items()
+        if parameter.role != "extra"
+    }
+    return replace(source, parameters=parameters, groups=(), extras={})
+
+
+def cast(source: Checkpoint, name: str) -> Checkpoint:
+    """The model's floating-point weights in another precision, rounded to nearest; optimizer states stay as they are."""
+    dtype = DTYPES.get(SHORT_NAMES.get(name, name))
+    if dtype is None or not is_float(dtype):
+        raise Unsupported(f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}.")
+    parameters = {n: _cast(parameter, dtype) for n, parameter in source.parameters.items()}
+    return replace(source, parameters=parameters)
+
+
+def _cast(parameter: Parameter, dtype: DType) -> Parameter:
+    if parameter.role == "extra" or not is_float(parameter.weight.dtype):
+        return parameter
+    best = parameter.states.get(MASTER, parameter.weight)
+    made = best if best.dtype == dtype else Tensor.of(Decoded(Rounded(), best, dtype))
+    return replace(parameter, states={**parameter.states, MODEL: made})

@@ -1,0 +1,158 @@
+"""Where a new checkpoint grows until it is whole: a hidden folder beside the target.
+
+    .NAME.ckpt-partial/
+        lock            held while a process writes
+        journal.jsonl   the plan's id, then the receipt of every finished part
+        data/           what will be renamed to the target, last of all
+
+A crash at any moment leaves the target absent or whole. What the journal lists
+and still verifies is not written again.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.base import Receipt
+from ckpt_formats.errors import Locked, OutputError
+from ckpt_formats.files import Evidence, Reader, Seal, holds
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The folder in which one target grows."""
+
+    target: Path
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "journal.jsonl"
+
+    def begin(self, plan_id: str) -> None:
+        """Go on with the same plan, or start anew with another one."""
+        if self._plan_id() != plan_id:
+            shutil.rmtree(self.data, ignore_errors=True)
+            with self.journal.open("w") as file:
+                file.write(json.dumps({"plan": plan_id}) + "\n")
+        self.data.mkdir(exist_ok=True)
+
+    def receipts(self) -> Iterator[Receipt]:
+        """Receipts of an earlier run whose files are still as they were written."""
+        with Reader(check=False) as reader:
+            for line in self.journal.read_text("utf-8", "replace").splitlines()[1:]:
+                try:
+                    receipt = _receipt(json.loads(line))
+                except (ValueError, KeyError, TypeError):
+                    continue  # the line that the crash cut short
+                path = self.data / receipt.file
+                seals = [replace(seal, path=path) for seal in receipt.seals]
+                if path.is_file() and path.stat().st_size == receipt.nbytes and all(holds(s, reader) for s in seals):
+                    yield receipt
+
+    def note(self, receipt: Receipt) -> None:
+        """Remember that a part is done."""
+        with self.journal.open("a") as file:
+            file.write(json.dumps(_json(receipt), separators=(",", ":")) + "\n")
+
+    def publish(self, product: str | None) -> None:
+        """Flush everything to the disk, then make it the target by one rename."""
+        for path in sorted(self.data.rglob("*"), reverse=True):
+            _flush(path)
+        _flush(self.data)
+        whole = self.data if product is None else self.data / product
+        if os.path.lexists(self.target):
+            raise exists(self.target)
+        os.rename(whole, self.target)
+        _flush(self.target.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _plan_id(self) -> str | None:
+        try:
+            with self.journal.open() as file:
+                first: dict[str, str] = json.loads(file.readline())
+                return first["plan"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Staging]:
+    """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
+    folder = target.parent / f".{target.name}.ckpt-partial"
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=target.parent) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Locked("another process is writing this target", where=target, hint="Wait for it to end.") from None
+        yield Staging(target, folder)
+    finally:
+        os.close(lock)
+
+
+def check_target(target: Path, source: Path) -> None:
+    """Refuse a target that exists, or that lies inside the source or around it. Raises `OutputError`."""
+    if os.path.lexists(target):
+        raise exists(target)
+    here, there = target.resolve(), source.resolve()
+    if here == there or there in here.parents or here in there.parents:
+        raise OutputError("the target and the source lie inside one another", where=target, hint="Choose another target.")
+    if not target.parent.is_dir():
+        raise OutputError("the folder that should hold the target does not exist", where=target.parent, hint="Create it first.")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OutputError("no permission to write here", where=target.parent, hint="Choose another target.")
+
+
+def exists(target: Path) -> OutputError:
+    return OutputError("the target exists already", where=target, hint="Choose another name, or remove it first.")
+
+
+def _flush(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _json(receipt: Receipt) -> dict[str, Any]:
+    return {
+        "file": receipt.file,
+        "nbytes": receipt.nbytes,
+        "seals": [_seal_json(seal) for seal in receipt.seals],
+        "entry": receipt.entry,
+        "evidence": [[*_seal_json(e.seal), e.start, e.stop, str(e.digest)] for e in receipt.evidence],
+    }
+
+
+def _seal_json(seal: Seal) -> list[Any]:
+    return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label]
+
+
+def _receipt(said: Mapping[str, Any]) -> Receipt:
+    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in said["evidence"])
+    return Receipt(said["file"], said["nbytes"], tuple(map(_seal, said["seals"])), said["entry"], evidence)
+
+
+def _seal(said: list[Any]) -> Seal:
+    path, offset, nbytes, kind, digest, label = said
+    return Seal(Path(path), offset, nbytes, kind, int(digest), label)
