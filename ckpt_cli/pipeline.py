@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_cli.executors import results
 from ckpt_cli.staging import Staging, check_target, staging
-from ckpt_formats.base import MASTER, MODEL, Checkpoint, Part, Receipt, WritableFormat
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError
 from ckpt_formats.files import Reader, Seal, settle
 from ckpt_formats.naming import show
@@ -42,25 +42,25 @@ class Outcome:
     files: int
     nbytes: int
     resumed: int
-    seals: int
+    checksums: int
 
 
-def plan(source: Checkpoint, format: WritableFormat, target: Path) -> tuple[Part, ...]:
+def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, ...]:
     """Everything that can be known before the first byte is read: the parts. Raises if the copy cannot succeed."""
     check_whole(source)
-    check_target(target, source.path)
-    return format.plan(source, target)
+    check_target(goal.target, source.path)
+    return format.plan(source, goal)
 
 
 def copy(
-    source: Checkpoint, format: WritableFormat, target: Path, choices: str, effort: Effort, moved: Moved = lambda n: None
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, moved: Moved = lambda n: None
 ) -> Outcome:
-    """Write `source` again as `target`. `choices` tells this request from another on the same source."""
-    parts = plan(source, format, target)
+    """Write `source` again. `choices` tells this request from another on the same source."""
+    parts, target = plan(source, format, goal), goal.target
     stop = threading.Event()
     with staging(target) as stage:
         try:
-            stage.begin(_plan_id(source, format, choices))
+            stage.begin(_plan_id(source, format, goal, choices))
             done = {receipt.file: receipt for receipt in stage.receipts()}
             todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
             resumed = len(done)
@@ -69,7 +69,7 @@ def copy(
                 stage.note(receipt)
                 done[receipt.file] = receipt
             receipts = [done[part.file] for part in parts]
-            seals = _settle(receipts)
+            checksums = _settle(receipts)
             format.commit(stage.data, source, receipts)
             stage.publish(format.product(target))
         except OSError as error:
@@ -78,7 +78,7 @@ def copy(
             if not isinstance(error, OutputError):
                 stage.discard()
             raise
-    return Outcome(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, seals)
+    return Outcome(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, checksums)
 
 
 def check_whole(source: Checkpoint) -> None:
@@ -145,9 +145,9 @@ def broken_seals(broken: list[Seal]) -> Corrupt:
     )
 
 
-def _plan_id(source: Checkpoint, format: WritableFormat, choices: str) -> str:
+def _plan_id(source: Checkpoint, format: WritableFormat, goal: Goal, choices: str) -> str:
     """Names this very work, so that an interrupted run goes on only with what it would do again."""
-    said = [WRITTEN_BY, format.name, choices, str(source.path.resolve())]
+    said = [WRITTEN_BY, format.name, choices, str(goal.shard_nbytes), str(source.path.resolve())]
     for shard in source.shards:
         stat = shard.path.stat()
         said.append(f"{shard.path} {stat.st_size} {stat.st_mtime_ns}")

@@ -108,6 +108,15 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """Where a checkpoint is to be written, and what a format may need to be told."""
+
+    target: Path
+    shard_nbytes: int = 5 << 30
+    """About how large the files become, in formats that cut a model into several."""
+
+
+@dataclass(frozen=True)
 class Part:
     """One output file: all it takes to write it, in any process."""
 
@@ -155,8 +164,8 @@ class WritableFormat(Format):
     """
 
     @abstractmethod
-    def plan(self, source: Checkpoint, out: Path) -> tuple[Part, ...]:
-        """The files to write. Raises `Unsupported` for what the format cannot hold."""
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        """The files to write. Raises `Unsupported` for tensors that the format cannot hold."""
 
     @abstractmethod
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
@@ -164,8 +173,12 @@ class WritableFormat(Format):
 
     @abstractmethod
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        """Make the folder a checkpoint."""
+        """Make the folder a checkpoint. `receipts` are in the order of the plan."""
 
-    def product(self, out: Path) -> str | None:
+    def product(self, target: Path) -> str | None:
         """The name, within the folder, of the one file that is the checkpoint; None if the folder is."""
         return None
+
+    def losses(self, source: Checkpoint) -> tuple[str, ...]:
+        """What of the source the format has no place for, in words."""
+        return ()

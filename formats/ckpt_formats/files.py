@@ -12,8 +12,9 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from io import FileIO
 from types import TracebackType
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -126,6 +127,24 @@ def settle(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterat
 def holds(seal: Seal, reader: Reader) -> bool:
     """Read the whole range and compare."""
     return _digest(seal, [], reader) == seal.digest
+
+
+def write_sealed(folder: Path, file: str, pieces: Iterable[bytes | memoryview]) -> Seal:
+    """Write a file front to back; return a seal of all of it, its path relative to the folder."""
+    digest, nbytes = xxhash.xxh3_128(), 0
+    with (folder / file).open("wb", buffering=0) as out:
+        for piece in pieces:
+            digest.update(piece)
+            nbytes += len(piece)
+            write_all(out, piece)
+    return Seal(Path(file), 0, nbytes, "xxh3-128", int(digest.intdigest()), file)
+
+
+def write_all(out: BinaryIO | FileIO, data: bytes | memoryview) -> None:
+    """Write every byte: an unbuffered file may take fewer than it is given."""
+    view = memoryview(data)
+    while view:
+        view = view[out.write(view) or 0 :]
 
 
 def crc32(data: bytes | memoryview, start: int = 0) -> int:

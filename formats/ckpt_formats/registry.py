@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_formats.errors import NotFound
+from ckpt_formats.errors import NotFound, Unsupported
 from ckpt_formats.naming import show
 
 if TYPE_CHECKING:
-    from ckpt_formats.base import Checkpoint, Format, Options
+    from ckpt_formats.base import Checkpoint, Format, Options, WritableFormat
 
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
@@ -28,6 +28,16 @@ def format_named(name: str) -> "Format":
     """The format of this name."""
     module, _, attribute = FORMATS[name].partition(":")
     format: Format = getattr(import_module(module), attribute)()
+    return format
+
+
+def writable(name: str) -> "WritableFormat":
+    """The format of this name, for writing. Raises `Unsupported` if it can only be read."""
+    from ckpt_formats.base import WritableFormat
+
+    format = format_named(name)
+    if not isinstance(format, WritableFormat):
+        raise Unsupported(f"{name} can be read, not written", hint=f"Writable are: {', '.join(WRITABLE)}.")
     return format
 
 

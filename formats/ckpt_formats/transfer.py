@@ -34,6 +34,11 @@ class Transfer:
         for box in self.boxes(tensor):
             yield box, self.fetch(tensor, box)
 
+    def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """All bytes of a tensor, in storage order."""
+        for _, values in self.slabs(tensor):
+            yield as_bytes(values).data
+
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values") -> Array:
         """The values of one block. Arrays of different slots do not disturb each other.
 

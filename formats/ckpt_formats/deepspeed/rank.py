@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Group, Parameter, Role
 from ckpt_formats.deepspeed.experts import is_expert
-from ckpt_formats.deepspeed.stage0 import Named, read_whole
+from ckpt_formats.deepspeed.stage0 import read_whole
 from ckpt_formats.deepspeed.states import Optimized
 from ckpt_formats.deepspeed.step import Step
 from ckpt_formats.deepspeed.tree import get
@@ -16,6 +16,7 @@ from ckpt_formats.deepspeed.zero12 import mapped_names, read_groups, stated_shap
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Incomplete
 from ckpt_formats.geometry import Shape
+from ckpt_formats.numbering import Named
 from ckpt_formats.tensor import Decoded, Tensor, with_replicas
 from ckpt_formats.torchfile import TorchFile
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Options, Parameter, Part, Receipt, Shard, WritableFormat
+from ckpt_formats.base import Checkpoint, Goal, Options, Parameter, Part, Receipt, Shard, WritableFormat
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import unreadable
 from ckpt_formats.naming import file_stem
@@ -37,7 +37,7 @@ class Universal(WritableFormat):
             tuple(seal for entry in said.entries for seal in parameter_file.seals(path / entry.file, entry)),
         )
 
-    def plan(self, source: Checkpoint, out: Path) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(
             Part(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,))
             for name, parameter in source.parameters.items()
@@ -51,14 +51,11 @@ class Universal(WritableFormat):
         return Receipt(part.file, entry.nbytes, seals, manifest.entry_json(entry), transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        written = {receipt.file: manifest.entry_of(receipt.entry, folder) for receipt in receipts}
-        entries = tuple(written[part.file] for part in self.plan(source, folder))
+        entries = tuple(manifest.entry_of(receipt.entry, folder) for receipt in receipts)
         said = Manifest(source.origin, entries, source.groups, source.aliases, source.extras, WRITTEN_BY)
-        with (folder / f"{manifest.NAME}.tmp").open("wb") as file:
-            file.write(manifest.dump(said))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(folder / f"{manifest.NAME}.tmp", folder / manifest.NAME)
+        draft = folder / f"{manifest.NAME}.tmp"
+        draft.write_bytes(manifest.dump(said))
+        os.replace(draft, folder / manifest.NAME)
 
 
 def _parameter(folder: Path, entry: Entry) -> Parameter:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +12,7 @@ from ckpt_codecs import CodecError, NotApplicable, Rounded, from_config
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.files import Seal
+from ckpt_formats.files import Seal, write_all
 from ckpt_formats.geometry import Box
 from ckpt_formats.safetensors_file import Slot, header_bytes
 from ckpt_formats.tensor import Array, Blob, Decoded, Raw, Tensor
@@ -105,13 +106,11 @@ class _Copy:
 
 
 def _write_state(
-    out: BinaryIO, base: int, slot: Slot, tensor: Tensor, transfer: Transfer, copy: _Copy | None = None
+    out: BinaryIO | FileIO, base: int, slot: Slot, tensor: Tensor, transfer: Transfer, copy: _Copy | None = None
 ) -> State:
     digest = xxhash.xxh3_128()
     for box, values in transfer.slabs(tensor):
-        data = as_bytes(values).data
-        while data:
-            data = data[out.write(data) :]
+        write_all(out, as_bytes(values).data)
         digest.update(as_bytes(values).data)
         if copy is not None:
             copy.compare(box, values, transfer)

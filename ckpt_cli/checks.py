@@ -1,0 +1,137 @@
+"""What `verify` checks: coverage, checksums, replicas, and masters against the model's copies."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from ckpt_cli.executors import results
+from ckpt_cli.pipeline import Effort, Moved
+from ckpt_codecs import Rounded
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.errors import CkptError
+from ckpt_formats.files import Reader, Seal, holds
+from ckpt_formats.tensor import Raw, Tensor
+from ckpt_formats.transfer import Transfer, as_bytes
+
+Kind = Literal["coverage", "checksum", "replicas", "copy", "unreadable"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong: what, in which file, and which tensors it touches."""
+
+    kind: Kind
+    what: str
+    where: str
+    tensors: tuple[str, ...] = ()
+
+
+def amount(checkpoint: Checkpoint) -> int:
+    """Bytes that `examine` will read."""
+    return sum(seal.nbytes for seal in checkpoint.seals) + sum(_compared(p) for p in checkpoint.parameters.values())
+
+
+def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
+    """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
+    findings = list(_coverage(checkpoint))
+    damaged = {finding.tensors for finding in findings}
+    touched = _touched(checkpoint)
+    work: list[Callable[[], list[Finding]]] = [
+        partial(_seal, seal, touched.get(seal, ()), moved) for seal in checkpoint.seals
+    ]
+    work += [
+        partial(_agreement, parameter, effort.slab, moved)
+        for parameter in checkpoint.parameters.values()
+        if _compared(parameter) and (parameter.name,) not in damaged
+    ]
+    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
+        found = [f for fs in results(pool, _call, work, 2 * effort.workers) for f in fs]
+    broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
+    # A copy that differs from its master because one of them is damaged is no finding of its own.
+    findings += [f for f in found if f.kind not in ("copy", "replicas") or not broken & set(f.tensors)]
+    return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
+
+
+def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
+    return work()
+
+
+def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for parameter, state, tensor in checkpoint.tensors():
+        for flaw in tensor.flaws():
+            yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
+    for alias, name in checkpoint.aliases.items():
+        if name not in checkpoint.parameters:
+            yield Finding("coverage", f"tied to `{name}`, which is not there", str(checkpoint.path), (alias,))
+
+
+def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
+    """The parameters with bytes in each sealed range."""
+    names: dict[Seal, dict[str, None]] = {}
+    for parameter, _, tensor in checkpoint.tensors():
+        for raw in tensor.sources():
+            if raw.seal is not None:
+                names.setdefault(raw.seal, {})[parameter.name] = None
+    return {seal: tuple(found) for seal, found in names.items()}
+
+
+def _seal(seal: Seal, tensors: tuple[str, ...], moved: Moved) -> list[Finding]:
+    with Reader(check=False) as reader:
+        try:
+            whole = holds(seal, reader)
+        except CkptError as error:
+            return [Finding("unreadable", error.what, str(seal.path), tensors)]
+    moved(seal.nbytes)
+    what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+    return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
+
+
+def _compared(parameter: Parameter) -> int:
+    """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
+    total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is not None and copy is not None and _stored(copy) and master.shape == copy.shape:
+        total += master.nbytes + copy.nbytes
+    return total
+
+
+def _stored(tensor: Tensor) -> bool:
+    return all(isinstance(fragment.blob, Raw) for fragment in tensor.fragments)
+
+
+def _agreement(parameter: Parameter, slab: int, moved: Moved) -> list[Finding]:
+    name, found = parameter.name, []
+    with Reader(check=False) as reader:
+        transfer = Transfer(reader, slab, moved)
+        for state, tensor in parameter.states.items():
+            if tensor.replicas:
+                try:
+                    for _ in transfer.slabs(tensor):
+                        pass
+                except CkptError as error:
+                    found.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
+        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+        if master is not None and copy is not None and _stored(copy) and master.shape == copy.shape:
+            try:
+                found += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+            except CkptError as error:
+                found.append(Finding("unreadable", error.what, error.where or name, (name,)))
+    return found
+
+
+def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
+    codec, differing = Rounded(), 0
+    for box in transfer.boxes(master):
+        values = transfer.fetch(copy, box, "copy")
+        rounded = codec.decode(b"", box.shape, copy.dtype, transfer.fetch(master, box))
+        width = copy.dtype.itemsize
+        unequal = as_bytes(values).reshape(-1, width) != as_bytes(np.ascontiguousarray(rounded)).reshape(-1, width)
+        differing += int(unequal.any(axis=1).sum())
+    if differing:
+        files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
+        what = f"{differing:,} of {copy.size:,} weights are not their masters, rounded"
+        yield Finding("copy", what, ", ".join(files), (name,))

@@ -1,0 +1,82 @@
+"""`ckpt convert`: write a checkpoint again in another format."""
+
+import click
+
+from ckpt_cli.options import Bytes, as_json, common, effort, rules
+from ckpt_formats.registry import WRITABLE
+
+
+@click.command()
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@click.option("--to", "format_name", type=click.Choice(WRITABLE), default="universal", show_default=True)
+@click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
+@click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
+@click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras.")
+@click.option("--dtype", metavar="TYPE", help="Round the model's weights to fp32, bf16, fp16, ... (states stay).")
+@click.option(
+    "--shard-size", type=Bytes(), default="5G", show_default=True, help="Largest file, where a format cuts into several."
+)
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
+@effort
+@rules
+@as_json
+@common
+def convert(
+    source: str,
+    target: str,
+    format_name: str,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    model_only: bool,
+    dtype: str | None,
+    shard_size: int,
+    dry_run: bool,
+    workers: int | None,
+    memory: int,
+    rules_file: str | None,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SOURCE again as TARGET, in another format.
+
+    The source is told by its content, and is never changed. Every tensor is
+    checked to be whole before anything is written, and every checksum that the
+    source holds is checked on the way. TARGET appears only when it is complete;
+    an interrupted run goes on where it was when the same command is given again.
+
+    PATTERNs are regular expressions found anywhere in a name.
+
+    \b
+    Examples:
+      ckpt convert run/global_step1000 step1000
+      ckpt convert run weights.pt --to torch --dtype bf16 --model-only
+      ckpt convert run/global_step1000 hf --to safetensors --skip '\\.bias$' --dry-run
+    """
+    import json
+    import time
+    from pathlib import Path
+
+    from ckpt_cli import pipeline, report, selection, work
+    from ckpt_cli.progress import progress
+    from ckpt_formats.base import Goal
+    from ckpt_formats.registry import writable
+
+    checkpoint = work.open_source(source, rules_file)
+    if only or skip:
+        checkpoint = selection.only(checkpoint, only, skip)
+    if model_only:
+        checkpoint = selection.model_only(checkpoint)
+    if dtype:
+        checkpoint = selection.cast(checkpoint, dtype)
+    report.say_notices(checkpoint)
+    format, goal = writable(format_name), Goal(Path(target), shard_size)
+    report.say_losses(format, checkpoint)
+    parts = pipeline.plan(checkpoint, format, goal)
+    if dry_run:
+        report.plan(checkpoint, parts, goal.target, format_name, as_json)
+        return
+    choices = json.dumps([only, skip, model_only, dtype, rules_file and Path(rules_file).read_text("utf-8")])
+    began = time.monotonic()
+    with progress("converting", sum(part.nbytes for part in parts)) as moved:
+        outcome = pipeline.copy(checkpoint, format, goal, choices, work.effort_of(workers, memory), moved)
+    report.outcome(outcome, time.monotonic() - began, as_json)

@@ -1,0 +1,32 @@
+"""`ckpt inspect`: what a checkpoint is, without reading its tensors."""
+
+import click
+
+from ckpt_cli.options import as_json, common, rules
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
+@click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
+@rules
+@as_json
+@common
+def inspect(path: str, depth: int | None, extras: bool, rules_file: str | None, as_json: bool) -> None:
+    """Show what the checkpoint at PATH is: engine, layout, step, parameters, optimizer, extras.
+
+    Only headers are read, so it takes no longer on terabytes.
+
+    \b
+    Examples:
+      ckpt inspect run/global_step1000
+      ckpt inspect run --depth 2
+      ckpt inspect run --json | jq '.parameters[].name'
+    """
+    from ckpt_cli import picture, work
+
+    checkpoint = work.open_source(path, rules_file)
+    if as_json:
+        picture.print_json(checkpoint)
+    else:
+        picture.print_text(checkpoint, depth, extras)

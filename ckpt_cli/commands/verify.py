@@ -1,0 +1,40 @@
+"""`ckpt verify`: is a checkpoint whole and undamaged?"""
+
+import click
+
+from ckpt_cli.options import as_json, common, effort, rules
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@effort
+@rules
+@as_json
+@common
+def verify(path: str, workers: int | None, memory: int, rules_file: str | None, as_json: bool) -> None:
+    """Read all of the checkpoint at PATH and check everything that can be checked.
+
+    That all ranks' files are there and belong together; that every tensor is
+    covered exactly once; every checksum the files hold (PyTorch writes CRC-32s
+    that it never reads); that replicas agree, and that the model's copies are
+    their masters, rounded. Exit code 0 if all is well, 20 if not.
+
+    \b
+    Examples:
+      ckpt verify run/global_step1000
+      ckpt verify step1000 --json
+    """
+    import time
+
+    from ckpt_cli import report, work
+    from ckpt_cli.checks import amount, examine
+    from ckpt_cli.progress import progress
+
+    checkpoint = work.open_source(path, rules_file)
+    report.say_notices(checkpoint)
+    began = time.monotonic()
+    with progress("verifying", amount(checkpoint)) as moved:
+        findings = examine(checkpoint, work.effort_of(workers, memory), moved)
+    report.findings(checkpoint, findings, time.monotonic() - began, as_json)
+    if findings:
+        raise SystemExit(20)

@@ -1,0 +1,230 @@
+"""What `inspect` shows: a checkpoint's index, for people and for programs."""
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_cli.report import data, say_notices, size
+from ckpt_formats.base import Checkpoint, Parameter, Shard
+from ckpt_formats.geometry import Box, Shape
+from ckpt_formats.naming import show
+from ckpt_formats.registry import detect
+from ckpt_formats.typed_json import encode
+from ckpt_formats.values import Record, TensorName, Value
+
+_COLUMNS = 48
+_MOST_FILES = 40
+_MOST_VALUE = 70
+
+
+def print_json(checkpoint: Checkpoint) -> None:
+    """The whole index as one JSON object on stdout."""
+    data(
+        {
+            "path": str(checkpoint.path),
+            "format": detect(checkpoint.path).name,
+            "origin": _origin(checkpoint),
+            "parameters": [
+                {
+                    "name": p.name,
+                    "role": p.role,
+                    "states": {
+                        s: {"dtype": t.dtype.name, "shape": list(t.shape), "nbytes": t.nbytes, "blocks": len(t.fragments)}
+                        for s, t in p.states.items()
+                    },
+                    "values": encode(p.values),
+                }
+                for p in checkpoint.parameters.values()
+            ],
+            "aliases": dict(checkpoint.aliases),
+            "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
+            "extras": encode(checkpoint.extras),
+            "files": [
+                {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)} for s in checkpoint.shards
+            ],
+            "notices": list(checkpoint.notices),
+        }
+    )
+
+
+def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
+    """The index for people, on stdout."""
+    origin = checkpoint.origin
+    click.echo(f"{show(str(checkpoint.path))}: {detect(checkpoint.path).name}")
+    version = f" {show(origin.version)}" if origin.version else ""
+    laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
+    click.echo(f"engine      {show(origin.engine)}{version}")
+    click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
+    click.echo(f"layout      {show(laid_out) or 'one piece'}")
+    roles: dict[str, list[Parameter]] = {}
+    for parameter in checkpoint.parameters.values():
+        roles.setdefault(parameter.role, []).append(parameter)
+    for role, members in roles.items():
+        count = sum(parameter.weight.size for parameter in members)
+        click.echo(f"{role + 's':<11} {len(members)} tensors, {count:,} elements, {size(sum(p.nbytes for p in members))} with all states")
+    click.echo("\nparameters")
+    for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
+        click.echo(f"  {line}")
+    for alias, name in checkpoint.aliases.items():
+        click.echo(f"  {show(alias)} is tied to {show(name)}")
+    if checkpoint.groups:
+        click.echo("\noptimizer groups")
+        for i, group in enumerate(checkpoint.groups):
+            click.echo(f"  {i}: {len(group.names)} parameters, {_short({k: v for k, v in group.options.items() if v is not None}, 200)}")
+    if checkpoint.extras:
+        click.echo("\nextras")
+        for key, value in checkpoint.extras.items():
+            click.echo(f"  {show(key)}: {_short(value, 1 << 20 if extras else _MOST_VALUE)}")
+    click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
+    for line in grid(checkpoint):
+        click.echo(f"  {line}")
+    say_notices(checkpoint)
+
+
+def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
+    """The tree of names, one line each; layers of one form are folded into `{0..11}`."""
+    yield from _lines(_nested(parameters), 0, depth)
+
+
+def grid(checkpoint: Checkpoint) -> Iterator[str]:
+    """A row for each file: which of the parameters, laid end to end, it holds a part of."""
+    held: dict[Path, set[int]] = {}
+    total = max(sum(p.weight.size for p in checkpoint.parameters.values() if p.role != "extra"), 1)
+    at = 0
+    for parameter in checkpoint.parameters.values():
+        if parameter.role == "extra":
+            continue
+        for tensor in parameter.states.values():
+            for fragment in (f for whole in (tensor, *tensor.replicas) for f in whole.fragments):
+                low, high = _flat_range(tensor.shape, fragment.box)
+                first, last = (min((at + x) * _COLUMNS // total, _COLUMNS - 1) for x in (low, max(low, high - 1)))
+                for raw in fragment.blob.sources():
+                    held.setdefault(raw.path, set()).update(range(first, last + 1))
+        at += parameter.weight.size
+    for shard in checkpoint.shards[:_MOST_FILES]:
+        cells = "".join("█" if i in held.get(shard.path, ()) else "·" for i in range(_COLUMNS))
+        click_name = f"{_rank(shard):<22} {shard.role:<9}"
+        yield f"{click_name} {cells} {size(shard.nbytes):>10}"
+    if len(checkpoint.shards) > _MOST_FILES:
+        rest = checkpoint.shards[_MOST_FILES:]
+        yield f"… and {len(rest)} more files, {size(sum(shard.nbytes for shard in rest))}"
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    origin = checkpoint.origin
+    return {"engine": origin.engine, "version": origin.version, "step": origin.step, "layout": encode(origin.layout)}
+
+
+def _rank(shard: Shard) -> str:
+    said = " ".join(f"{axis} {number}" for axis, number in shard.rank.items())
+    name = show(shard.path.name)
+    return said or (name if len(name) <= 22 else f"{name[:21]}…")
+
+
+Nested = dict[str, Any]
+
+
+def _nested(parameters: Mapping[str, Parameter]) -> Nested:
+    root: Nested = {}
+    for name, parameter in parameters.items():
+        here, *rest = name.split(".")
+        node = root
+        for part in rest:
+            child = node.setdefault(here, {})
+            if not isinstance(child, dict):  # a tensor that is also the head of longer names
+                here = f"{here}.{part}"
+                continue
+            node, here = child, part
+        node[here] = parameter
+    return root
+
+
+def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
+    indent = "  " * level
+    for label, child in _folded(node):
+        while isinstance(child, dict) and len(child) == 1:
+            ((inner, child),) = child.items()
+            label = f"{label}.{inner}"
+        if isinstance(child, Parameter):
+            yield f"{indent}{show(label)}  {_leaf(child)}"
+        elif depth is not None and level + 1 >= depth:
+            leaves = list(_leaves(child))
+            yield f"{indent}{show(label)}  … {len(leaves)} tensors, {size(sum(p.nbytes for p in leaves))}"
+        else:
+            yield f"{indent}{show(label)}"
+            yield from _lines(child, level + 1, depth)
+
+
+def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
+    """Children, with runs of numbered ones of the same form shown as one."""
+    run: list[str] = []
+    items = [*node.items(), ("", None)]
+    for i, (label, child) in enumerate(items):
+        previous = items[i - 1][1] if i else None
+        if run and label.isdigit() and isinstance(child, dict) and _form(child) == _form(previous):
+            run.append(label)
+            continue
+        if run:
+            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} × {len(run)}"), node[run[0]]
+            run = []
+        if label.isdigit() and isinstance(child, dict):
+            run = [label]
+        elif child is not None:
+            yield label, child
+
+
+def _form(node: Any) -> Any:
+    if isinstance(node, Parameter):
+        return _said(node)
+    return [(label, _form(child)) for label, child in node.items()]
+
+
+def _leaf(parameter: Parameter) -> str:
+    blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
+    return _said(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
+
+
+def _said(parameter: Parameter) -> str:
+    weight = parameter.weight
+    states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
+    values = " ".join(f"{key}={value}" for key, value in parameter.values.items())
+    role = "" if parameter.role == "parameter" else f" ({parameter.role})"
+    return show("  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part))
+
+
+def _leaves(node: Nested) -> Iterator[Parameter]:
+    for child in node.values():
+        if isinstance(child, Parameter):
+            yield child
+        else:
+            yield from _leaves(child)
+
+
+def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
+    """From the first to behind the last element of a block, in C order of the whole tensor."""
+    low = high = 0
+    for axis, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
+        step = prod(shape[axis + 1 :])
+        low, high = low + a * step, high + (b - 1) * step
+    return low, high + 1
+
+
+def _short(value: Value, most: int) -> str:
+    text = show(re.sub(r"\s+", " ", _plain(value, 0)))
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _plain(value: Value, depth: int) -> str:
+    if depth > 6:
+        return "…"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item, depth + 1)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_plain(item, depth + 1) for item in value[:100]) + (", …]" if len(value) > 100 else "]")
+    if isinstance(value, Record):
+        return f"<{value.cls}> " + _plain(value.state if value.state is not None else list(value.args), depth + 1)
+    return f"tensor {value.name}" if isinstance(value, TensorName) else str(value)

@@ -1,0 +1,130 @@
+"""Optimizers that number their parameters: which name has which number?
+
+PyTorch's optimizers store states by number and no names. But each group lists
+its parameters in the order of the module, so the module's order is a merge of
+the groups' orders. Shapes and, where there is a master, its first values
+decide which group each tensor comes from. Where that leaves a choice, nobody
+chooses: `one_way` refuses.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import slabs
+from ckpt_formats.tensor import Array, Raw, Tensor, read
+
+_LOOK = 64
+_MOST_STEPS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of the model, and what it is called."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A numbered parameter: its master, if there is one, and other states of its shape."""
+
+    master: Tensor | None
+    states: Mapping[str, Tensor]
+
+    def fits(self, tensor: Tensor, reader: Reader) -> bool:
+        if self.master is not None:
+            return _looks(self.master, tensor, reader)
+        return all(state.shape == tensor.shape for state in self.states.values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parameters of one group in order: a slot each, or one after another in a flat master."""
+
+    slots: tuple[Slot, ...] = ()
+    flat: Raw | None = None
+
+    @property
+    def end(self) -> int:
+        """Where the run ends, in slots or in elements."""
+        return len(self.slots) if self.flat is None else self.flat.shape[0]
+
+    def after(self, at: int, tensor: Tensor, reader: Reader) -> int | None:
+        """Where the run goes on if this tensor comes next; None if it cannot."""
+        end = at + (1 if self.flat is None else prod(tensor.shape))
+        if end > self.end:
+            return None
+        if self.flat is None:
+            return end if self.slots[at].fits(tensor, reader) else None
+        return end if _looks(Tensor.of(self.flat.flat(at, end).shaped(tensor.shape)), tensor, reader) else None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A tensor's place in a run."""
+
+    run: int
+    start: int
+    stop: int
+    name: str
+
+
+Place = tuple[int, tuple[int, ...]]
+"""How far the search is: in the module, and in each run."""
+
+
+def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True) -> list[Match] | None:
+    """The one way in which the module's order is a merge of the runs; None if there is none, or another.
+
+    Tensors may be skipped, being frozen or buffers, unless `skips` is false: then
+    all up to the last that has a place have one.
+    """
+    ways: list[list[Match]] = []
+    dead: set[Place] = set()
+    path: list[Match | None] = []
+    # Depth first, on a stack of our own: a place, the next choice to try, the ways known on arrival.
+    stack: list[tuple[Place, int, int]] = [((0, (0,) * len(runs)), 0, 0)]
+    choices = len(runs) + skips
+    steps = 0
+    with Reader(check=False) as reader:
+        while stack and len(ways) < 2 and steps < _MOST_STEPS:
+            place, choice, known = stack.pop()
+            i, at = place
+            steps += 1
+            ended = choice == 0 and all(run.end == a for run, a in zip(runs, at, strict=True))
+            if ended:
+                ways.append([match for match in path if match is not None])
+            if ended or i == len(module) or choice == choices or (choice == 0 and place in dead):
+                if len(ways) == known:
+                    dead.add(place)
+                if path:
+                    path.pop()
+                continue
+            stack.append((place, choice + 1, known))
+            if choice == len(runs):
+                path.append(None)
+                stack.append(((i + 1, at), 0, len(ways)))
+            elif (end := runs[choice].after(at[choice], module[i].tensor, reader)) is not None:
+                path.append(Match(choice, at[choice], end, module[i].name))
+                stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(ways)))
+    return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
+
+
+def _looks(master: Tensor, copy: Tensor, reader: Reader) -> bool:
+    """Do the first values of the master round to those of the copy?"""
+    if master.shape != copy.shape:
+        return False
+    for box in slabs(master.shape, _LOOK):
+        rounded = Rounded().decode(b"", box.shape, copy.dtype, read(master.crop(box), reader))
+        return _bits(read(copy.crop(box), reader)) == _bits(rounded)
+    return True
+
+
+def _bits(array: Array) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
