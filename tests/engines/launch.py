@@ -1,0 +1,81 @@
+"""Start the engines from a test, in a process of their own with the environment they need.
+
+One process serves any number of kinds: the scripts fork the ranks of each (see `ranks`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.kinds import KINDS
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    # Muon compiles its kernels with inductor, which takes longer than the whole zoo.
+    "TORCHDYNAMO_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+SECONDS_EACH = 120
+
+
+class EngineError(Exception):
+    """An engine failed; the message names every kind or job which did, and ends with the log."""
+
+
+def train(kinds: Iterable[str], out: Path) -> None:
+    """Train kinds into `out`; a kind which is there already is kept.
+
+    Those which failed are named in one error, after the others are done.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in kinds if not (out / name / "log.json").exists()]
+    unknown = [name for name in missing if name not in KINDS]
+    if unknown:
+        raise EngineError(f"no such kind: {' '.join(unknown)}")
+    if missing:
+        _script("train.py", [str(out), *missing], len(missing))
+
+
+def resume(
+    checkpoint: Path, tag: str, kind: str, truth: Path, report: Path, universal: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Load one checkpoint into an engine like that of `kind` but for `changes`; the report (see `resume.py`)."""
+    job = {"checkpoint": checkpoint, "tag": tag, "kind": kind, "truth": truth, "report": report}
+    return resume_all([{**job, "universal": universal, "changes": changes}])[0]
+
+
+def resume_all(jobs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same for many, in one process; each job has the fields of `resume.Resume`."""
+    reports = [Path(job["report"]) for job in jobs]
+    for report in reports:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+    listed = reports[0].with_suffix(".jobs")
+    listed.write_text(json.dumps([dict(job) for job in jobs], default=str))
+    _script("resume.py", ["--jobs", str(listed)], len(jobs))
+    return [json.loads(report.read_text()) for report in reports]
+
+
+def _script(name: str, arguments: list[str], count: int) -> None:
+    command = [sys.executable, str(HERE / name), *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60 + SECONDS_EACH * count,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(f"{name} still runs after {error.timeout:.0f} s") from error
+    if done.returncode:
+        raise EngineError(f"{name} exited with {done.returncode}:\n{done.stdout[-8000:]}")
