@@ -40,7 +40,7 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], contiguou
             local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
             _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
             names += local
-        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
+        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(_as_given(names, optims, g))))
     return found
 
 
@@ -53,15 +53,23 @@ def stated_shapes(model: TorchFile) -> list[Shapes]:
     ]
 
 
+def _as_given(names: list[str], optims: Sequence[TorchFile], g: int) -> list[str]:
+    """The order in which the user gave the group's parameters. Round robin changes that of the flat buffer;
+    `param_slice_mappings`, wrong about places, still lists the names as they were given.
+    """
+    mapped = mapped_names(optims)[g:] or [names]
+    return mapped[0] if len(mapped[0]) == len(names) and set(mapped[0]) == set(names) else names
+
+
 def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
     """The names of each group in the order of the flat buffer, where only `param_slice_mappings` tells them.
 
-    So it is in a pipeline at stage 0. (There the mappings can be trusted: round robin is for stages 1 and 2.)
+    So it is in a pipeline at stage 0. (Round robin, which makes the mappings wrong, is for stages 1 and 2.)
     """
     names: list[dict[str, None]] = []
     for file in optims:
         root = get(file.root, "optimizer_state_dict", dict, file.path)
-        for g, mapping in enumerate(get(root, "param_slice_mappings", list, file.path)):
+        for g, mapping in enumerate(root.get("param_slice_mappings") or ()):
             if g == len(names):
                 names.append({})
             names[g].update(dict.fromkeys(map(str, mapping)))

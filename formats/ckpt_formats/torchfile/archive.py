@@ -10,12 +10,13 @@ what is loaded.
 Layout as in APPNOTE 6.3.9, 4.3 and 4.5.3.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.files import Seal, crc32
 from ckpt_formats.torchfile.window import Window
 
@@ -30,9 +31,13 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 
 _ENCRYPTED, _DESCRIPTOR, _PATCHED, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
+_FORBIDDEN = _ENCRYPTED | _STRONG | _MASKED | _PATCHED
 _DESCRIPTOR_SIZES = (12, 16, 20, 24)  # with or without a signature, with sizes of 32 or 64 bits
 _MOST_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+
+# Parts between slashes, none of them empty, "." or "..".
+_NAME = re.compile(r"(?:(?!\.{0,2}(?:/|\Z))[^/\\]+(?:/|\Z))+\Z")
 
 # A look-up of one local header brings in those of the next members too: they are wanted next.
 _AHEAD = 64
@@ -237,19 +242,8 @@ def _members(window: Window, directory: bytes, end: int, count: int) -> tuple[Me
             extra = directory[at : at + extra_length]
             nbytes, packed, header = _widened(extra, (nbytes, packed, header), window, name)
         at += extra_length + note_length
-        where = f"{window.path} ({name})"
-        if flags & (_ENCRYPTED | _STRONG | _MASKED):
-            raise Unsupported("is encrypted; torch never does that", where=where)
-        if method != 0 or flags & _PATCHED:
-            raise Unsupported(
-                "is compressed; torch never does that",
-                where=where,
-                hint="Unpack the archive and store its files again: zip -0 -r.",
-            )
-        if packed != nbytes or disk:
-            raise Corrupt("the archive gives two sizes for one member", where=where)
-        if name in names:
-            raise Unsafe("two members of the archive have this name: programs differ in which they load", where=where)
+        if flags & _FORBIDDEN or method != 0 or packed != nbytes or disk or name in names:
+            raise _unlike_torch(f"{window.path} ({name})", flags, method, name in names)
         names.add(name)
         found.append((header, name, name_length, nbytes, crc, flags))
     if at != len(directory):
@@ -271,13 +265,27 @@ def _members(window: Window, directory: bytes, end: int, count: int) -> tuple[Me
     return tuple(members)
 
 
+def _unlike_torch(where: str, flags: int, method: int, twice: bool) -> CkptError:
+    """Say which rule an entry of the directory breaks."""
+    if flags & (_ENCRYPTED | _STRONG | _MASKED):
+        return Unsupported("is encrypted; torch never does that", where=where)
+    if method != 0 or flags & _PATCHED:
+        return Unsupported(
+            "is compressed; torch never does that",
+            where=where,
+            hint="Unpack the archive and store its files again: zip -0 -r.",
+        )
+    if twice:
+        return Unsafe("two members of the archive have this name: programs differ in which they load", where=where)
+    return Corrupt("the archive gives two sizes for one member", where=where)
+
+
 def _checked_name(raw: bytes, window: Window) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise window.corrupt(f"the archive has a member whose name is not UTF-8: {raw!r:.80}") from None
-    parts = name.removesuffix("/").split("/")
-    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+    if not _NAME.match(name) or not name.isprintable():
         raise Unsafe(f"the archive has a member with the name {name!r:.80}, which leads elsewhere", where=window.path)
     return name
 

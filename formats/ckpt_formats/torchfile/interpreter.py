@@ -74,7 +74,9 @@ _ESCAPES = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t"
 
 
 class Truncated(Corrupt):
-    """The pickle goes on beyond the bytes given."""
+    """The pickle goes on beyond the bytes given, at least to byte `needs` of them."""
+
+    needs = 0
 
 
 class Interpreter:
@@ -120,8 +122,10 @@ class Interpreter:
     def corrupt(self, what: str) -> Corrupt:
         return Corrupt(f"the pickle is {what}, near its byte {min(self._pos, self._size)}", where=self.where)
 
-    def truncated(self) -> Truncated:
-        return Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
+    def truncated(self, needs: int = 0) -> Truncated:
+        error = Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
+        error.needs = needs
+        return error
 
     def unsafe(self, what: str) -> Unsafe:
         return Unsafe(what, where=self.where, hint=NOTHING_RAN)
@@ -157,7 +161,7 @@ class Interpreter:
                         begin = pos + 4
                         pos = begin + _u4(data, pos)[0]
                         if pos > size:
-                            raise self.truncated()
+                            raise self.truncated(pos)
                         push(data[begin:pos].decode("utf-8", "surrogatepass"))
                     elif op == REDUCE:
                         args = stack.pop()
@@ -205,7 +209,7 @@ class Interpreter:
                         begin = pos + 1
                         pos = begin + data[pos]
                         if pos > size:
-                            raise self.truncated()
+                            raise self.truncated(pos)
                         push(data[begin:pos].decode("utf-8", "surrogatepass"))
                     elif op == BINFLOAT:
                         pos += 8
@@ -250,7 +254,7 @@ class Interpreter:
     def take(self, nbytes: int) -> bytes:
         begin, end = self._pos, self._pos + nbytes
         if end > self._size:
-            raise self.truncated()
+            raise self.truncated(end)
         self._pos = end
         return self._data[begin:end]
 

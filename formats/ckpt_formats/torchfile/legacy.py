@@ -59,10 +59,10 @@ class Pickles:
                 self._from, have = self.at, want
             try:
                 value, end = self.interpreter.load(self._buffer, self.at - self._from)
-            except Truncated:
-                if have == self.window.length:
+            except Truncated as error:
+                if have == self.window.length or self._from + error.needs > self.window.length:
                     raise
-                nbytes = 2 * (have - self.at)
+                nbytes = max(2 * (have - self.at), self._from + error.needs - self.at)
                 if nbytes > MOST_BYTES:
                     raise Unsafe("the pickle would exhaust memory", where=self.window.path) from None
                 continue

@@ -99,11 +99,21 @@ _ENGINES = {
 ALLOWED: frozenset[tuple[str, str]] = frozenset(_STANDARD_LIBRARY | _BUILTINS | _TORCH | _NUMPY | _ENGINES)
 
 # Of these packages only what is allowed above: hardly a name in them is harmless to call.
-_WITH_PYTHON = (  # modules that this Python no longer has, Python 2's names, and what comes with every installation
-    "__builtin__ asynchat asyncore cgi commands copy_reg distutils exceptions httplib imp lib2to3 nt pip pipes "
-    "pkg_resources popen2 posix pty setuptools smtpd telnetlib test urllib2 _distutils_hack"
+_OTHER_PYTHONS = (  # so that the policy does not depend on the Python that asks
+    "aifc annotationlib asynchat asyncore audioop cgi cgitb chunk compression crypt distutils imghdr imp lib2to3 "
+    "mailcap msilib nis nntplib ossaudiodev pathlib pipes pty smtpd sndhdr spwd sunau telnetlib uu xdrlib"
 )
-CLOSED_PACKAGES: frozenset[str] = frozenset(sys.stdlib_module_names) - {"__main__"} | frozenset(_WITH_PYTHON.split())
+_PYTHON_2 = (
+    "BaseHTTPServer CGIHTTPServer ConfigParser Cookie Dialog DocXMLRPCServer FileDialog HTMLParser Queue ScrolledText "
+    "SimpleDialog SimpleHTTPServer SimpleXMLRPCServer SocketServer StringIO Tix Tkconstants Tkdnd Tkinter UserDict "
+    "UserList UserString __builtin__ _abcoll _winreg anydbm cPickle cStringIO commands cookielib copy_reg dbhash "
+    "dumbdbm dummy_thread exceptions gdbm htmlentitydefs httplib markupbase popen2 repr robotparser test thread ttk "
+    "urllib2 urlparse whichdb xmlrpclib"
+)
+_INSTALLERS = "_distutils_hack nt pip pkg_resources posix setuptools"
+CLOSED_PACKAGES: frozenset[str] = frozenset(sys.stdlib_module_names) - {"__main__"} | frozenset(
+    f"{_OTHER_PYTHONS} {_PYTHON_2} {_INSTALLERS}".split()
+)
 
 # Of these packages also any class: their functions may run or load things when called.
 _KNOWN = (

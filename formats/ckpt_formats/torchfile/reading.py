@@ -8,7 +8,7 @@ from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.files import Seal
 from ckpt_formats.torchfile import legacy
 from ckpt_formats.torchfile.archive import LOCAL, Archive, read_directory
-from ckpt_formats.torchfile.interpreter import MOST_BYTES, PAD, Interpreter
+from ckpt_formats.torchfile.interpreter import MOST_BYTES, PAD, PROTO, Interpreter
 from ckpt_formats.torchfile.storages import MOST_ELEMENTS, Places, Storage, StorageSlice, storage_class
 from ckpt_formats.torchfile.window import Window
 from ckpt_formats.values import Global, Value
@@ -47,9 +47,12 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
     with Window(path, base, length) as window:
         if not window.length:
             raise window.corrupt("the file is empty")
-        if window.at(0, min(4, window.length)) == LOCAL:
+        head = window.at(0, min(4, window.length))
+        if head == LOCAL:
             return _open_archive(window)
-        return _open_stream(window)
+        if head[0] == PROTO:
+            return _open_stream(window)
+        raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
 
 
 def load_pickle(data: bytes, where: str = "a pickle") -> Value:
