@@ -27,7 +27,9 @@ class Bytes(click.ParamType[int]):
 
 def common(command: F) -> F:
     """`-v`, of every command."""
-    return click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show where an error came from.")(command)
+    return click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show where an error came from.")(
+        command
+    )
 
 
 def as_json(command: F) -> F:

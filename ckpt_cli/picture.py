@@ -33,7 +33,12 @@ def print_json(checkpoint: Checkpoint) -> None:
                     "name": p.name,
                     "role": p.role,
                     "states": {
-                        s: {"dtype": t.dtype.name, "shape": list(t.shape), "nbytes": t.nbytes, "blocks": len(t.fragments)}
+                        s: {
+                            "dtype": t.dtype.name,
+                            "shape": list(t.shape),
+                            "nbytes": t.nbytes,
+                            "blocks": len(t.fragments),
+                        }
                         for s, t in p.states.items()
                     },
                     "values": encode(p.values),
@@ -44,7 +49,8 @@ def print_json(checkpoint: Checkpoint) -> None:
             "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
             "extras": encode(checkpoint.extras),
             "files": [
-                {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)} for s in checkpoint.shards
+                {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
+                for s in checkpoint.shards
             ],
             "notices": list(checkpoint.notices),
         }
@@ -65,7 +71,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         roles.setdefault(parameter.role, []).append(parameter)
     for role, members in roles.items():
         count = sum(parameter.weight.size for parameter in members)
-        click.echo(f"{role + 's':<11} {len(members)} tensors, {count:,} elements, {size(sum(p.nbytes for p in members))} with all states")
+        held = size(sum(parameter.nbytes for parameter in members))
+        click.echo(f"{role + 's':<11} {len(members)} tensors, {count:,} elements, {held} with all states")
     click.echo("\nparameters")
     for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
         click.echo(f"  {line}")
@@ -74,7 +81,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     if checkpoint.groups:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
-            click.echo(f"  {i}: {len(group.names)} parameters, {_short({k: v for k, v in group.options.items() if v is not None}, 200)}")
+            options = {key: value for key, value in group.options.items() if value is not None}
+            click.echo(f"  {i}: {len(group.names)} parameters, {_short(options, 200)}")
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
@@ -169,7 +177,7 @@ def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
             run.append(label)
             continue
         if run:
-            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} × {len(run)}"), node[run[0]]
+            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} ({len(run)} alike)"), node[run[0]]
             run = []
         if label.isdigit() and isinstance(child, dict):
             run = [label]

@@ -158,4 +158,6 @@ def _output_error(error: OSError, stage: Staging) -> OutputError:
     resume = f"Run the same command again to go on, or remove {stage.folder} to give up."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")
-    return OutputError(f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume)
+    return OutputError(
+        f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
+    )

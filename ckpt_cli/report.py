@@ -51,15 +51,20 @@ def say_losses(format: WritableFormat, checkpoint: Checkpoint) -> None:
 def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
     """What a run would write."""
     if as_json:
-        files = [{"file": part.file, "nbytes": part.nbytes, "tensors": [p.name for p in part.parameters]} for part in parts]
+        files = [
+            {"file": part.file, "nbytes": part.nbytes, "tensors": [p.name for p in part.parameters]} for part in parts
+        ]
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": files})
         return
     for part in sorted(parts, key=lambda part: -part.nbytes)[:_MOST_ROWS]:
-        click.echo(f"{size(part.nbytes):>10}  {part.file}  ({', '.join(show(p.name) for p in part.parameters[:2])}{', …' if len(part.parameters) > 2 else ''})")
+        click.echo(f"{size(part.nbytes):>10}  {part.file}  ({_names([p.name for p in part.parameters], 2)})")
     if len(parts) > _MOST_ROWS:
-        click.echo(f"{'':>10}  … and {len(parts) - _MOST_ROWS} smaller files")
+        click.echo(f"{'':>10}  and {len(parts) - _MOST_ROWS} smaller files")
     total = sum(shard.nbytes for shard in checkpoint.shards)
-    say(f"would read up to {size(total)} and write about {size(space_needed(parts))} in {len(parts)} files to {show(str(target))}; nothing was written")
+    say(
+        f"would read up to {size(total)} and write about {size(space_needed(parts))} in {len(parts)} files "
+        f"to {show(str(target))}; nothing was written"
+    )
 
 
 def outcome(done: Outcome, seconds: float, as_json: bool) -> None:
@@ -71,7 +76,8 @@ def outcome(done: Outcome, seconds: float, as_json: bool) -> None:
     resumed = f", {done.resumed} of them by an earlier run" if done.resumed else ""
     checked = f"; {done.checksums} checksums of the source hold" if done.checksums else "; the source has no checksums"
     rate = size(done.nbytes / seconds) if seconds else "?"
-    say(f"wrote {show(str(done.target))}: {size(done.nbytes)} in {done.files} files{resumed}, {seconds:.1f} s, {rate}/s{checked}")
+    wrote = f"wrote {show(str(done.target))}: {size(done.nbytes)} in {done.files} files{resumed}"
+    say(f"{wrote}, {seconds:.1f} s, {rate}/s{checked}")
 
 
 def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, as_json: bool) -> None:
@@ -83,11 +89,22 @@ def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, a
         data(said | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
         return
     for finding in found:
-        names = ", ".join(map(show, finding.tensors[:5])) + (f" and {len(finding.tensors) - 5} more" if len(finding.tensors) > 5 else "")
-        click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}{f', tensors {names}' if names else ''}")
+        names = _names(finding.tensors, 5)
+        click.echo(
+            f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}{f', tensors {names}' if names else ''}"
+        )
     tensors = sum(len(parameter.states) for parameter in checkpoint.parameters.values())
     if found:
         say(f"DAMAGED: {len(found)} findings in {show(str(checkpoint.path))}")
     else:
-        held = f"{len(checkpoint.seals)} checksums over {size(read)} hold" if checkpoint.seals else "the files hold no checksums"
+        held = (
+            f"{len(checkpoint.seals)} checksums over {size(read)} hold"
+            if checkpoint.seals
+            else "the files hold no checksums"
+        )
         say(f"ok: {show(str(checkpoint.path))}: {tensors} tensors whole, {held}, copies agree ({seconds:.1f} s)")
+
+
+def _names(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(show, names[:most])) + more

@@ -45,10 +45,12 @@ def model_only(source: Checkpoint) -> Checkpoint:
 
 
 def cast(source: Checkpoint, name: str) -> Checkpoint:
-    """The model's floating-point weights in another precision, rounded to nearest; optimizer states stay as they are."""
+    """The model's floating-point weights in another precision, rounded to nearest; optimizer states stay."""
     dtype = DTYPES.get(SHORT_NAMES.get(name, name))
     if dtype is None or not is_float(dtype):
-        raise Unsupported(f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}.")
+        raise Unsupported(
+            f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
+        )
     parameters = {n: _cast(parameter, dtype) for n, parameter in source.parameters.items()}
     return replace(source, parameters=parameters)
 

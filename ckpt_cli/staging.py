@@ -115,9 +115,13 @@ def check_target(target: Path, source: Path) -> None:
         raise exists(target)
     here, there = target.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
-        raise OutputError("the target and the source lie inside one another", where=target, hint="Choose another target.")
+        raise OutputError(
+            "the target and the source lie inside one another", where=target, hint="Choose another target."
+        )
     if not target.parent.is_dir():
-        raise OutputError("the folder that should hold the target does not exist", where=target.parent, hint="Create it first.")
+        raise OutputError(
+            "the folder that should hold the target does not exist", where=target.parent, hint="Create it first."
+        )
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError("no permission to write here", where=target.parent, hint="Choose another target.")
 

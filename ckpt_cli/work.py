@@ -16,4 +16,7 @@ def open_source(path: str, rules_file: str | None) -> Checkpoint:
 
 def effort_of(workers: int | None, memory: int) -> Effort:
     """How much of the machine to use."""
-    return Effort(workers or min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1), memory)
+    return Effort(
+        workers or min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
+        memory,
+    )

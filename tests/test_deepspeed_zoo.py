@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import launch
-from engines.kinds import KINDS
 
 from ckpt_cli.checks import examine
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import Array, Tensor, read
+from engines import launch
+from engines.kinds import KINDS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -69,7 +69,9 @@ def assert_is_the_truth(found: Checkpoint, truth: dict) -> None:
             assert same(found.parameters[name].states[MODEL], expected), name
     known = {*truth["params"], *truth["frozen"], *truth["buffers"]}
     assert {name for name, p in found.parameters.items() if p.role != "extra"} == known
-    assert dict(found.aliases) == {alias: name for alias, name in truth.get("tied", {}).items() if alias in found.aliases}
+    assert dict(found.aliases) == {
+        alias: name for alias, name in truth.get("tied", {}).items() if alias in found.aliases
+    }
     assert [list(group.names) for group in found.groups] == [group["names"] for group in truth["param_groups"]]
 
 

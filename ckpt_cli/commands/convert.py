@@ -15,7 +15,11 @@ from ckpt_formats.registry import WRITABLE
 @click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras.")
 @click.option("--dtype", metavar="TYPE", help="Round the model's weights to fp32, bf16, fp16, ... (states stay).")
 @click.option(
-    "--shard-size", type=Bytes(), default="5G", show_default=True, help="Largest file, where a format cuts into several."
+    "--shard-size",
+    type=Bytes(),
+    default="5G",
+    show_default=True,
+    help="Largest file, where a format cuts into several.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 @effort

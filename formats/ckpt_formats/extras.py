@@ -93,7 +93,9 @@ class _Walk:
 def _tensor(value: TensorRef | Storage | StorageSlice) -> Tensor:
     if isinstance(value, TensorRef):
         return tensor_of(value)
-    storage, start, numel = (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+    storage, start, numel = (
+        (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+    )
     if storage.dtype is None:
         raise Unsafe(f"storage {storage.key!r:.40} has no element type of its own")
     offset = storage.offset + start * storage.itemsize

@@ -11,8 +11,8 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from io import FileIO
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal
 

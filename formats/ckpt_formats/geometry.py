@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
-from types import EllipsisType
 
 Shape = tuple[int, ...]
 

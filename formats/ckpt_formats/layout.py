@@ -143,7 +143,9 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
     axis = rule.axis
     rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if any(not 0 <= axis < len(shape) for shape in shapes) or len(rests) != 1:
-        raise BadRules(f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be joined along axis {axis}")
+        raise BadRules(
+            f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be joined along axis {axis}"
+        )
     table = lengths(name, rule, [shape[axis] for shape in shapes])
     whole = (*shapes[0][:axis], sum(map(sum, table)), *shapes[0][axis + 1 :])
     return whole, [tuple(place(whole, axis, table, rank)) for rank in range(len(shapes))]

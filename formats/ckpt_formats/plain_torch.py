@@ -116,14 +116,23 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         "tensors": {name: p.weight for name, p in source.parameters.items() if p.role == "extra"},
     }
     optimizer = {"optimizer": {"state": states, "param_groups": groups}} if states or groups else {}
-    return {"model": model, **optimizer, "extras": {_OURS: ours, **_plain(lower(dict(source.extras), source.parameters))}}
+    return {
+        "model": model,
+        **optimizer,
+        "extras": {_OURS: ours, **_plain(lower(dict(source.extras), source.parameters))},
+    }
 
 
 def _weight(parameter: Parameter) -> Tensor:
     """The model's copy; where that is the master itself, the two share their bytes in the file."""
     weight, master = parameter.weight, parameter.states.get(MASTER)
     blob = weight.fragments[0].blob if len(weight.fragments) == 1 else None
-    same = master is not None and isinstance(blob, Decoded) and blob.dtype == blob.base.dtype and master.dtype == weight.dtype
+    same = (
+        master is not None
+        and isinstance(blob, Decoded)
+        and blob.dtype == blob.base.dtype
+        and master.dtype == weight.dtype
+    )
     return master if same and master is not None else weight
 
 
@@ -205,7 +214,9 @@ def _read_foreign(file: TorchFile) -> Checkpoint:
         matched = _optimizer(optimizer, named)
         if matched is None:
             rest[str(optimizer_key)] = optimizer
-            notices = ("the optimizer's states could not be told to the parameters' names; they are carried as they are",)
+            notices = (
+                "the optimizer's states could not be told to the parameters' names; they are carried as they are",
+            )
         else:
             groups = matched.groups
             trained = {name for group in groups for name in group.names}
@@ -215,7 +226,7 @@ def _read_foreign(file: TorchFile) -> Checkpoint:
                 parameters[name] = Parameter(name, role, states, matched.values.get(name, {}))
     extras = {key: lift(value, key, parameters) for key, value in rest.items()}
     if inside is not None:
-        others = {key: value for key, value in _others(model)}
+        others = dict(_others(model))
         extras |= {key: lift(value, key, parameters) for key, value in others.items() if key not in extras}
     step = next((root[key] for key in _STEP_KEYS if natural(root.get(key))), None)
     origin = Origin("torch", None, step)
@@ -241,14 +252,21 @@ def _optimizer(optimizer: Mapping[str, Value], named: Sequence[Named]) -> _Match
     titles = {key: key for group in members for key in group if isinstance(key, str)}
     stated = [group.get("param_names") for group in listed]
     if all(isinstance(said, list) and len(said) == len(group) for said, group in zip(stated, members, strict=True)):
-        titles = {key: said for said_names, group in zip(stated, members, strict=True) for key, said in zip(group, said_names, strict=True)}
+        titles = {
+            key: said
+            for said_names, group in zip(stated, members, strict=True)
+            for key, said in zip(group, said_names, strict=True)
+        }
     if not titles:
         runs = [Run(tuple(Slot(None, _states(keyed.get(key, {}))) for key in group)) for group in members]
         matches = one_way(runs, [one for one in named if _role(one) != "buffer"])
         if matches is None:
             return None
         titles = {members[match.run][match.start]: match.name for match in matches}
-    if not (set(keyed) | {key for group in members for key in group}) <= titles.keys() or not set(titles.values()) <= names:
+    if (
+        not (set(keyed) | {key for group in members for key in group}) <= titles.keys()
+        or not set(titles.values()) <= names
+    ):
         return None
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
@@ -257,7 +275,10 @@ def _optimizer(optimizer: Mapping[str, Value], named: Sequence[Named]) -> _Match
         states[name] = {str(k): tensor_of(v) for k, v in state.items() if isinstance(v, TensorRef)}
         values[name] = {str(k): v for k, v in state.items() if not isinstance(v, TensorRef)}
     groups = (
-        Group({str(k): v for k, v in group.items() if k not in ("params", "param_names")}, tuple(titles[key] for key in keys))
+        Group(
+            {str(k): v for k, v in group.items() if k not in ("params", "param_names")},
+            tuple(titles[key] for key in keys),
+        )
         for group, keys in zip(listed, members, strict=True)
     )
     return _Matched(tuple(groups), states, values)
@@ -270,7 +291,11 @@ def _states(state: Mapping[str, Value]) -> dict[str, Tensor]:
 
 
 def _is_optimizer(value: Value) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list) or not isinstance(value.get("state"), dict):
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("param_groups"), list)
+        or not isinstance(value.get("state"), dict)
+    ):
         return False
     mappings = (*value["param_groups"], *value["state"].values())
     return all(isinstance(one, dict) for one in mappings) and set(value) == {"state", "param_groups"}

@@ -1,17 +1,17 @@
 """Rules from TOML files: the small language in which a user says how tensors are cut.
 
-    [[rule]]
-    match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
-    axis = 0
-    fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
+[[rule]]
+match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
+axis = 0
+fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
 
-    [[rule]]
-    match = '.*norm.*'
-    how = "replicated"          # or "averaged", "first"
+[[rule]]
+match = '.*norm.*'
+how = "replicated"          # or "averaged", "first"
 
-    [[rule]]
-    match = 'embed\\.weight'
-    vocabulary = 50257          # rows beyond are padding
+[[rule]]
+match = 'embed\\.weight'
+vocabulary = 50257          # rows beyond are padding
 """
 
 import re
@@ -25,8 +25,9 @@ from ckpt_formats.files import unreadable
 from ckpt_formats.layout import How, Rule
 
 if sys.version_info >= (3, 11):
-    import tomllib
     from re import _parser as regex_parser  # type: ignore[attr-defined]
+
+    import tomllib
 else:
     import sre_parse as regex_parser
 

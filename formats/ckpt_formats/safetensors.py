@@ -1,4 +1,4 @@
-"""Model weights in safetensors: one file, or a folder of shards with an index, as the Hugging Face ecosystem has them."""
+"""Model weights in safetensors: one file, or a folder of them with an index, as Hugging Face has them."""
 
 import json
 import os
@@ -59,7 +59,8 @@ class Safetensors(WritableFormat):
         if len(groups) == 1:
             names = [f"model{SUFFIX}"]
         parts = tuple(
-            Part(name, tuple(group), {"aliases": _aliases(source, group)}) for name, group in zip(names, groups, strict=True)
+            Part(name, tuple(group), {"aliases": _aliases(source, group)})
+            for name, group in zip(names, groups, strict=True)
         )
         for part in parts:
             header_bytes(_slots(part.parameters), {})
@@ -150,4 +151,6 @@ def _check_index(index: tuple[Path, dict[str, str]], files: Sequence[Safetensors
     for name in (*where, *found):
         if where.get(name) != found.get(name):
             said, held = where.get(name, "no file"), found.get(name, "none")
-            raise Incomplete(f"the index says that tensor `{show(name)}` is in {show(said)}, but it is in {held}", where=path)
+            raise Incomplete(
+                f"the index says that tensor `{show(name)}` is in {show(said)}, but it is in {held}", where=path
+            )

@@ -72,10 +72,17 @@ def read_header(path: Path) -> SafetensorsFile:
     at = base
     for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
         if blob.offset != at:
-            raise Corrupt(f"entry `{name}` begins at byte {blob.offset}, expected {at}: entries overlap or leave a hole", where=path)
+            raise Corrupt(
+                f"entry `{name}` begins at byte {blob.offset}, expected {at}: entries overlap or leave a hole",
+                where=path,
+            )
         at += blob.span
     if at != nbytes:
-        raise Corrupt(f"the file has {nbytes} bytes, its header speaks of {at}", where=path, hint="It was truncated or appended to.")
+        raise Corrupt(
+            f"the file has {nbytes} bytes, its header speaks of {at}",
+            where=path,
+            hint="It was truncated or appended to.",
+        )
     return SafetensorsFile(path, nbytes, tensors, metadata)
 
 
@@ -86,7 +93,11 @@ def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int =
         tag = SAFETENSORS_TAGS.get(slot.dtype.name)
         if tag is None:
             raise Unsupported(f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}")
-        entries[slot.name] = {"dtype": tag, "shape": list(slot.shape), "data_offsets": [slot.offset, slot.offset + slot.nbytes]}
+        entries[slot.name] = {
+            "dtype": tag,
+            "shape": list(slot.shape),
+            "data_offsets": [slot.offset, slot.offset + slot.nbytes],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
     text = text.ljust(max(room, -(-(len(text) + 8) // 64) * 64) - 8)
     return struct.pack("<Q", len(text)) + text

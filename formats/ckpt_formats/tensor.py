@@ -32,8 +32,10 @@ class Blob(Protocol):
     def dtype(self) -> DType: ...
     def crop(self, box: Box) -> "Blob":
         """The blob of one of its blocks. No data is read."""
+
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`, of the blob's own shape and dtype, contiguous or not."""
+
     def sources(self) -> "Iterator[Raw]":
         """The file ranges that the values come from."""
 
@@ -201,7 +203,9 @@ class Tensor:
     @classmethod
     def of(cls, blob: Blob) -> "Tensor":
         """A tensor that is one blob."""
-        return blob if isinstance(blob, Tensor) else cls(blob.shape, blob.dtype, (Fragment(Box.whole(blob.shape), blob),))
+        return (
+            blob if isinstance(blob, Tensor) else cls(blob.shape, blob.dtype, (Fragment(Box.whole(blob.shape), blob),))
+        )
 
     @property
     def size(self) -> int:

@@ -69,10 +69,8 @@ def as_bytes(array: Array) -> Array:
 
 def disagreement(tensor: Tensor, replica: Tensor, box: Box) -> Corrupt:
     """Two copies that should be equal are not: name the files of both."""
-    ours, theirs = (
-        {str(raw.path) for raw in replace(t, replicas=()).crop(box).sources()} for t in (tensor, replica)
-    )
+    ours, theirs = ({str(raw.path) for raw in replace(t, replicas=()).crop(box).sources()} for t in (tensor, replica))
     return Corrupt(
-        f"replicas of one tensor differ within block {box}: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
-        hint="If they are meant to differ, say with --rules which counts: how = \"first\" or \"averaged\".",
+        f"replicas differ within block {box}: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
+        hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
     )

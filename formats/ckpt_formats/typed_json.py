@@ -1,15 +1,15 @@
 """Values as JSON that loses nothing: what JSON cannot say is an object with one key that begins with `$`.
 
-    1, 1.5, "text", true, null, [..], {..}   themselves
-    {"$tuple": [..]}  {"$set": [..]}  {"$frozenset": [..]}  {"$size": [..]}
-    {"$dict": [[key, value], ..]}            keys that are not texts, or begin with `$`
-    {"$std": {"class": [..], "items": [[key, value], ..], ..}}   an OrderedDict, defaultdict or Counter
-    {"$int": "123.."}  {"$float": "7ff8000000000000"}  {"$complex": [re, im]}
-    {"$bytes": "base64"}  {"$bytearray": "base64"}
-    {"$array": {"dtype", "shape", "data"}}   a NumPy array; a scalar has no shape
-    {"$tensor": "name"}                      a parameter of the role `extra`
-    {"$global": ["module", "name"]}          the name of a class or function
-    {"$object": {"class": [..], ..}}         an object of a class we do not import
+1, 1.5, "text", true, null, [..], {..}   themselves
+{"$tuple": [..]}  {"$set": [..]}  {"$frozenset": [..]}  {"$size": [..]}
+{"$dict": [[key, value], ..]}            keys that are not texts, or begin with `$`
+{"$std": {"class": [..], "items": [[key, value], ..], ..}}   an OrderedDict, defaultdict or Counter
+{"$int": "123.."}  {"$float": "7ff8000000000000"}  {"$complex": [re, im]}
+{"$bytes": "base64"}  {"$bytearray": "base64"}
+{"$array": {"dtype", "shape", "data"}}   a NumPy array; a scalar has no shape
+{"$tensor": "name"}                      a parameter of the role `extra`
+{"$global": ["module", "name"]}          the name of a class or function
+{"$object": {"class": [..], ..}}         an object of a class we do not import
 """
 
 import base64

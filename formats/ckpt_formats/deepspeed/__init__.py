@@ -1,11 +1,11 @@
 """DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism. Reading only.
 
-    folder      which files there are, by rank; step opens them; tree looks things up in them
-    zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
-    weights     its model, layer and expert files -> tensors by name
-    rank        the two together; merge: all ranks -> whole parameters, by `rules`
-    one_run     do the files belong together?
-    carried     everything that is not a tensor of the model
+folder      which files there are, by rank; step opens them; tree looks things up in them
+zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
+weights     its model, layer and expert files -> tensors by name
+rank        the two together; merge: all ranks -> whole parameters, by `rules`
+one_run     do the files belong together?
+carried     everything that is not a tensor of the model
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ class DeepSpeed(Format):
             return _read(path, open_step(folder), options)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise Corrupt(
-                f"the files do not have the form of a DeepSpeed checkpoint ({type(error).__name__}: {str(error)[:100]})",
+                f"the files lack the form of a DeepSpeed checkpoint ({type(error).__name__}: {str(error)[:100]})",
                 where=folder.path,
                 hint="Run again with -v to see where reading stopped.",
             ) from error

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds beside tensors of the model: counters, schedulers, loss scaler, the client's own state.
+"""What a DeepSpeed checkpoint holds beside the model's tensors: counters, schedulers, loss scaler, the client's state.
 
 All of it is carried. What only says how the tensors are laid out is left out,
 by name, since another layout makes it untrue.
@@ -55,7 +55,13 @@ def carry(
     others: dict[str, dict[str, Value]] = {}
     for i, (rank, file) in enumerate(models.items()):
         items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
-        _add(extras if i == 0 else others.setdefault(rank, {}), extras, items, "" if i == 0 else f"ranks/{rank}/", parameters)
+        _add(
+            extras if i == 0 else others.setdefault(rank, {}),
+            extras,
+            items,
+            "" if i == 0 else f"ranks/{rank}/",
+            parameters,
+        )
     first: dict[str, Value] = {}
     for i, (rank, file) in enumerate(optims.items()):
         items = _optimizer_items(file)
@@ -70,18 +76,22 @@ def carry(
 
 def _optimizer_items(file: TorchFile) -> dict[str, Value]:
     root = file.root.get("optimizer_state_dict")
-    outer = {key: value for key, value in file.root.items() if key not in ("optimizer_state_dict", "ds_config", "optimizer")}
+    outer = {
+        key: value for key, value in file.root.items() if key not in ("optimizer_state_dict", "ds_config", "optimizer")
+    }
     inner = root if isinstance(root, dict) else file.root.get("optimizer") or {}
     return {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
 
 
 def _add(
-    target: dict[str, Value], first: Mapping[str, Value], items: Mapping[str, Value], prefix: str, parameters: dict[str, Parameter]
+    target: dict[str, Value],
+    first: Mapping[str, Value],
+    items: Mapping[str, Value],
+    prefix: str,
+    parameters: dict[str, Parameter],
 ) -> None:
     for key, value in items.items():
-        if target is first:
-            target[key] = lift(value, f"{prefix}{key}", parameters)
-        elif key not in first or not _same(value, first[key]):
+        if target is first or key not in first or not _same(value, first[key]):
             target[key] = lift(value, f"{prefix}{key}", parameters)
 
 

@@ -133,7 +133,7 @@ def _check_grids(folder: Folder) -> None:
         if lacking := sorted(all_of - found):
             mp, dp = lacking[0]
             raise Incomplete(
-                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {len(all_of)} such files are here)",
+                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {len(all_of)} are here)",
                 where=folder.path,
                 hint="Copy the files of all ranks into one folder.",
             )

@@ -25,7 +25,9 @@ def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Param
         if shard.role != first.role or shard.states.keys() != first.states.keys():
             raise Corrupt(f"tensor `{name}` has other states on tensor-parallel rank {rank} than on rank 0")
     if any(shard.values != first.values for shard in shards):
-        raise Corrupt(f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed.")
+        raise Corrupt(
+            f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed."
+        )
     scalar = {state for state, tensor in first.states.items() if tensor.shape == () and first.weight.shape != ()}
     rule = _rule(name, first, layout, len(shards))
     if rule is None:
@@ -38,7 +40,7 @@ def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Param
 
 
 def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
-    """The parameters of all stages, and the names that several stages have: tied modules, of which the first stage's counts."""
+    """The parameters of all stages, and the names that several have: tied modules; the first stage's count."""
     merged: dict[str, Parameter] = {}
     again: list[str] = []
     for stage in stages:

@@ -77,7 +77,9 @@ def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before
     if step.stage3:
         return read_sub_groups(model, optims)
     if optims:
-        return read_groups(_shapes(step, mp, layer_files), optims, bool(step.config.get("use_data_before_expert_parallelism")))
+        return read_groups(
+            _shapes(step, mp, layer_files), optims, bool(step.config.get("use_data_before_expert_parallelism"))
+        )
     if model.root.get("param_shapes") is not None:
         raise Incomplete(
             "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has them",
@@ -85,7 +87,9 @@ def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before
             hint="Copy the files of all ranks into one folder.",
         )
     layers = read_layers(layer_files, mp % step.tp, ())
-    tensors = {n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases}
+    tensors = {
+        n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases
+    }
     named = [Named(name, tensor) for name, tensor in tensors.items() if name not in before]
     if step.folder.expert_optim:
         return _by_expert_rank(step, mp, named)

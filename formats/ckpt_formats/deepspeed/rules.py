@@ -90,7 +90,10 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
     ranks = {int(rank): entry for rank, entry in mapped["ranks"].items()}
     if sorted(ranks) != list(range(len(ranks))):
         raise ValueError("affine_map: ranks are not numbered from 0")
-    blocks = [tuple(_placed(piece, _shape(ranks[r]["shard_shape"]), shape) for piece in ranks[r]["pieces"]) for r in range(len(ranks))]
+    blocks = [
+        tuple(_placed(piece, _shape(ranks[r]["shard_shape"]), shape) for piece in ranks[r]["pieces"])
+        for r in range(len(ranks))
+    ]
     if all(block == (Placed(Box.whole(shape), Box.whole(shape)),) for block in blocks):
         return Rule(pattern, "replicated", origin=f"{origin}.affine_map")
     return Rule(pattern, "blocks", shape=shape, blocks=tuple(blocks), origin=f"{origin}.affine_map")
@@ -107,8 +110,10 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
     """The block that a strided view of a C-ordered tensor is, if it is one."""
     offset, strides = view
     expected = c_strides(tensor, 1)
-    if not natural(offset) or len(size) != len(tensor) or any(
-        s != e for s, e, n in zip(strides, expected, size, strict=True) if n > 1
+    if (
+        not natural(offset)
+        or len(size) != len(tensor)
+        or any(s != e for s, e, n in zip(strides, expected, size, strict=True) if n > 1)
     ):
         raise Unsupported("affine_map: a piece is not a block of its tensor")
     start = []

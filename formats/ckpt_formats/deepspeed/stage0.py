@@ -21,13 +21,15 @@ def read_whole(
     A pipeline stage, which is given the layers of later stages as well, takes
     tensors from the first on without skipping.
     """
-    inner = get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
+    inner = (
+        get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
+    )
     listed = get(inner, "param_groups", list, file.path)
     groups = [_Numbered(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
     matches = one_way([group.run for group in groups], named, skips=skips)
     if matches is None:
         raise Unsupported(
-            "a stage 0 checkpoint numbers its optimizer states without naming them, and not exactly one way fits to name them",
+            "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",
             where=file.path,
             hint="Save from ZeRO stage 1, where names are stored.",
         )
@@ -46,7 +48,9 @@ def read_whole(
 class _Numbered:
     """One group of the optimizer, as the wrapper for low precision (flat or not) or plain PyTorch saves it."""
 
-    def __init__(self, file: TorchFile, outer: Mapping[Value, Value], inner: Mapping[Value, Value], g: int, group: Value) -> None:
+    def __init__(
+        self, file: TorchFile, outer: Mapping[Value, Value], inner: Mapping[Value, Value], g: int, group: Value
+    ) -> None:
         numbers = get(group, "params", list, file.path)
         states = get(inner, "state", dict, file.path)
         self._path = file.path

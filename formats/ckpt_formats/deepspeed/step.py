@@ -110,7 +110,7 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
         pp = -(-folder.mp // tp)
     if tp * pp != folder.mp:
         raise Incomplete(
-            f"{tp} tensor-parallel by {pp} pipeline ranks make {tp * pp} model-parallel ranks, files of {folder.mp} are here",
+            f"{tp} tensor-parallel by {pp} pipeline ranks make {tp * pp} model-parallel ones, {folder.mp} are here",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )

@@ -20,7 +20,6 @@ from ckpt_formats.tensor import Raw, Tensor, with_replicas
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
 
-
 Shapes = Mapping[str, Shape]
 
 
@@ -77,7 +76,11 @@ def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
 
 
 def _read_group(
-    found: Optimized, g: int, shapes: Mapping[str, Shape], roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile]
+    found: Optimized,
+    g: int,
+    shapes: Mapping[str, Shape],
+    roots: Sequence[dict[Value, Value]],
+    files: Sequence[TorchFile],
 ) -> None:
     masters = [
         vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
@@ -111,7 +114,12 @@ def _read_group(
 
 
 def _whole_per_rank(
-    key: str, shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[Raw], files: Sequence[TorchFile]
+    key: str,
+    shapes: Mapping[str, Shape],
+    begins: Sequence[int],
+    length: int,
+    vectors: Sequence[Raw],
+    files: Sequence[TorchFile],
 ) -> dict[str, Tensor]:
     """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum)."""
     copies: dict[str, list[Tensor]] = {name: [] for name in shapes}

@@ -62,4 +62,3 @@ def sliced(shape: Shape, slices: Sequence[Raw]) -> Tensor:
     """A tensor of the equal slices that all ranks hold, the last of them padded."""
     size = slices[0].shape[0]
     return tensor_in(shape, slices[0].dtype, 0, [Piece(rank * size, piece) for rank, piece in enumerate(slices)])
-

@@ -75,7 +75,12 @@ class Manifest:
         """The content id: equal for equal names, types, shapes, values and extras, however they are stored."""
         said = {
             "parameters": sorted(
-                [e.name, e.role, sorted([s, t.dtype, list(t.shape), t.values] for s, t in e.states.items()), encode(e.values)]
+                [
+                    e.name,
+                    e.role,
+                    sorted([s, t.dtype, list(t.shape), t.values] for s, t in e.states.items()),
+                    encode(e.values),
+                ]
                 for e in self.entries
             ),
             "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in self.groups],
@@ -137,7 +142,9 @@ def load(path: Path) -> Manifest:
     if said.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     if said.get("version") != VERSION:
-        raise Unsupported(f"format version {said.get('version')!r}; this program reads {VERSION}", where=path, hint="Upgrade ckpt.")
+        raise Unsupported(
+            f"format version {said.get('version')!r}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
+        )
     origin = check.mapping(said, "origin")
     layout = decode(check.mapping(origin, "layout"), path)
     step = origin.get("step")
@@ -196,9 +203,7 @@ def entry_of(said: Any, path: Path) -> Entry:
         if state.offset is not None:
             check.true(state.offset + state.nbytes <= said.get("nbytes", 0), f"`{name}`: {key!r} lies outside its file")
     values = decode(check.mapping(said, "values"), path)
-    return Entry(
-        name, _ROLES[role], file, check.natural(said, "nbytes"), check.hash(said, "header"), states, values
-    )
+    return Entry(name, _ROLES[role], file, check.natural(said, "nbytes"), check.hash(said, "header"), states, values)
 
 
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}

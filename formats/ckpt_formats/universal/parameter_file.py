@@ -57,7 +57,9 @@ def read_states(path: Path, entry: Entry) -> dict[str, Tensor]:
         if state.offset is not None:
             if state.codec is not None:
                 raise Unsupported(f"`{entry.name}` is stored with the codec {state.codec.get('name')!r}", where=path)
-            blobs[name] = Raw.packed(path, state.offset, state.shape, DTYPES[state.dtype], _seal(path, entry, name, state))
+            blobs[name] = Raw.packed(
+                path, state.offset, state.shape, DTYPES[state.dtype], _seal(path, entry, name, state)
+            )
     for name, state in entry.states.items():
         if state.offset is None and state.base is not None and state.codec is not None:
             try:
