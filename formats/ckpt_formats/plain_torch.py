@@ -67,9 +67,7 @@ class PlainTorch(WritableFormat):
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         file = open_file(path)
-        if not isinstance(file.root, dict):
-            raise Corrupt(f"holds a {type(file.root).__name__}, not a dict of tensors", where=path)
-        ours = file.root.get("extras")
+        ours = file.root.get("extras") if isinstance(file.root, dict) else None
         if isinstance(ours, dict) and isinstance(ours.get(_OURS), dict) and isinstance(file.root.get("model"), dict):
             return _read_ours(file, ours[_OURS])
         return _read_foreign(file)
@@ -195,7 +193,8 @@ class _Restore:
 
 
 def _read_foreign(file: TorchFile) -> Checkpoint:
-    root: dict[str, Value] = {str(key): value for key, value in file.root.items()}
+    items = file.root.items() if isinstance(file.root, dict) else [("value", file.root)]
+    root: dict[str, Value] = {str(key): value for key, value in items}
     inside = next((key for key in _MODEL_KEYS if isinstance(root.get(key), dict) and _has_tensor(root[key])), None)
     rest = {key: value for key, value in root.items() if key != inside}
     optimizer_key = next((key for key in _OPTIMIZER_KEYS if _is_optimizer(rest.get(key))), None)
