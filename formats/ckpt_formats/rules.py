@@ -17,6 +17,7 @@ vocabulary = 50257          # rows beyond are padding
 import re
 import sys
 import warnings
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +36,8 @@ else:
 
 _KEYS = {"match", "how", "axis", "fused", "widths", "vocabulary"}
 _MOST_PATTERN = 1000
+_MOST_WAYS = 1e8
+"""As many as four open repeats in a row."""
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
@@ -43,7 +46,7 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise unreadable(error, path) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, and numbers without end
         raise BadRules(f"not a TOML file: {error}", where=path) from None
     unknown = set(tables) - {"rule"}
     if unknown or not isinstance(tables.get("rule"), list):
@@ -54,9 +57,10 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
 def safe_pattern(pattern: str, origin: str) -> str:
     """The pattern, if it is one that cannot be made to run for ever.
 
-    Rules travel inside checkpoints, so they are input from strangers: a repeat
-    within a repeat can take time exponential in the length of a name. Raises
-    `BadRules` for what is no expression, `Unsafe` for such a one.
+    Rules travel inside checkpoints, so they are input from strangers: a choice
+    within a repeat can take time exponential in the length of a name, and many
+    repeats in a row nearly so. Raises `BadRules` for what is no expression,
+    `Unsafe` for such a one.
     """
     if len(pattern) > _MOST_PATTERN:
         raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
@@ -67,8 +71,8 @@ def safe_pattern(pattern: str, origin: str) -> str:
             re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
-    if _nested_repeat(parsed, False):
-        raise Unsafe(f"the pattern `{pattern}` repeats a repeat, which can take for ever", where=origin)
+    if _ways(parsed) > _MOST_WAYS:
+        raise Unsafe(f"the pattern `{pattern}` leaves too many choices, which can take for ever", where=origin)
     return pattern
 
 
@@ -104,19 +108,22 @@ def _natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _nested_repeat(parsed: Any, inside: bool) -> bool:
+def _ways(parsed: Any, repeated: bool = False) -> float:
+    """In how many ways an expression may be tried on a name of a hundred characters; a choice within a repeat has no end."""
+    total = 1.0
     for op, argument in parsed:
-        name = str(op)
-        if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            many = argument[1] > 16
-            if (many and inside) or _nested_repeat(argument[2], inside or many):
-                return True
+        name, ways = str(op), 1.0
+        if name.endswith("_REPEAT"):
+            low, high, inner = argument
+            ways = min(high - low + 1, 100) * _ways(inner, repeated or high > 1)
         elif name == "SUBPATTERN":
-            if _nested_repeat(argument[3], inside):
-                return True
-        elif name == "BRANCH":
-            if any(_nested_repeat(branch, inside) for branch in argument[1]):
-                return True
-        elif name in ("ASSERT", "ASSERT_NOT") and _nested_repeat(argument[1], inside):
-            return True
-    return False
+            total *= _ways(argument[3], repeated)
+        elif name == "ATOMIC_GROUP":
+            total *= _ways(argument, repeated)
+        elif name in ("ASSERT", "ASSERT_NOT"):
+            total *= _ways(argument[1], repeated)
+        elif name in ("BRANCH", "GROUPREF_EXISTS"):
+            branches = argument[1] if name == "BRANCH" else argument[1:]
+            ways = sum(_ways(branch, repeated) for branch in branches if branch is not None)
+        total *= inf if repeated and ways > 1 else ways
+    return total

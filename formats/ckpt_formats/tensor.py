@@ -15,8 +15,9 @@ import numpy as np
 
 from ckpt_codecs import Codec
 from ckpt_formats.dtypes import DType
+from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader, Seal
-from ckpt_formats.geometry import Box, Shape, missing, overlaps
+from ckpt_formats.geometry import Box, Shape, flat_boxes, missing, overlaps
 
 Array = np.ndarray[Any, DType]
 
@@ -174,6 +175,57 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """Nothing but zeros: the padding of a partition, the rows of a vocabulary that only fill up."""
+
+    shape: Shape
+    dtype: DType
+
+    def crop(self, box: Box) -> "Zeros":
+        return Zeros(box.shape, self.dtype)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        out[...] = np.zeros((), self.dtype)
+
+    def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of another blob's elements in C order, as a vector: what a rank holds of a flattened tensor."""
+
+    base: Blob
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.stop - self.start,)
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "Range":
+        return Range(self.base, self.start + box.start[0], self.start + box.stop[0])
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        at = 0
+        for box in flat_boxes(self.base.shape, self.start, self.stop):
+            part = out[at : at + box.size]
+            block = self.base.crop(box)
+            if part.flags.c_contiguous:
+                block.read_into(part.reshape(box.shape), reader)
+            else:
+                part[...] = read(block, reader).reshape(-1)
+            at += box.size
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+
+@dataclass(frozen=True)
 class Fragment:
     """One stored block of a tensor: where it belongs, and where its values are."""
 
@@ -192,7 +244,7 @@ class Tensor:
 
     Laws, which `flaws` checks: fragments lie inside the tensor, hold its dtype,
     cover it and do not overlap. `replicas` are other whole copies of the same
-    values; who copies the tensor compares them.
+    values, compared whenever values are read.
     """
 
     shape: Shape
@@ -231,9 +283,15 @@ class Tensor:
                 yield Fragment(kept.box.within(local).shift(whole.start), kept.blob)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`. Blocks that no fragment holds are left as they are: check `flaws` first."""
+        """Fill `out`. Blocks that no fragment holds are left as they are: check `flaws` first.
+
+        Raises `Corrupt` if a replica holds other bits.
+        """
         for fragment in self.fragments:
             fragment.blob.read_into(out[fragment.box.index], reader)
+        for replica in self.replicas:
+            if read(replica, reader).tobytes() != out.tobytes():
+                raise disagreement(self, replica)
 
     def sources(self) -> Iterator[Raw]:
         for fragment in self.fragments:
@@ -270,6 +328,15 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
         with Reader(check=False) as own:
             blob.read_into(out, own)
     return out
+
+
+def disagreement(tensor: Tensor, replica: Tensor) -> Corrupt:
+    """Two copies that should be equal are not: name the files of both."""
+    ours, theirs = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
+    return Corrupt(
+        f"replicas of one tensor differ: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
+        hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
+    )
 
 
 def join(shape: Shape, parts: Iterable[Fragment], dtype: DType) -> Tensor:

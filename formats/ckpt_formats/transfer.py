@@ -1,14 +1,12 @@
 """How the values of one part move: in slabs within a memory budget, checked and counted."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, slabs
-from ckpt_formats.tensor import Array, Blob, Tensor
+from ckpt_formats.tensor import Array, Tensor
 
 SLAB = 4 << 20
 """Bytes read at once: small enough to stay in a core's cache between reading, hashing and writing."""
@@ -44,33 +42,16 @@ class Transfer:
 
         Raises `Corrupt` if a replica of the tensor holds other bits.
         """
-        array = self._read(tensor.crop(box), slot)
-        for replica in tensor.replicas:
-            other = self._read(replica.crop(box), "replica")
-            if not np.array_equal(as_bytes(array), as_bytes(other)):
-                raise disagreement(tensor, replica, box)
-        self._moved(array.nbytes)
-        return array
-
-    def _read(self, blob: Blob, slot: str) -> Array:
-        nbytes = int(np.prod(blob.shape, dtype=np.int64)) * blob.dtype.itemsize
+        block = tensor.crop(box)
         held = self._scratch.get(slot)
-        if held is None or held.size < nbytes:
-            held = self._scratch[slot] = np.empty(nbytes, np.uint8)
-        out = held[:nbytes].view(blob.dtype).reshape(blob.shape)
-        blob.read_into(out, self.reader)
+        if held is None or held.size < block.nbytes:
+            held = self._scratch[slot] = np.empty(block.nbytes, np.uint8)
+        out = held[: block.nbytes].view(block.dtype).reshape(block.shape)
+        block.read_into(out, self.reader)
+        self._moved(block.nbytes)
         return out
 
 
 def as_bytes(array: Array) -> Array:
     """The bytes of a packed array, as a vector."""
     return array.reshape(-1).view(np.uint8)
-
-
-def disagreement(tensor: Tensor, replica: Tensor, box: Box) -> Corrupt:
-    """Two copies that should be equal are not: name the files of both."""
-    ours, theirs = ({str(raw.path) for raw in replace(t, replicas=()).crop(box).sources()} for t in (tensor, replica))
-    return Corrupt(
-        f"replicas differ within block {box}: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
-        hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
-    )

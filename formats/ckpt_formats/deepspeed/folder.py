@@ -5,6 +5,7 @@ its own; `mp_rank` is `pp_rank * tp + tp_rank`.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _MODEL3 = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_OWN = (_MODEL, _MODEL3, _OPTIM)
 _MOST_LATEST = 4096
 
 
@@ -53,7 +55,7 @@ class Folder:
 def is_step(path: Path) -> bool:
     """Does this folder hold the files of one step?"""
     try:
-        return path.is_dir() and any(_MODEL.fullmatch(p.name) or _MODEL3.fullmatch(p.name) for p in path.iterdir())
+        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _OWN) for p in path.iterdir())
     except OSError:
         return False
 
@@ -120,20 +122,20 @@ _MIXED = "Two runs were saved into it: separate them."
 
 
 def _check_grids(folder: Folder) -> None:
-    ranks = set(range(folder.mp))
-    grid = {(mp, dp) for mp in ranks for dp in range(folder.dp)}
-    wanted: list[tuple[str, set[tuple[int, int]], set[tuple[int, int]]]] = []
+    """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
+    wanted: list[tuple[str, Collection[tuple[int, int]], int]] = []
     if folder.model3:
-        wanted.append(("zero_pp_rank_D_mp_rank_MM_model_states.pt", set(folder.model3), grid))
+        wanted.append(("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder.model3, folder.dp))
     else:
-        wanted.append(("mp_rank_MM_model_states.pt", {(mp, 0) for mp in folder.model}, {(mp, 0) for mp in ranks}))
+        wanted.append(("mp_rank_MM_model_states.pt", {(mp, 0) for mp in folder.model}, 1))
     if folder.optim or folder.model3:
-        wanted.append(("zero_pp_rank_D_mp_rank_MM_optim_states.pt", set(folder.optim), grid))
-    for pattern, found, all_of in wanted:
-        if lacking := sorted(all_of - found):
-            mp, dp = lacking[0]
+        wanted.append(("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder.optim, folder.dp))
+    for pattern, found, width in wanted:
+        if len(found) < folder.mp * width:
+            ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
+            mp, dp = next(rank for rank in ranks if rank not in found)
             raise Incomplete(
-                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {len(all_of)} are here)",
+                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {folder.mp * width} such files are here)",
                 where=folder.path,
                 hint="Copy the files of all ranks into one folder.",
             )
