@@ -64,9 +64,8 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     for parameter, state, tensor in checkpoint.tensors():
         for flaw in tensor.flaws():
             yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
-    for alias, name in checkpoint.aliases.items():
-        if name not in checkpoint.parameters:
-            yield Finding("coverage", f"tied to `{name}`, which is not there", str(checkpoint.path), (alias,))
+    for name, said in checkpoint.strays():
+        yield Finding("coverage", said, str(checkpoint.path), (name,))
 
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
 
 import os
+import signal
 import sys
 import traceback
 from importlib import import_module
@@ -43,6 +44,9 @@ EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
 
 INTERRUPTED = 130
 
+_MOST_SAID = 1000
+"""Characters: names in files may be as long as they like."""
+
 
 class Commands(click.Group):
     """Imports a command only when it is run or asked about."""
@@ -80,6 +84,7 @@ def cli() -> None:
 def run() -> None:
     """Run the command line; every error ends here, as a message and an exit code."""
     verbose = any(argument in ("-v", "--verbose") for argument in sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what batch systems send: also an interrupt
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
     except click.exceptions.Abort:
@@ -94,8 +99,12 @@ def run() -> None:
             traceback.print_exc()
         code = report(error)
     except BrokenPipeError:  # `ckpt inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         code = 0
+    except OSError as error:
+        if verbose:
+            traceback.print_exc()
+        code = report(_of_system(error))
     except MemoryError:
         click.echo("error: not enough memory\nhint: give a smaller --memory, or fewer --workers", err=True)
         code = 1
@@ -106,6 +115,20 @@ def run() -> None:
         click.echo("hint: this is a fault of ckpt; run again with -v, and report what it prints", err=True)
         code = 1
     sys.exit(code)
+
+
+def _of_system(error: OSError) -> CkptError:
+    """What reaches `run` is an output stream that fails, or a file that was there a moment ago."""
+    said = error.strerror or str(error)
+    if error.filename is not None:
+        return NotFound(f"cannot be read: {said}", where=os.fsdecode(error.filename))
+    _drop_stdout()
+    return OutputError(f"standard output cannot be written: {said}")
+
+
+def _drop_stdout() -> None:
+    """Let Python's own flush at the end not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: CkptError) -> int:
@@ -128,4 +151,5 @@ def _say_interrupted() -> int:
 
 
 def _clean(text: str) -> str:
-    return show(text)
+    shown = show(text)
+    return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"

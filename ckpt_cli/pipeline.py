@@ -1,6 +1,5 @@
 """The one pipeline behind every command that writes: plan, write the parts, settle, commit, publish."""
 
-import errno
 import hashlib
 import threading
 from collections.abc import Callable, Iterable
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli.executors import results
-from ckpt_cli.staging import Staging, check_target, staging
+from ckpt_cli.staging import FULL, Staging, check_target, staging
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError
 from ckpt_formats.files import Reader, Seal, settle
@@ -82,8 +81,9 @@ def copy(
 
 
 def check_whole(source: Checkpoint) -> None:
-    """Every tensor is covered exactly once. Raises `Incomplete`, naming the first tensors that are not."""
+    """Every tensor is there and covered exactly once. Raises `Incomplete`, naming the first that are not."""
     flaws = [f"`{show(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.flaws()]
+    flaws += [f"`{show(name)}` is {show(said)}" for name, said in source.strays()]
     if flaws:
         more = f" (and {len(flaws) - 3} more)" if len(flaws) > 3 else ""
         raise Incomplete("; ".join(flaws[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
@@ -91,13 +91,12 @@ def check_whole(source: Checkpoint) -> None:
 
 def space_needed(parts: Iterable[Part]) -> int:
     """A lower bound of the bytes that parts will take: a model's copy may turn out to be only its master, rounded."""
-    return sum(
-        tensor.nbytes
-        for part in parts
-        for parameter in part.parameters
-        for state, tensor in parameter.states.items()
-        if state != MODEL or MASTER not in parameter.states
-    )
+    return sum(_least(part) if part.size is None else part.size for part in parts)
+
+
+def _least(part: Part) -> int:
+    copies = (p.states[MODEL].nbytes for p in part.parameters if {MODEL, MASTER} <= p.states.keys())
+    return part.nbytes - sum(copies)
 
 
 def _write_all(
@@ -156,7 +155,7 @@ def _plan_id(source: Checkpoint, format: WritableFormat, goal: Goal, choices: st
 
 def _output_error(error: OSError, stage: Staging) -> OutputError:
     resume = f"Run the same command again to go on, or remove {stage.folder} to give up."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")
     return OutputError(
         f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume

@@ -12,6 +12,9 @@ _EVERY = 30.0
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Count bytes towards `total`. The function it gives may be called from any thread."""
+    if sys.stderr is None:  # closed by whoever started us
+        yield lambda nbytes: None
+        return
     if not sys.stderr.isatty():
         yield _Lines(what, total)
         return

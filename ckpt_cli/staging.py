@@ -2,13 +2,14 @@
 
     .NAME.ckpt-partial/
         lock            held while a process writes
-        journal.jsonl   the plan's id, then the receipt of every finished part
+        journal.jsonl   the plan's id, then the checksum and receipt of every finished part
         data/           what will be renamed to the target, last of all
 
 A crash at any moment leaves the target absent or whole. What the journal lists
 and still verifies is not written again.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -19,9 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from ckpt_formats.base import Receipt
-from ckpt_formats.errors import Locked, OutputError
+from ckpt_formats.errors import Locked, NoSpace, OutputError
 from ckpt_formats.files import Evidence, Reader, Seal, holds
+from ckpt_formats.naming import PARTIAL
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,19 @@ class Staging:
         if self._plan_id() != plan_id:
             shutil.rmtree(self.data, ignore_errors=True)
             with self.journal.open("w") as file:
-                file.write(json.dumps({"plan": plan_id}) + "\n")
+                file.write(json.dumps({"plan": plan_id}))
+        with self.journal.open("a") as file:
+            file.write("\n")  # ends a line that a full disk cut short
         self.data.mkdir(exist_ok=True)
 
     def receipts(self) -> Iterator[Receipt]:
         """Receipts of an earlier run whose files are still as they were written."""
         with Reader(check=False) as reader:
             for line in self.journal.read_text("utf-8", "replace").splitlines()[1:]:
-                try:
-                    receipt = _receipt(json.loads(line))
-                except (ValueError, KeyError, TypeError):
+                digest, _, text = line.partition(" ")
+                if digest != xxh3_64_hexdigest(text):
                     continue  # the line that the crash cut short
+                receipt = _receipt(json.loads(text))
                 path = self.data / receipt.file
                 seals = [replace(seal, path=path) for seal in receipt.seals]
                 if path.is_file() and path.stat().st_size == receipt.nbytes and all(holds(s, reader) for s in seals):
@@ -62,8 +70,9 @@ class Staging:
 
     def note(self, receipt: Receipt) -> None:
         """Remember that a part is done."""
+        text = json.dumps(_json(receipt), separators=(",", ":"))
         with self.journal.open("a") as file:
-            file.write(json.dumps(_json(receipt), separators=(",", ":")) + "\n")
+            file.write(f"{xxh3_64_hexdigest(text)} {text}\n")
 
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then make it the target by one rename."""
@@ -93,17 +102,20 @@ class Staging:
 @contextmanager
 def staging(target: Path) -> Iterator[Staging]:
     """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
-    folder = target.parent / f".{target.name}.ckpt-partial"
+    folder = target.parent / f".{target.name}{PARTIAL}"
     try:
         folder.mkdir(exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=target.parent) from error
+        kind = NoSpace if error.errno in FULL else OutputError
+        raise kind(f"cannot be written: {error.strerror}", where=error.filename or target.parent) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Locked("another process is writing this target", where=target, hint="Wait for it to end.") from None
+            raise _locked(target) from None
+        if not _is(folder / "lock", lock):
+            raise _locked(target)  # whoever held it has just removed the folder
         yield Staging(target, folder)
     finally:
         os.close(lock)
@@ -124,6 +136,17 @@ def check_target(target: Path, source: Path) -> None:
         )
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError("no permission to write here", where=target.parent, hint="Choose another target.")
+
+
+def _locked(target: Path) -> Locked:
+    return Locked("another process is writing this target", where=target, hint="Wait for it to end.")
+
+
+def _is(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except OSError:
+        return False
 
 
 def exists(target: Path) -> OutputError:

@@ -73,7 +73,7 @@ def convert(
     if dtype:
         checkpoint = selection.cast(checkpoint, dtype)
     report.say_notices(checkpoint)
-    format, goal = writable(format_name), Goal(Path(target), shard_size)
+    format, goal = writable(format_name), Goal(Path(target), shard_nbytes=shard_size)
     report.say_losses(format, checkpoint)
     parts = pipeline.plan(checkpoint, format, goal)
     if dry_run:

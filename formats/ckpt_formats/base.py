@@ -99,6 +99,16 @@ class Checkpoint:
             for state, tensor in parameter.states.items():
                 yield parameter, state, tensor
 
+    def strays(self) -> Iterator[tuple[str, str]]:
+        """Names that no parameter has, though something speaks of them: (name, what is said of it)."""
+        for alias, name in self.aliases.items():
+            if name not in self.parameters:
+                yield alias, f"tied to `{name}`, which is not there"
+        for i, group in enumerate(self.groups):
+            for name in group.names:
+                if name not in self.parameters:
+                    yield name, f"in optimizer group {i}, but not there"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -108,10 +118,22 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Degrees:
+    """Over how many ranks a checkpoint is to be cut. None: as the source is, or not at all."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    zero: int | None = None
+    """The ZeRO stage."""
+
+
+@dataclass(frozen=True)
 class Goal:
     """Where a checkpoint is to be written, and what a format may need to be told."""
 
     target: Path
+    degrees: Degrees = Degrees()
     shard_nbytes: int = 5 << 30
     """About how large the files become, in formats that cut a model into several."""
 
@@ -123,10 +145,13 @@ class Part:
     file: str
     parameters: tuple[Parameter, ...]
     what: Mapping[str, Any] = field(default_factory=dict)
+    size: int | None = None
+    """Of the file, where it is known and is not the sum of the parameters."""
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters)
+        """About how many bytes are moved to write it."""
+        return sum(parameter.nbytes for parameter in self.parameters) if self.size is None else self.size
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt_formats.errors import BadRules
 from ckpt_formats.geometry import Box, Shape, slab
-from ckpt_formats.tensor import Fragment, Mean, Tensor, join, with_replicas
+from ckpt_formats.tensor import Fragment, Mean, Tensor, Zeros, join, with_replicas
 
 How = Literal["sharded", "replicated", "averaged", "first", "blocks"]
 
@@ -104,6 +104,33 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
     return whole.crop(slab(whole.shape, 0, 0, rule.vocabulary))
 
 
+def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = None) -> list[Tensor]:
+    """The shards of a whole tensor, by tensor-parallel rank: what `merge` puts together. Lazy.
+
+    `rows` is how many rows a vocabulary's table has with its padding; None means
+    the least that divides. Raises `BadRules` if the tensor does not divide.
+    """
+    if rule.vocabulary is not None and whole.shape:
+        rows = max(whole.shape[0], rows or 0)
+        whole = _padded(whole, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    if rule.how in ("replicated", "averaged", "first"):
+        return [whole] * ranks
+    if rule.how == "blocks":
+        if rule.shape != whole.shape or len(rule.blocks) != ranks:
+            raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
+        return [_shard(whole, blocks) for blocks in rule.blocks]
+    if not 0 <= rule.axis < len(whole.shape):
+        raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} has no axis {rule.axis} to cut along")
+    length = whole.shape[rule.axis]
+    pieces = [length // rule.fused] * rule.fused if isinstance(rule.fused, int) else list(rule.fused)
+    if sum(pieces) != length or any(piece % ranks for piece in pieces):
+        raise BadRules(
+            f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
+        )
+    table = [[piece // ranks] * ranks for piece in pieces]
+    return [_shard(whole, tuple(place(whole.shape, rule.axis, table, rank))) for rank in range(ranks)]
+
+
 def lengths(name: str, rule: Rule, local: Sequence[int]) -> list[list[int]]:
     """How long each fused piece is on each rank, given the length of each rank's shard along the axis."""
     ranks = len(local)
@@ -149,6 +176,17 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
     table = lengths(name, rule, [shape[axis] for shape in shapes])
     whole = (*shapes[0][:axis], sum(map(sum, table)), *shapes[0][axis + 1 :])
     return whole, [tuple(place(whole, axis, table, rank)) for rank in range(len(shapes))]
+
+
+def _shard(whole: Tensor, blocks: Sequence[Placed]) -> Tensor:
+    shape = tuple(max((p.local.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
+    return join(shape, (Fragment(p.local, whole.crop(p.whole)) for p in blocks), whole.dtype)
+
+
+def _padded(whole: Tensor, rows: int) -> Tensor:
+    padding = slab((rows, *whole.shape[1:]), 0, whole.shape[0], rows)
+    parts = (Fragment(Box.whole(whole.shape), whole), Fragment(padding, Zeros(padding.shape, whole.dtype)))
+    return join((rows, *whole.shape[1:]), parts, whole.dtype)
 
 
 def _moved(shards: Sequence[Tensor], blocks: Sequence[Sequence[Placed]]) -> Iterator[Fragment]:

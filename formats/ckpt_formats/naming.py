@@ -3,6 +3,9 @@
 import hashlib
 import re
 
+PARTIAL = ".ckpt-partial"
+"""Ends the name of a folder in which a checkpoint grows: nothing in it is one yet."""
+
 _MOST_SLUG = 80
 
 

@@ -116,6 +116,24 @@ def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True)
     return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
 
 
+def by_values(runs: Sequence[Run], module: Sequence[Named]) -> list[Match] | None:
+    """Where groups keep another order than the module: each master's tensor, told by its first values alone.
+
+    None if a parameter has no master of its own, or two tensors look like it.
+    """
+    matches = []
+    with Reader(check=False) as reader:
+        for number, run in enumerate(runs):
+            if run.flat is not None or any(slot.master is None for slot in run.slots):
+                return None
+            for at, slot in enumerate(run.slots):
+                alike = [one.name for one in module if slot.fits(one.tensor, reader)]
+                if len(alike) != 1:
+                    return None
+                matches.append(Match(number, at, at + 1, alike[0]))
+    return matches if len({match.name for match in matches}) == len(matches) else None
+
+
 def _looks(master: Tensor, copy: Tensor, reader: Reader) -> bool:
     """Do the first values of the master round to those of the copy?"""
     if master.shape != copy.shape:

@@ -33,11 +33,12 @@ from ckpt_formats.base import (
 from ckpt_formats.dtypes import is_float
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.extras import lift, lower
-from ckpt_formats.files import write_sealed
+from ckpt_formats.naming import show
 from ckpt_formats.numbering import Named, Run, Slot, one_way
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.tensor import Decoded, Tensor
-from ckpt_formats.torchfile import TensorRef, TorchFile, layout_file, open_file, tensor_of
+from ckpt_formats.torch_tree import tree_part, write_tree
+from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import StdDict, TensorName, Value
@@ -48,7 +49,6 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_stat
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _OURS = "ckpt"
 _FILE = "model.pt"
-_STEM = "archive"
 
 
 class PlainTorch(WritableFormat):
@@ -73,14 +73,10 @@ class PlainTorch(WritableFormat):
         return _read_foreign(file)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
-        tree = _tree(source)
-        layout_file(tree, _STEM)
-        return (Part(_FILE, tuple(source.parameters.values()), {"tree": tree}),)
+        return (tree_part(_FILE, _tree(source), source.parameters.values()),)
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
-        layout = layout_file(part.what["tree"], _STEM)
-        seal = write_sealed(folder, part.file, layout.stream(transfer.chunks))
-        return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
+        return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         """The one file is whole when it is written."""
@@ -195,6 +191,8 @@ class _Restore:
 def _read_foreign(file: TorchFile) -> Checkpoint:
     items = file.root.items() if isinstance(file.root, dict) else [("value", file.root)]
     root: dict[str, Value] = {str(key): value for key, value in items}
+    if len(root) < len(items):
+        raise Corrupt("two keys of the file differ only in their type", where=file.path)
     inside = next((key for key in _MODEL_KEYS if isinstance(root.get(key), dict) and _has_tensor(root[key])), None)
     rest = {key: value for key, value in root.items() if key != inside}
     optimizer_key = next((key for key in _OPTIMIZER_KEYS if _is_optimizer(rest.get(key))), None)
@@ -203,7 +201,11 @@ def _read_foreign(file: TorchFile) -> Checkpoint:
         model, rest = rest, {key: value for key, value in rest.items() if not _has_tensor(value)}
     else:
         model = root[inside]
-    found: dict[str, TensorRef] = dict(_flat(model))
+    found: dict[str, TensorRef] = {}
+    for name, ref in _flat(model):
+        if name in found:
+            raise Corrupt(f"two tensors are called `{show(name)}`", where=file.path)
+        found[name] = ref
     aliases = _aliases(found)
     named = [Named(name, tensor_of(ref)) for name, ref in found.items() if name not in aliases]
     parameters = {one.name: Parameter(one.name, _role(one), {MODEL: one.tensor}) for one in named}
@@ -311,7 +313,7 @@ def _has_tensor(value: Value) -> bool:
 
 
 def _flat(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
-    """Tensors by dotted names. Raises `Corrupt` if two have the same."""
+    """Tensors by dotted names. Raises `Corrupt` if they are nested without end."""
     if depth > 50:
         raise Corrupt("dicts are nested too deeply to be a model")
     for key, value in tree.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_formats.errors import NotFound, Unsupported
-from ckpt_formats.naming import show
+from ckpt_formats.naming import PARTIAL, show
 
 if TYPE_CHECKING:
     from ckpt_formats.base import Checkpoint, Format, Options, WritableFormat
@@ -21,7 +21,7 @@ FORMATS: dict[str, str] = {
     "torch": "ckpt_formats.plain_torch:PlainTorch",
 }
 
-WRITABLE = ("universal", "torch", "safetensors")
+WRITABLE = ("universal", "deepspeed", "torch", "safetensors")
 
 
 def format_named(name: str) -> "Format":
@@ -43,8 +43,18 @@ def writable(name: str) -> "WritableFormat":
 
 def detect(path: Path) -> "Format":
     """The first format that knows this path. Raises `NotFound` if none does."""
-    if not path.exists():
-        raise NotFound("there is nothing at this path", where=show(str(path)))
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise NotFound("there is nothing at this path", where=show(str(path))) from None
+    except OSError as error:
+        raise NotFound(f"cannot be read: {error.strerror}", where=show(str(path))) from error
+    if any(part.endswith(PARTIAL) for part in path.absolute().parts):
+        raise NotFound(
+            "not a checkpoint yet, but what an interrupted run left behind",
+            where=show(str(path)),
+            hint="Run the same command again to go on, or remove the folder.",
+        )
     for name in FORMATS:
         format = format_named(name)
         if format.detect(path):

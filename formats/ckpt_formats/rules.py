@@ -109,7 +109,7 @@ def _natural(value: Any) -> bool:
 
 
 def _ways(parsed: Any, repeated: bool = False) -> float:
-    """In how many ways an expression may be tried on a name of a hundred characters; a choice within a repeat has no end."""
+    """In how many ways it may be tried on a name of a hundred characters; a choice within a repeat has no end."""
     total = 1.0
     for op, argument in parsed:
         name, ways = str(op), 1.0

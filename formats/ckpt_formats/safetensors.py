@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckpt_formats.transfer import Transfer
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
+_NUMBERED = re.compile(rf"(.*)-(\d{{1,9}})-of-(\d{{1,9}}){re.escape(SUFFIX)}")
 
 
 class Safetensors(WritableFormat):
@@ -125,7 +127,7 @@ def _listed(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]
         return [path], None
     indices = [path] if path.is_file() else _indices(path)
     if not indices:
-        return _files(path), None
+        return _all_of(_files(path)), None
     index = indices[0]
     try:
         with index.open("rb") as file:
@@ -143,6 +145,18 @@ def _listed(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]
         if not file.is_file():
             raise Incomplete(f"the index names {show(file.name)!r}, which is not there", where=index)
     return files, (index, where)
+
+
+def _all_of(files: list[Path]) -> list[Path]:
+    """The files, if those that are called `NAME-00002-of-00003` are all here. Raises `Incomplete`."""
+    names = {file.name for file in files}
+    for file in files:
+        if match := _NUMBERED.fullmatch(file.name):
+            stem, width, count = match[1], len(match[2]), int(match[3])
+            numbered = (f"{stem}-{i:0{width}}-of-{match[3]}{SUFFIX}" for i in range(1, count + 1))
+            if lacking := next((name for name in numbered if name not in names), None):
+                raise Incomplete(f"{lacking} is missing", where=file.parent, hint="Copy all files into one folder.")
+    return files
 
 
 def _check_index(index: tuple[Path, dict[str, str]], files: Sequence[SafetensorsFile]) -> None:

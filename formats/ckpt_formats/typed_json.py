@@ -4,7 +4,7 @@
 {"$tuple": [..]}  {"$set": [..]}  {"$frozenset": [..]}  {"$size": [..]}
 {"$dict": [[key, value], ..]}            keys that are not texts, or begin with `$`
 {"$std": {"class": [..], "items": [[key, value], ..], ..}}   an OrderedDict, defaultdict or Counter
-{"$int": "123.."}  {"$float": "7ff8000000000000"}  {"$complex": [re, im]}
+{"$int": "0x7b.."}  {"$float": "7ff8000000000000"}  {"$complex": [re, im]}
 {"$bytes": "base64"}  {"$bytearray": "base64"}
 {"$array": {"dtype", "shape", "data"}}   a NumPy array; a scalar has no shape
 {"$tensor": "name"}                      a parameter of the role `extra`
@@ -13,7 +13,7 @@
 """
 
 import base64
-import binascii
+import re
 import struct
 from collections.abc import Callable
 from math import isfinite, prod
@@ -22,11 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
 
-_MOST_NODES = 20_000_000
+_MOST_WRITTEN = 32_000_000
+"""Values, of which a text or an array counts one more for every 32 bytes."""
+_MOST_AGAIN = 1_000_000
+"""The same, of what has been written before, being shared by several places."""
 _MOST_DEPTH = 150
+_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def encode(value: Value) -> Any:
@@ -38,7 +43,7 @@ def decode(said: Any, where: Path) -> Value:
     """The value that `encode` was given. Raises `Corrupt`."""
     try:
         return _decode(said, 0)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, struct.error, binascii.Error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise Corrupt(f"not a typed value: {error}", where=where) from None
 
 
@@ -46,25 +51,45 @@ class _Encoder:
     """Counts what it writes: shared parts are written out each time, and a file may share them without end."""
 
     def __init__(self) -> None:
-        self._nodes = 0
+        self._written = 0
+        self._again = 0
+        self._seen: set[int] = set()
 
     def encode(self, value: Value, depth: int) -> Any:
-        self._nodes += 1
-        if depth > _MOST_DEPTH or self._nodes > _MOST_NODES:
+        self._count(value)
+        if depth > _MOST_DEPTH or self._written > _MOST_WRITTEN or self._again > _MOST_AGAIN:
             raise Unsafe("a value that contains itself, or is nested or repeated without end")
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, bool):
             return value
         for kind, write in _WRITERS:
             if isinstance(value, kind):
                 return write(value, lambda inner: self.encode(inner, depth + 1))
         raise Unsupported(f"a value of type {type(value).__name__} has no place in a checkpoint")
 
+    def _count(self, value: Value) -> None:
+        amount = 1
+        if isinstance(value, (str, bytes, bytearray)):
+            amount += len(value) // 32
+        elif isinstance(value, np.ndarray):
+            amount += value.nbytes // 32
+        self._written += amount
+        if amount > 1 or isinstance(value, (list, tuple, dict, set, frozenset, Record)):
+            if id(value) in self._seen:
+                self._again += amount
+            self._seen.add(id(value))
+
 
 Inner = Callable[[Value], Any]
 
 
+def _str(value: str, inner: Inner) -> Any:
+    if not value.isascii() and _HALVES.search(value):
+        raise Unsupported("a text with a character in two halves, which JSON cannot tell from the whole")
+    return str(value)
+
+
 def _int(value: int, inner: Inner) -> Any:
-    return int(value) if -(2**63) <= value < 2**64 else {"$int": str(value)}
+    return int(value) if -(2**63) <= value < 2**64 else {"$int": hex(value)}
 
 
 def _float(value: float, inner: Inner) -> Any:
@@ -73,7 +98,7 @@ def _float(value: float, inner: Inner) -> Any:
 
 def _dict(value: dict[Any, Any], inner: Inner) -> Any:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: inner(item) for key, item in value.items()}
+        return {inner(key): inner(item) for key, item in value.items()}
     return {"$dict": _pairs(value.items(), inner)}
 
 
@@ -86,22 +111,22 @@ def _sorted(values: Any, inner: Inner) -> list[Any]:
 
 
 def _std_dict(value: StdDict, inner: Inner) -> Any:
-    said: dict[str, Any] = {"class": [value.cls.module, value.cls.name], "items": _pairs(value.items(), inner)}
+    said: dict[str, Any] = {"class": _name(value.cls, inner), "items": _pairs(value.items(), inner)}
     if value.factory is not None:
-        said["factory"] = [value.factory.module, value.factory.name]
+        said["factory"] = _name(value.factory, inner)
     if value.attrs:
-        said["attrs"] = inner(value.attrs)
+        said["attrs"] = {inner(key): inner(item) for key, item in value.attrs.items()}
     return {"$std": said}
 
 
 def _record(value: Record, inner: Inner) -> Any:
-    said: dict[str, Any] = {"class": [value.cls.module, value.cls.name]}
+    said: dict[str, Any] = {"class": _name(value.cls, inner)}
     if value.new:
         said["new"] = True
     if value.args:
         said["args"] = [inner(item) for item in value.args]
     if value.kwargs:
-        said["kwargs"] = {key: inner(item) for key, item in value.kwargs.items()}
+        said["kwargs"] = {inner(key): inner(item) for key, item in value.kwargs.items()}
     if value.state is not None:
         said["state"] = inner(value.state)
     if value.items:
@@ -111,9 +136,23 @@ def _record(value: Record, inner: Inner) -> Any:
     return {"$object": said}
 
 
+def _name(value: Global, inner: Inner) -> list[Any]:
+    return [inner(value.module), inner(value.name)]
+
+
 def _array(value: Any, inner: Inner) -> Any:
-    said = {"dtype": value.dtype.str, "data": _text(np.asarray(value).tobytes())}
+    array = np.asarray(value)
+    dtype: DType = array.dtype
+    named = DTYPES.get(dtype.name) == dtype
+    if not named and not _is_plain(dtype):
+        raise Unsupported(f"NumPy values of type {dtype} have no place in a checkpoint")
+    said = {"dtype": dtype.name if named else dtype.str, "data": _text(array.tobytes())}
     return {"$array": said | ({"shape": list(value.shape)} if isinstance(value, np.ndarray) else {})}
+
+
+def _is_plain(dtype: DType) -> bool:
+    """Neither of Python objects, nor structured, nor from another library than NumPy."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.isbuiltin != 2
 
 
 def _text(data: bytes | bytearray) -> str:
@@ -124,6 +163,7 @@ def _text(data: bytes | bytearray) -> str:
 _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
     (np.generic, _array),
     (np.ndarray, _array),
+    (str, _str),
     (int, _int),
     (float, _float),
     (complex, lambda v, inner: {"$complex": [inner(v.real), inner(v.imag)]}),
@@ -136,14 +176,14 @@ _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
     (dict, _dict),
     (set, lambda v, inner: {"$set": _sorted(v, inner)}),
     (frozenset, lambda v, inner: {"$frozenset": _sorted(v, inner)}),
-    (TensorName, lambda v, inner: {"$tensor": v.name}),
-    (Global, lambda v, inner: {"$global": [v.module, v.name]}),
+    (TensorName, lambda v, inner: {"$tensor": inner(v.name)}),
+    (Global, lambda v, inner: {"$global": _name(v, inner)}),
     (Record, _record),
 ]
 
 
 def _decode(said: Any, depth: int) -> Value:
-    if depth > _MOST_DEPTH * 4:
+    if depth > _MOST_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(said, list):
         return [_decode(item, depth + 1) for item in said]
@@ -157,16 +197,22 @@ def _decode(said: Any, depth: int) -> Value:
 
 
 def _global(body: Any) -> Global:
-    module, name = body
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise ValueError("the name of a class is not a text")
+    if not isinstance(body, list):
+        raise ValueError("the name of a class is not a list of two")
+    module, name = map(_a_text, body)
     return Global(module, name)
+
+
+def _a_text(body: Any) -> str:
+    if not isinstance(body, str):
+        raise ValueError(f"{body!r:.40} is not a text")
+    return body
 
 
 def _from_std(body: dict[str, Any], inner: Inner) -> StdDict:
     made = StdDict(_global(body["class"]), _global(body["factory"]) if "factory" in body else None)
     made.update((inner(key), inner(item)) for key, item in body["items"])
-    made.attrs = inner(body.get("attrs", {}))
+    made.attrs = {key: inner(item) for key, item in body.get("attrs", {}).items()}
     return made
 
 
@@ -183,18 +229,21 @@ def _object(body: dict[str, Any], inner: Inner) -> Record:
 
 
 def _from_array(body: dict[str, Any], inner: Inner) -> Any:
-    dtype, data = np.dtype(body["dtype"]), base64.b64decode(body["data"], validate=True)
-    if dtype.kind not in "biufcSUmM":
-        raise ValueError(f"array of type {body['dtype']!r}")
+    code, data = _a_text(body["dtype"]), base64.b64decode(body["data"], validate=True)
+    dtype = DTYPES[code] if code in DTYPES else np.dtype(code)
+    if code not in DTYPES and not _is_plain(dtype):
+        raise ValueError(f"an array of type {code!r:.40}")
     shape = tuple(body["shape"]) if "shape" in body else ()
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError("an array whose shape does not fit its data")
     array = np.frombuffer(data, dtype).reshape(shape).copy()
+    if dtype.kind == "U":
+        array.tolist()  # raises ValueError where there is no such character
     return array if "shape" in body else array[()]
 
 
 _READERS: dict[str, Callable[[Any, Inner], Value]] = {
-    "$int": lambda b, inner: int(b),
+    "$int": lambda b, inner: int(b, 16),
     "$float": lambda b, inner: struct.unpack(">d", bytes.fromhex(b))[0],
     "$complex": lambda b, inner: complex(inner(b[0]), inner(b[1])),
     "$bytes": lambda b, inner: base64.b64decode(b, validate=True),
@@ -205,7 +254,7 @@ _READERS: dict[str, Callable[[Any, Inner], Value]] = {
     "$dict": lambda b, inner: {inner(key): inner(item) for key, item in b},
     "$set": lambda b, inner: set(map(inner, b)),
     "$frozenset": lambda b, inner: frozenset(map(inner, b)),
-    "$tensor": lambda b, inner: TensorName(str(b)),
+    "$tensor": lambda b, inner: TensorName(_a_text(b)),
     "$global": lambda b, inner: _global(b),
     "$object": _object,
     "$array": _from_array,

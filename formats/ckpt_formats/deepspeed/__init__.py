@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism. Reading only.
+"""DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism.
 
 folder      which files there are, by rank; step opens them; tree looks things up in them
 zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
@@ -8,9 +8,11 @@ one_run     do the files belong together?
 carried     everything that is not a tensor of the model
 """
 
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Format, Options, Origin, Parameter
+from ckpt_formats.base import Checkpoint, Goal, Options, Origin, Parameter, Part, Receipt, WritableFormat
 from ckpt_formats.deepspeed.carried import carry
 from ckpt_formats.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
@@ -18,15 +20,20 @@ from ckpt_formats.deepspeed.one_run import check_one_run
 from ckpt_formats.deepspeed.rank import read_ranks
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.deepspeed.target import Target, settle_target
+from ckpt_formats.deepspeed.write_model import locals_of, model3_file, model_file
+from ckpt_formats.deepspeed.write_optimizer import zero3_file, zero12_file
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.safetensors_file import natural
+from ckpt_formats.torch_tree import tree_part, write_tree
+from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
 
 
-class DeepSpeed(Format):
+class DeepSpeed(WritableFormat):
     name = "deepspeed"
-    summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism (reading)"
+    summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
 
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
@@ -41,6 +48,34 @@ class DeepSpeed(Format):
                 where=folder.path,
                 hint="Run again with -v to see where reading stopped.",
             ) from error
+
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        target = settle_target(source, goal)
+        return tuple(part for tp_rank, local in enumerate(locals_of(target)) for part in _parts(target, tp_rank, local))
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        (folder / part.file).parent.mkdir(exist_ok=True)
+        return write_tree(folder, part, transfer)
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        draft = folder / "latest.tmp"
+        draft.write_text(Path(receipts[0].file).parent.name)
+        os.replace(draft, folder / "latest")
+
+
+def _parts(target: Target, tp_rank: int, local: dict[str, Parameter]) -> Iterator[Part]:
+    step = target.source.origin.step
+    folder, mp = f"global_step{0 if step is None else step}", f"mp_rank_{tp_rank:02}"
+    bf16 = "bf16_" if target.dtype.name == "bfloat16" else ""
+    if target.stage == 3:
+        for dp in range(target.dp):
+            tree = model3_file(target, local, dp)
+            yield tree_part(f"{folder}/zero_pp_rank_{dp}_{mp}_model_states.pt", tree, local.values())
+    else:
+        yield tree_part(f"{folder}/{mp}_model_states.pt", model_file(target, local), local.values())
+    for dp in range(target.dp if target.stage else 0):
+        tree = zero3_file(target, local, dp) if target.stage == 3 else zero12_file(target, local, dp)
+        yield tree_part(f"{folder}/{bf16}zero_pp_rank_{dp}_{mp}_optim_states.pt", tree, local.values())
 
 
 def _read(path: Path, step: Step, options: Options) -> Checkpoint:

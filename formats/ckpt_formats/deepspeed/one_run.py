@@ -17,37 +17,42 @@ _SAMPLES = 4
 
 
 def check_one_run(parameters: Mapping[str, Parameter], where: Path) -> None:
-    """Raises `Corrupt` if nothing that we sample of a file's masters rounds to the weights."""
+    """Raises `Corrupt` if nothing that we sample of a file's masters rounds to the weights in another."""
     with Reader(check=False) as reader:
-        for path, samples in _samples(parameters).items():
+        for (path, other), samples in _samples(parameters).items():
             if not any(_agree(master, copy, box, reader) for master, copy, box in samples):
                 raise Corrupt(
-                    f"the masters in {path.name} are not those of the weights in the model file",
+                    f"the masters in {path.name} are not those of the weights in {other.name}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )
 
 
-def _samples(parameters: Mapping[str, Parameter]) -> dict[Path, list[tuple[Tensor, Tensor, Box]]]:
-    found: dict[Path, list[tuple[Tensor, Tensor, Box]]] = {}
+def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]]:
+    """Blocks of a master and a copy, by the files that hold them."""
+    found: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
     for parameter in parameters.values():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             continue
-        if not all(isinstance(fragment.blob, Raw) for fragment in copy.fragments):
-            continue
-        for path, box in _boxes(master):
-            if len(samples := found.setdefault(path, [])) < _SAMPLES:
-                samples.append((master, copy, box))
+        for path, first in _boxes(master):
+            for other, box in _boxes(copy):
+                pair = path, other
+                if len(found.get(pair, ())) < _SAMPLES and (both := _first(first, box)) is not None:
+                    found.setdefault(pair, []).append((master, copy, both))
     return found
 
 
-def _boxes(master: Tensor) -> Iterator[tuple[Path, Box]]:
-    """The first few values of each fragment."""
-    for fragment in master.fragments:
+def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
+    for fragment in tensor.fragments:
         if isinstance(fragment.blob, Raw):
-            first = next(slabs(fragment.box.shape, _VALUES))
-            yield fragment.blob.path, first.shift(fragment.box.start)
+            yield fragment.blob.path, fragment.box
+
+
+def _first(one: Box, other: Box) -> Box | None:
+    """The first few values of what two blocks share."""
+    shared = one & other
+    return None if shared is None else next(slabs(shared.shape, _VALUES)).shift(shared.start)
 
 
 def _agree(master: Tensor, copy: Tensor, box: Box, reader: Reader) -> bool:

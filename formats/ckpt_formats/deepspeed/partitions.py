@@ -43,6 +43,25 @@ def chunk(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
+def dealt(names: Sequence[str], ranks: int) -> list[str]:
+    """The order that `round_robin_gradients` gives a group: dealt out to the ranks in turn.
+
+    >>> dealt("abcde", 2)
+    ['a', 'c', 'e', 'b', 'd']
+    """
+    return [name for rank in range(ranks) for name in names[rank::ranks]]
+
+
+def gathered(names: Sequence[str], ranks: int) -> list[str]:
+    """The order before `dealt`.
+
+    >>> gathered(["a", "c", "e", "b", "d"], 2)
+    ['a', 'b', 'c', 'd', 'e']
+    """
+    places = dealt([str(i) for i in range(len(names))], ranks)
+    return [name for _, name in sorted(zip(map(int, places), names, strict=True))]
+
+
 def _fragments(shape: Shape, begin: int, pieces: Iterable[Piece]) -> Iterator[Fragment]:
     end = begin + prod(shape)
     for piece in pieces:

@@ -14,7 +14,7 @@ from ckpt_formats.deepspeed.weights import Weights, model_dtype, read_experts, r
 from ckpt_formats.deepspeed.zero3 import read_sub_groups
 from ckpt_formats.deepspeed.zero12 import mapped_names, read_groups, stated_shapes
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Incomplete
+from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.geometry import Shape
 from ckpt_formats.numbering import Named
 from ckpt_formats.tensor import Decoded, Tensor, with_replicas
@@ -63,13 +63,33 @@ def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
                 states = {MASTER: tensors[name], **states, MODEL: Tensor.of(Decoded(Rounded(), tensors[name], dtype))}
             elif name in tensors:
                 states[MODEL] = tensors[name]
-            elif MASTER in states:  # stage 3 stores no copy: it is the master, rounded
+            elif step.stage3:  # stores no copy: it is the master, rounded
                 states[MODEL] = Tensor.of(Decoded(Rounded(), states[MASTER], dtype))
+            else:
+                raise Incomplete(
+                    f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
+                )
+            if MASTER in states and states[MASTER].shape != states[MODEL].shape:
+                raise _contradiction(step, name, f"{list(states[MASTER].shape)} to the optimizer", states[MODEL].shape)
             parameters[name] = Parameter(name, "parameter", states, optimized.values[name])
-        elif name in tensors:
+        elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
             role: Role = "buffer" if name in weights.buffers else "frozen"
             parameters[name] = Parameter(name, role, {MODEL: tensors[name]})
+        elif name not in weights.aliases:
+            raise Corrupt(
+                f"`{name}` is in the model, but neither trained nor frozen nor a buffer",
+                where=step.folder.path,
+                hint="Files of several runs may be mixed.",
+            )
     return Rank(parameters, tuple(optimized.groups), weights.aliases)
+
+
+_ALL = "Copy the files of all ranks into one folder."
+
+
+def _contradiction(step: Step, name: str, said: str, found: Shape) -> Corrupt:
+    what = f"`{name}` has the shape {said}, but {list(found)} in the model"
+    return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
 def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before: Container[str]) -> Optimized:
@@ -77,14 +97,12 @@ def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before
     if step.stage3:
         return read_sub_groups(model, optims)
     if optims:
-        return read_groups(
-            _shapes(step, mp, layer_files), optims, bool(step.config.get("use_data_before_expert_parallelism"))
-        )
+        return read_groups(_shapes(step, mp, layer_files), optims, step.config)
     if model.root.get("param_shapes") is not None:
         raise Incomplete(
             "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has them",
             where=step.folder.path,
-            hint="Copy the files of all ranks into one folder.",
+            hint=_ALL,
         )
     layers = read_layers(layer_files, mp % step.tp, ())
     tensors = {

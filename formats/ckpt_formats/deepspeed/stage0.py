@@ -7,7 +7,7 @@ from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.states import Optimized, Sorted, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, is_tensor, tensor, vector
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.numbering import Match, Named, Run, Slot, one_way
+from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, one_way
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
@@ -26,7 +26,8 @@ def read_whole(
     )
     listed = get(inner, "param_groups", list, file.path)
     groups = [_Numbered(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
-    matches = one_way([group.run for group in groups], named, skips=skips)
+    runs = [group.run for group in groups]
+    matches = one_way(runs, named, skips=skips) or by_values(runs, named)
     if matches is None:
         raise Unsupported(
             "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",

@@ -15,6 +15,9 @@ from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
 
 
+_HINT = "Files of several steps or runs were mixed: copy all files of one step again."
+
+
 @dataclass
 class Optimized:
     """Master, moments and plain numbers of each parameter, in its local shape; and the groups."""
@@ -36,8 +39,18 @@ class Sorted:
 def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> Sorted:
     """Tell vectors from scalars in the state of one group, as each rank has it.
 
-    Raises `Corrupt` if ranks disagree on a scalar: then files of several steps are mixed.
+    Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
+    then files of several steps are mixed.
     """
+    for state, file in zip(states, files, strict=True):
+        if state.keys() != states[0].keys():
+            key = next(iter(state.keys() ^ states[0].keys()))
+            has, lacks = (files[0], file) if key in states[0] else (file, files[0])
+            raise Corrupt(
+                f"the optimizer state `{key}` is in {has.path.name}, but not in {lacks.path.name}",
+                where=file.path.parent,
+                hint=_HINT,
+            )
     vectors: dict[str, list[Value]] = {}
     scalars: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
@@ -76,5 +89,5 @@ def _mixed(name: str, files: Sequence[TorchFile], said: Sequence[str]) -> Corrup
     return Corrupt(
         f"ranks disagree: `{name}` is {said[0]} in {files[0].path.name} but {said[other]} in {files[other].path.name}",
         where=files[0].path.parent,
-        hint="Files of several steps or runs were mixed: copy all files of one step again.",
+        hint=_HINT,
     )

@@ -114,4 +114,13 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )
+    for layer in dict.fromkeys(layer for layer, _ in folder.layers):
+        ranks = {rank for number, rank in folder.layers if number == layer}
+        if odd := sorted(ranks ^ set(range(tp))):
+            what = "missing" if odd[0] < tp else "of no such rank"
+            raise Incomplete(
+                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {what}; there are {tp} tensor-parallel ranks",
+                where=folder.path,
+                hint="Copy the files of all ranks into one folder.",
+            )
     return tp, pp

@@ -21,6 +21,11 @@ class Weights:
     aliases: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     """The module's own order of names."""
+    frozen: frozenset[str] | None = None
+    """The names of frozen parameters, where the file lists them."""
+
+    def may_be_frozen(self, name: str) -> bool:
+        return self.frozen is None or name in self.frozen or name not in self.order
 
 
 def model_dtype(config: Mapping[str, Value]) -> DType:
@@ -45,7 +50,9 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
         found.tensors[name] = tensor(value, file.path)
         if name in buffers:
             found.buffers.add(name)
-    for name, listed in (file.root.get("frozen_param_shapes") or {}).items():
+    frozen = file.root.get("frozen_param_shapes")
+    found.frozen = None if frozen is None else frozenset(map(str, frozen))
+    for name, listed in (frozen or {}).items():
         shape = shape_of(listed, file.path)
         if stage3:
             slices = [vector(get(f.root["frozen_param_fragments"], name, object, f.path), f.path) for f in files]

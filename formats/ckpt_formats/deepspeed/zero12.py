@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.experts import ExpertNames, expert_ranks
-from ckpt_formats.deepspeed.partitions import Piece, starts, tensor_in
+from ckpt_formats.deepspeed.partitions import Piece, gathered, starts, tensor_in
 from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, shape_of, vector
 from ckpt_formats.errors import Corrupt
@@ -23,23 +23,27 @@ from ckpt_formats.values import Value
 Shapes = Mapping[str, Shape]
 
 
-def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], contiguous_experts: bool) -> Optimized:
+def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: Mapping[str, Value]) -> Optimized:
     """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order.
 
     `groups` are the shapes of each group's parameters, in the order of the flat buffer.
     """
     found = Optimized()
+    zero = config.get("zero_optimization")
+    round_robin = isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+    contiguous = bool(config.get("use_data_before_expert_parallelism"))
     roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     for g, shapes in enumerate(groups):
         count = _count(roots, optims, g)
         names: list[str] = []
         for expert_rank in range(len(optims) // count):
-            ranks = expert_ranks(expert_rank, count, len(optims), contiguous_experts)
+            ranks = expert_ranks(expert_rank, count, len(optims), contiguous)
             rename = ExpertNames(shapes, expert_rank) if count < len(optims) else None
             local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
             _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
-            names += local
-        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(_as_given(names, optims, g))))
+            names += gathered(list(local), count) if round_robin else local
+        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
+    _check_names(groups, roots, optims)
     return found
 
 
@@ -50,14 +54,6 @@ def stated_shapes(model: TorchFile) -> list[Shapes]:
         {str(name): shape_of(shape, model.path) for name, shape in get(groups, g, dict, model.path).items()}
         for g in range(len(groups))
     ]
-
-
-def _as_given(names: list[str], optims: Sequence[TorchFile], g: int) -> list[str]:
-    """The order in which the user gave the group's parameters. Round robin changes that of the flat buffer;
-    `param_slice_mappings`, wrong about places, still lists the names as they were given.
-    """
-    mapped = mapped_names(optims)[g:] or [names]
-    return mapped[0] if len(mapped[0]) == len(names) and set(mapped[0]) == set(names) else names
 
 
 def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
@@ -73,6 +69,22 @@ def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
                 names.append({})
             names[g].update(dict.fromkeys(map(str, mapping)))
     return [list(group) for group in names]
+
+
+def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], optims: Sequence[TorchFile]) -> None:
+    """The model file and the optimizer's, where they list names, list the same. (Their order is another matter.)"""
+    if any(root.get("param_slice_mappings") is None for root in roots):
+        return
+    listed = mapped_names(optims)
+    for g in range(max(len(groups), len(listed))):
+        ours, theirs = (set(names[g]) if g < len(names) else set() for names in (groups, listed))
+        if odd := sorted(name for name in ours ^ theirs if name not in ours or 0 not in groups[g][name]):
+            has, lacks = ("model", "optimizer") if odd[0] in ours else ("optimizer", "model")
+            raise Corrupt(
+                f"`{odd[0]}` is in group {g} to the {has}'s file, but not to the {lacks}'s",
+                where=optims[0].path,
+                hint="Files of several runs may be mixed.",
+            )
 
 
 def _read_group(

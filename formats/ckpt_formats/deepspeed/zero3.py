@@ -47,8 +47,12 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
             }
             found.values[name] = dict(state.values)
             at += size
-        if any(v.shape[0] < at for every in vectors.values() for v in every):
-            raise Corrupt(f"sub-group {s} is shorter than its {at} elements a rank", where=optims[0].path)
+        for every in vectors.values():
+            for v, file in zip(every, optims, strict=True):
+                if v.shape[0] != at:
+                    raise Corrupt(
+                        f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
+                    )
     groups = get(inner[0], "param_groups", list, optims[0].path)
     for group in groups:
         listed = group.get("params") if isinstance(group, dict) else None

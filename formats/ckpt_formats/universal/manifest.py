@@ -149,6 +149,7 @@ def load(path: Path) -> Manifest:
     layout = decode(check.mapping(origin, "layout"), path)
     step = origin.get("step")
     check.true(step is None or natural(step), "origin.step")
+    check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     manifest = Manifest(
         Origin(check.text(origin, "engine"), origin.get("version"), step, layout),
         tuple(entry_of(entry, path) for entry in check.sequence(said, "parameters")),
@@ -195,15 +196,16 @@ def entry_of(said: Any, path: Path) -> Entry:
     check.true(_FILE.fullmatch(file) is not None, f"file name {file!r:.100}")
     states = {str(key): _state(value, check) for key, value in check.mapping(said, "states").items()}
     check.true(bool(states), f"`{name}` has no state")
+    nbytes = check.natural(said, "nbytes")
     for key, state in states.items():
         if state.base is not None:
             base = states.get(state.base)
             fits = base is not None and base.shape == state.shape and base.offset is not None
             check.true(fits, f"`{name}`: the base of {key!r} is {state.base!r}")
         if state.offset is not None:
-            check.true(state.offset + state.nbytes <= said.get("nbytes", 0), f"`{name}`: {key!r} lies outside its file")
+            check.true(state.offset + state.nbytes <= nbytes, f"`{name}`: {key!r} lies outside its file")
     values = decode(check.mapping(said, "values"), path)
-    return Entry(name, _ROLES[role], file, check.natural(said, "nbytes"), check.hash(said, "header"), states, values)
+    return Entry(name, _ROLES[role], file, nbytes, check.hash(said, "header"), states, values)
 
 
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}

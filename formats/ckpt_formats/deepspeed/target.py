@@ -1,0 +1,134 @@
+"""What a DeepSpeed checkpoint is to be written as, and whether it can be: settled before anything is written."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
+from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
+from ckpt_formats.dtypes import DTYPES, DType
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.values import Value
+
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A source, and the layout to write it in."""
+
+    source: Checkpoint
+    stage: int
+    dp: int
+    tp: int
+    dtype: DType
+    """Of the model's weights."""
+    config: Mapping[str, Value]
+    """The run's configuration, with this stage in it."""
+    layout: Layout
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The trained parameters."""
+        return {name: p for name, p in self.source.parameters.items() if p.role == "parameter"}
+
+    @property
+    def zero(self) -> Mapping[str, Value]:
+        section = self.config["zero_optimization"]
+        return section if isinstance(section, dict) else {}
+
+    @property
+    def padded_rows(self) -> int | None:
+        """Rows of the vocabulary's tables with their padding, as the source had them."""
+        info = self.source.extras.get(ORIGIN)
+        rows = info.get("padded_vocab_size") if isinstance(info, dict) else None
+        return rows if natural(rows) else None
+
+    def rule(self, parameter: Parameter) -> Rule | None:
+        """How a parameter is cut; None if every rank has all of it as it is."""
+        known = any(rule.matches(parameter.name) for rule in self.layout.rules)
+        if parameter.role == "buffer" or not known:
+            return None
+        rule = self.layout.rule(parameter.name)
+        return None if self.tp == 1 and rule.vocabulary is None else rule
+
+    @property
+    def own_bf16(self) -> bool:
+        """Is it DeepSpeed's `BF16_Optimizer` that will load it? So it is with fp32 gradients and stage 1."""
+        types = self.config.get("data_types")
+        fp32 = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+        return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
+
+
+def settle_target(source: Checkpoint, goal: Goal) -> Target:
+    """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
+    said, degrees = source.origin.layout, goal.degrees
+    stage = _first(degrees.zero, said.get("zero_stage"), 1)
+    dp = _first(degrees.dp, said.get("dp"), 1)
+    tp = _first(degrees.tp, said.get("tp"), 1)
+    pp = _first(degrees.pp, said.get("pp"), 1)
+    if stage not in (0, 1, 2, 3):
+        raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
+    _check_kind(source, pp)
+    source = _whole_groups(source)
+    dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
+    dtype = DTYPES[dtypes.most_common(1)[0][0]]
+    info = source.extras.get(ORIGIN)
+    rules = rules_of(info, source.path) if isinstance(info, dict) and info else ()
+    layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
+    for name in source.parameters if tp > 1 else ():
+        layout.rule(name)
+    return Target(source, stage, dp, tp, dtype, _config(source, stage, dtype), layout)
+
+
+def _first(*values: Any) -> int:
+    return next(int(value) for value in values if value is not None)
+
+
+def _check_kind(source: Checkpoint, pp: int) -> None:
+    names = [name for name, p in source.parameters.items() if p.role == "parameter"]
+    if any(name.startswith("tied_modules.") or name.partition(".")[0].isdigit() for name in names) or pp > 1:
+        raise Unsupported(
+            "a pipeline's checkpoint cannot be written for DeepSpeed yet",
+            hint="Convert it to `universal` or `torch`.",
+        )
+    if any(".deepspeed_experts." in name for name in names):
+        raise Unsupported("DeepSpeed's experts cannot be written yet", hint="Convert to `universal` or `torch`.")
+    if not names or not source.groups:
+        raise Unsupported(
+            "a DeepSpeed checkpoint needs the optimizer's groups, and the source has none",
+            hint="Start a new run from the weights: convert to `torch` or `safetensors`.",
+        )
+
+
+def _whole_groups(source: Checkpoint) -> Checkpoint:
+    """Every trained parameter is in exactly one group, and has a master."""
+    grouped = [name for group in source.groups for name in group.names]
+    trained = {name for name, p in source.parameters.items() if p.role == "parameter"}
+    if len(set(grouped)) != len(grouped) or set(grouped) != trained:
+        odd = sorted(trained ^ set(grouped)) or [name for name in grouped if grouped.count(name) > 1]
+        raise Unsupported(f"parameter `{odd[0]}` is not in exactly one group of the optimizer")
+    kept: dict[str, Parameter] = {}
+    for name, parameter in source.parameters.items():
+        states = parameter.states
+        if parameter.role == "parameter" and MASTER not in states:
+            if parameter.weight.dtype.name in _HALVES:
+                raise Unsupported(f"parameter `{name}` has no fp32 master, which DeepSpeed keeps")
+            states = {MASTER: parameter.weight, **states}
+        kept[name] = replace(parameter, states={MODEL: parameter.weight, **states})
+    return replace(source, parameters=kept, groups=tuple(Group(dict(g.options), g.names) for g in source.groups))
+
+
+def _config(source: Checkpoint, stage: int, dtype: DType) -> dict[str, Value]:
+    """The source's own configuration if it has one, with the new stage; what depends on the old layout is gone."""
+    said = source.extras.get("ds_config")
+    config: dict[str, Value] = dict(said) if isinstance(said, dict) else {}
+    zero = config.get("zero_optimization")
+    kept = {k: v for k, v in (zero if isinstance(zero, dict) else {}).items() if k != "elastic_checkpoint"}
+    config["zero_optimization"] = {**kept, "stage": stage}
+    if not any(key in config for key in ("bf16", "bfloat16", "fp16")) and dtype.name in _HALVES:
+        config["bf16" if dtype.name == "bfloat16" else "fp16"] = {"enabled": True}
+    return config
