@@ -25,6 +25,7 @@ from ckpt_formats.version import VERSION
 
 COMMANDS = {
     "convert": "ckpt_cli.commands.convert:convert",
+    "reshard": "ckpt_cli.commands.reshard:reshard",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
 }

@@ -1,18 +1,20 @@
 """What `inspect` shows: a checkpoint's index, for people and for programs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt_cli.report import data, say_notices, size
-from ckpt_formats.base import Checkpoint, Parameter, Shard
+from ckpt_cli.pipeline import space_needed
+from ckpt_cli.report import data, say, say_notices, size
+from ckpt_formats.base import Checkpoint, Parameter, Part
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
 from ckpt_formats.registry import detect
+from ckpt_formats.tensor import Raw
 from ckpt_formats.typed_json import encode
 from ckpt_formats.values import Record, TensorName, Value
 
@@ -93,6 +95,25 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     say_notices(checkpoint)
 
 
+def print_ranks(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
+    """What a run would write for each rank, and where it comes from; the layout before and after."""
+    if as_json:
+        rows = []
+        for part in parts:
+            kept, moved = moves(checkpoint, part)
+            said = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
+            rows.append(said | {"kept_nbytes": kept, "moved_nbytes": moved})
+        data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
+        return
+    click.echo("before")
+    for line in grid(checkpoint):
+        click.echo(f"  {line}")
+    click.echo("after")
+    for line in grid_after(checkpoint, parts):
+        click.echo(f"  {line}")
+    say(f"would write {size(space_needed(parts))} in {len(parts)} files to {show(str(target))}; nothing was written")
+
+
 def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
     """The tree of names, one line each; layers of one form are folded into `{0..11}`."""
     yield from _lines(_nested(parameters), 0, depth)
@@ -101,6 +122,56 @@ def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Itera
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
     """A row for each file: which of the parameters, laid end to end, it holds a part of."""
     held: dict[Path, set[int]] = {}
+    for path, _, _, first, last in _ranges(checkpoint):
+        held.setdefault(path, set()).update(range(first, last + 1))
+    rows = [(_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), size(s.nbytes)) for s in checkpoint.shards]
+    return _rows(rows)
+
+
+def grid_after(checkpoint: Checkpoint, parts: Sequence[Part]) -> Iterator[str]:
+    """The same for files that are yet to be written: what they will hold, and how much of it comes from other ranks."""
+    index: dict[Path, list[tuple[int, int, int, int]]] = {}
+    for path, start, stop, first, last in _ranges(checkpoint):
+        index.setdefault(path, []).append((start, stop, first, last))
+    rows = []
+    for part in parts:
+        cells: set[int] = set()
+        for raw in sources(part):
+            for start, stop, first, last in index.get(raw.path, ()):
+                low, high = max(raw.offset, start), min(raw.offset + raw.span, stop)
+                if low < high:
+                    a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
+                    cells.update(range(a, b + 1))
+        kept, moved = moves(checkpoint, part)
+        rows.append(
+            (_rank(part.rank, part.file), part.role, cells, f"{size(kept + moved)}, {size(moved)} from other ranks")
+        )
+    return _rows(rows)
+
+
+def moves(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
+    """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
+    ranks = {shard.path: shard.rank for shard in checkpoint.shards}
+    kept = moved = 0
+    for raw in sources(part):
+        nbytes = prod(raw.shape) * raw.dtype.itemsize
+        old = ranks.get(raw.path, {})
+        if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
+            kept += nbytes
+        else:
+            moved += nbytes
+    return kept, moved
+
+
+def sources(part: Part) -> Iterator[Raw]:
+    """The ranges of the source's files that a new file is made of."""
+    for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
+        for fragment in tensor.fragments:
+            yield from fragment.blob.sources()
+
+
+def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:
+    """Ranges of files, (path, start, stop), and the columns, (first, last), of the parameters they hold."""
     total = max(sum(p.weight.size for p in checkpoint.parameters.values() if p.role != "extra"), 1)
     at = 0
     for parameter in checkpoint.parameters.values():
@@ -111,15 +182,16 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
                 low, high = _flat_range(tensor.shape, fragment.box)
                 first, last = (min((at + x) * _COLUMNS // total, _COLUMNS - 1) for x in (low, max(low, high - 1)))
                 for raw in fragment.blob.sources():
-                    held.setdefault(raw.path, set()).update(range(first, last + 1))
+                    yield raw.path, raw.offset, raw.offset + raw.span, first, last
         at += parameter.weight.size
-    for shard in checkpoint.shards[:_MOST_FILES]:
-        cells = "".join("█" if i in held.get(shard.path, ()) else "·" for i in range(_COLUMNS))
-        click_name = f"{_rank(shard):<22} {shard.role:<9}"
-        yield f"{click_name} {cells} {size(shard.nbytes):>10}"
-    if len(checkpoint.shards) > _MOST_FILES:
-        rest = checkpoint.shards[_MOST_FILES:]
-        yield f"… and {len(rest)} more files, {size(sum(shard.nbytes for shard in rest))}"
+
+
+def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
+    for rank, role, held, said in rows[:_MOST_FILES]:
+        cells = "".join("█" if i in held else "·" for i in range(_COLUMNS))
+        yield f"{rank:<22} {role:<9} {cells} {said:>10}"
+    if len(rows) > _MOST_FILES:
+        yield f"and {len(rows) - _MOST_FILES} more files"
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -127,9 +199,9 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"engine": origin.engine, "version": origin.version, "step": origin.step, "layout": encode(origin.layout)}
 
 
-def _rank(shard: Shard) -> str:
-    said = " ".join(f"{axis} {number}" for axis, number in shard.rank.items())
-    name = show(shard.path.name)
+def _rank(rank: Mapping[str, int], file: str) -> str:
+    said = " ".join(f"{axis} {number}" for axis, number in rank.items())
+    name = show(file.rpartition("/")[2])
     return said or (name if len(name) <= 22 else f"{name[:21]}…")
 
 

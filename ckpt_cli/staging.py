@@ -60,7 +60,7 @@ class Staging:
         with Reader(check=False) as reader:
             for line in self.journal.read_text("utf-8", "replace").splitlines()[1:]:
                 digest, _, text = line.partition(" ")
-                if digest != xxh3_64_hexdigest(text):
+                if digest != xxh3_64_hexdigest(text.encode()):
                     continue  # the line that the crash cut short
                 receipt = _receipt(json.loads(text))
                 path = self.data / receipt.file
@@ -72,7 +72,7 @@ class Staging:
         """Remember that a part is done."""
         text = json.dumps(_json(receipt), separators=(",", ":"))
         with self.journal.open("a") as file:
-            file.write(f"{xxh3_64_hexdigest(text)} {text}\n")
+            file.write(f"{xxh3_64_hexdigest(text.encode())} {text}\n")
 
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then make it the target by one rename."""

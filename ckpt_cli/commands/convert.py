@@ -56,12 +56,9 @@ def convert(
       ckpt convert run weights.pt --to torch --dtype bf16 --model-only
       ckpt convert run/global_step1000 hf --to safetensors --skip '\\.bias$' --dry-run
     """
-    import json
-    import time
     from pathlib import Path
 
     from ckpt_cli import pipeline, report, selection, work
-    from ckpt_cli.progress import progress
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
 
@@ -75,12 +72,8 @@ def convert(
     report.say_notices(checkpoint)
     format, goal = writable(format_name), Goal(Path(target), shard_nbytes=shard_size)
     report.say_losses(format, checkpoint)
-    parts = pipeline.plan(checkpoint, format, goal)
     if dry_run:
-        report.plan(checkpoint, parts, goal.target, format_name, as_json)
+        report.plan(checkpoint, pipeline.plan(checkpoint, format, goal), goal.target, format_name, as_json)
         return
-    choices = json.dumps([only, skip, model_only, dtype, rules_file and Path(rules_file).read_text("utf-8")])
-    began = time.monotonic()
-    with progress("converting", sum(part.nbytes for part in parts)) as moved:
-        outcome = pipeline.copy(checkpoint, format, goal, choices, work.effort_of(workers, memory), moved)
-    report.outcome(outcome, time.monotonic() - began, as_json)
+    choices = work.choices(rules_file, only, skip, model_only, dtype)
+    work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)

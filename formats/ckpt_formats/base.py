@@ -147,6 +147,11 @@ class Part:
     what: Mapping[str, Any] = field(default_factory=dict)
     size: int | None = None
     """Of the file, where it is known and is not the sum of the parameters."""
+    role: str = "all"
+    rank: Mapping[str, int] = field(default_factory=dict)
+    """Whose file it will be, as in `Shard`."""
+    tensors: tuple[Tensor, ...] = ()
+    """What the file will hold, where that is not the parameters as they are."""
 
     @property
     def nbytes(self) -> int:
@@ -183,10 +188,14 @@ class Format(ABC):
 class WritableFormat(Format):
     """A format that can also be written, in three steps: plan, write each part, commit.
 
+    `degrees` names the fields of `Degrees` that the format can follow.
+
     Laws: `plan` is pure. `write` touches only its own part's file, may be run
     again, and in any order. `commit` runs once, last, and writes what makes the
     folder recognisable; until then `detect` refuses it.
     """
+
+    degrees: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:

@@ -96,7 +96,9 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
             whole = Tensor.of(Mean(tuple(shards))) if rule.how == "averaged" else shards[0]
     else:
         shape, blocks = _blocks_of(name, [shard.shape for shard in shards], rule)
-        whole = join(shape, _moved(shards, blocks), shards[0].dtype)
+        most = max(len(shard.replicas) for shard in shards)
+        copies = ([(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(most + 1))
+        whole = with_replicas([join(shape, _moved(copy, blocks), shards[0].dtype) for copy in copies])
     if rule.vocabulary is None or not whole.shape:
         return whole
     if rule.vocabulary > whole.shape[0]:

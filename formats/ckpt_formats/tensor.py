@@ -40,6 +40,9 @@ class Blob(Protocol):
     def sources(self) -> "Iterator[Raw]":
         """The file ranges that the values come from."""
 
+    def flaws(self) -> Iterator[str]:
+        """What is wrong with how the values are put together, in words. No data is read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Raw:
@@ -99,6 +102,9 @@ class Raw:
     def sources(self) -> Iterator["Raw"]:
         yield self
 
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -123,6 +129,9 @@ class Held:
     def sources(self) -> Iterator[Raw]:
         return iter(())
 
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -144,6 +153,9 @@ class Decoded:
 
     def sources(self) -> Iterator[Raw]:
         return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,10 @@ class Mean:
         for blob in self.blobs:
             yield from blob.sources()
 
+    def flaws(self) -> Iterator[str]:
+        for blob in self.blobs:
+            yield from blob.flaws()
+
 
 @dataclass(frozen=True)
 class Zeros:
@@ -188,6 +204,9 @@ class Zeros:
         out[...] = np.zeros((), self.dtype)
 
     def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+    def flaws(self) -> Iterator[str]:
         return iter(())
 
 
@@ -222,7 +241,11 @@ class Range:
             at += box.size
 
     def sources(self) -> Iterator[Raw]:
-        return self.base.sources()
+        for box in flat_boxes(self.base.shape, self.start, self.stop):
+            yield from self.base.crop(box).sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
 
 
 @dataclass(frozen=True)
@@ -309,6 +332,7 @@ class Tensor:
                 yield f"block {fragment.box} holds {fragment.blob.dtype.name}, the tensor {self.dtype.name}"
             if fragment.blob.shape != fragment.box.shape:
                 yield f"block {fragment.box} is stored with the shape {list(fragment.blob.shape)}"
+            yield from fragment.blob.flaws()
         for gap in missing(whole, (fragment.box for fragment in self.fragments)):
             yield f"no file holds block {gap} of shape {list(self.shape)}"
         for i, j in overlaps([fragment.box for fragment in self.fragments]):

@@ -1,6 +1,6 @@
 """One output file that is a tree of values in a PyTorch archive: a part like any other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpt_formats.base import Parameter, Part, Receipt
@@ -12,9 +12,13 @@ from ckpt_formats.values import Value
 _STEM = "archive"
 
 
-def tree_part(file: str, tree: Value, parameters: Iterable[Parameter]) -> Part:
+def tree_part(
+    file: str, tree: Value, parameters: Iterable[Parameter], role: str = "all", rank: Mapping[str, int] | None = None
+) -> Part:
     """The part that writes a tree. Raises `Unsupported` for values that PyTorch cannot hold."""
-    return Part(file, tuple(parameters), {"tree": tree}, layout_file(tree, _STEM).nbytes)
+    layout = layout_file(tree, _STEM)
+    tensors = tuple(slot.tensor for slot in layout.storages)
+    return Part(file, tuple(parameters), {"tree": tree}, layout.nbytes, role, rank or {}, tensors)
 
 
 def write_tree(folder: Path, part: Part, transfer: Transfer) -> Receipt:

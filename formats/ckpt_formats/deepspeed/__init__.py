@@ -34,6 +34,7 @@ from ckpt_formats.values import Value
 class DeepSpeed(WritableFormat):
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
+    degrees = ("dp", "tp", "zero")
 
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
@@ -67,15 +68,17 @@ def _parts(target: Target, tp_rank: int, local: dict[str, Parameter]) -> Iterato
     step = target.source.origin.step
     folder, mp = f"global_step{0 if step is None else step}", f"mp_rank_{tp_rank:02}"
     bf16 = "bf16_" if target.dtype.name == "bfloat16" else ""
+    where = {"pp": 0, "tp": tp_rank}
     if target.stage == 3:
         for dp in range(target.dp):
-            tree = model3_file(target, local, dp)
-            yield tree_part(f"{folder}/zero_pp_rank_{dp}_{mp}_model_states.pt", tree, local.values())
+            tree, file = model3_file(target, local, dp), f"{folder}/zero_pp_rank_{dp}_{mp}_model_states.pt"
+            yield tree_part(file, tree, local.values(), "model", {**where, "dp": dp})
     else:
-        yield tree_part(f"{folder}/{mp}_model_states.pt", model_file(target, local), local.values())
+        yield tree_part(f"{folder}/{mp}_model_states.pt", model_file(target, local), local.values(), "model", where)
     for dp in range(target.dp if target.stage else 0):
         tree = zero3_file(target, local, dp) if target.stage == 3 else zero12_file(target, local, dp)
-        yield tree_part(f"{folder}/{bf16}zero_pp_rank_{dp}_{mp}_optim_states.pt", tree, local.values())
+        file = f"{folder}/{bf16}zero_pp_rank_{dp}_{mp}_optim_states.pt"
+        yield tree_part(file, tree, local.values(), "optimizer", {**where, "dp": dp})
 
 
 def _read(path: Path, step: Step, options: Options) -> Checkpoint:

@@ -1,0 +1,63 @@
+"""`ckpt reshard`: write a checkpoint again for another number of ranks."""
+
+import click
+
+from ckpt_cli.options import as_json, common, effort, rules
+from ckpt_formats.registry import WRITABLE
+
+
+@click.command()
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks; the checkpoint's rules must say how.")
+@click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage.")
+@click.option("--to", "format_name", type=click.Choice(WRITABLE), help="Format.  [default: the source's own]")
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
+@effort
+@rules
+@as_json
+@common
+def reshard(
+    source: str,
+    target: str,
+    dp: int | None,
+    tp: int | None,
+    zero: int | None,
+    format_name: str | None,
+    dry_run: bool,
+    workers: int | None,
+    memory: int,
+    rules_file: str | None,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SOURCE again as TARGET, for another number of ranks or ZeRO stage.
+
+    The optimizer comes along, bit for bit. What is not given stays as the source
+    has it. The engine loads the result like one of its own. As with convert,
+    everything is checked first, and an interrupted run can be continued.
+
+    \b
+    Examples:
+      ckpt reshard run resumed --dp 4
+      ckpt reshard run/global_step1000 resumed --dp 8 --zero 3 --dry-run
+      ckpt reshard step1000 resumed --to deepspeed --dp 2 --zero 1
+    """
+    from pathlib import Path
+
+    from ckpt_cli import picture, pipeline, report, work
+    from ckpt_formats.base import Degrees, Goal
+    from ckpt_formats.registry import detect, writable
+
+    checkpoint = work.open_source(source, rules_file)
+    format = writable(format_name or detect(Path(source)).name)
+    goal = Goal(Path(target), Degrees(dp=dp, tp=tp, zero=zero))
+    work.check_degrees(format, goal.degrees)
+    report.say_notices(checkpoint)
+    report.say_losses(format, checkpoint)
+    if dry_run:
+        parts = pipeline.plan(checkpoint, format, goal)
+        picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
+        return
+    effort = work.effort_of(workers, memory)
+    work.run(checkpoint, format, goal, work.choices(rules_file), effort, "resharding", as_json)
