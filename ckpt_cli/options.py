@@ -25,6 +25,19 @@ class Bytes(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Whole numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"\d+(,\d+)*", str(value)):
+            self.fail(f"{value!r} is not a list of numbers like 0,4,8", param, ctx)
+        return tuple(map(int, str(value).split(",")))
+
+
 def common(command: F) -> F:
     """`-v`, of every command."""
     return click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show where an error came from.")(
@@ -53,6 +66,6 @@ def rules(command: F) -> F:
     return click.option(
         "--rules",
         "rules_file",
-        type=click.Path(dir_okay=False),
+        type=click.Path(dir_okay=False, readable=False),
         help="TOML file that says how tensor-parallel tensors are cut.",
     )(command)

@@ -146,7 +146,13 @@ def broken_seals(broken: list[Seal]) -> Corrupt:
 
 def _plan_id(source: Checkpoint, format: WritableFormat, goal: Goal, choices: str) -> str:
     """Names this very work, so that an interrupted run goes on only with what it would do again."""
-    said = [WRITTEN_BY, format.name, choices, f"{goal.degrees} {goal.shard_nbytes}", str(source.path.resolve())]
+    said = [
+        WRITTEN_BY,
+        format.name,
+        choices,
+        f"{goal.degrees} {goal.vocab_rows} {goal.shard_nbytes}",
+        str(source.path.resolve()),
+    ]
     for shard in source.shards:
         stat = shard.path.stat()
         said.append(f"{shard.path} {stat.st_size} {stat.st_mtime_ns}")

@@ -11,13 +11,19 @@ from ckpt_cli.pipeline import Effort
 from ckpt_cli.progress import progress
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import Unsupported
+from ckpt_formats.layout import Rule
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 
 
 def open_source(path: str, rules_file: str | None) -> Checkpoint:
     """The checkpoint at a path, with the user's rules before its own."""
-    return open_checkpoint(Path(path), Options(read_rules(Path(rules_file)) if rules_file else ()))
+    return open_checkpoint(Path(path), Options(rules_of(rules_file)))
+
+
+def rules_of(rules_file: str | None) -> tuple[Rule, ...]:
+    """The rules of the user's file, if there is one."""
+    return read_rules(Path(rules_file)) if rules_file else ()
 
 
 def effort_of(workers: int | None, memory: int) -> Effort:

@@ -7,9 +7,11 @@ from ckpt_formats.registry import WRITABLE
 
 
 @click.command()
-@click.argument("source", type=click.Path())
-@click.argument("target", type=click.Path())
-@click.option("--to", "format_name", type=click.Choice(WRITABLE), default="universal", show_default=True)
+@click.argument("source", type=click.Path(readable=False))
+@click.argument("target", type=click.Path(readable=False))
+@click.option(
+    "--to", "format_name", type=click.Choice(WRITABLE), default="universal", show_default=True, help="Format of TARGET."
+)
 @click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 @click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras.")

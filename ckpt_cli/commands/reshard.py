@@ -2,15 +2,22 @@
 
 import click
 
-from ckpt_cli.options import as_json, common, effort, rules
+from ckpt_cli.options import Numbers, as_json, common, effort, rules
 from ckpt_formats.registry import WRITABLE
 
 
 @click.command()
-@click.argument("source", type=click.Path())
-@click.argument("target", type=click.Path())
+@click.argument("source", type=click.Path(readable=False))
+@click.argument("target", type=click.Path(readable=False))
 @click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks.")
 @click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks; the checkpoint's rules must say how.")
+@click.option("--pp", type=click.IntRange(1), help="Pipeline stages.")
+@click.option("--stages", type=Numbers(), help="First layer of each pipeline stage, such as 0,4,8.")
+@click.option(
+    "--vocab-rows",
+    type=click.IntRange(1),
+    help="Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
+)
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage.")
 @click.option("--to", "format_name", type=click.Choice(WRITABLE), help="Format.  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
@@ -23,6 +30,9 @@ def reshard(
     target: str,
     dp: int | None,
     tp: int | None,
+    pp: int | None,
+    stages: tuple[int, ...] | None,
+    vocab_rows: int | None,
     zero: int | None,
     format_name: str | None,
     dry_run: bool,
@@ -51,7 +61,8 @@ def reshard(
 
     checkpoint = work.open_source(source, rules_file)
     format = writable(format_name or detect(Path(source)).name)
-    goal = Goal(Path(target), Degrees(dp=dp, tp=tp, zero=zero))
+    pp = len(stages) if stages and pp is None else pp
+    goal = Goal(Path(target), Degrees(dp, tp, pp, zero, stages), work.rules_of(rules_file), vocab_rows)
     work.check_degrees(format, goal.degrees)
     report.say_notices(checkpoint)
     report.say_losses(format, checkpoint)

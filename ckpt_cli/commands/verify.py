@@ -6,7 +6,7 @@ from ckpt_cli.options import as_json, common, effort, rules
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=click.Path(readable=False))
 @effort
 @rules
 @as_json

@@ -126,6 +126,8 @@ class Degrees:
     pp: int | None = None
     zero: int | None = None
     """The ZeRO stage."""
+    stages: tuple[int, ...] | None = None
+    """The first layer of each pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,10 @@ class Goal:
 
     target: Path
     degrees: Degrees = Degrees()
+    rules: tuple[Rule, ...] = ()
+    """The user's, before those of the source."""
+    vocab_rows: int | None = None
+    """Rows of the vocabulary's tables with their padding; None: as the source has them."""
     shard_nbytes: int = 5 << 30
     """About how large the files become, in formats that cut a model into several."""
 

@@ -93,11 +93,17 @@ def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int =
         tag = SAFETENSORS_TAGS.get(slot.dtype.name)
         if tag is None:
             raise Unsupported(f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}")
+        if slot.name == "__metadata__":
+            raise Unsupported("safetensors has no room for a tensor called `__metadata__`")
         entries[slot.name] = {
             "dtype": tag,
             "shape": list(slot.shape),
             "data_offsets": [slot.offset, slot.offset + slot.nbytes],
         }
+    try:
+        json.dumps(entries, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Unsupported("safetensors has no room for a name with half a character") from None
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
     text = text.ljust(max(room, -(-(len(text) + 8) // 64) * 64) - 8)
     return struct.pack("<Q", len(text)) + text

@@ -9,7 +9,7 @@ carried     everything that is not a tensor of the model
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Goal, Options, Origin, Parameter, Part, Receipt, WritableFormat
@@ -17,16 +17,17 @@ from ckpt_formats.deepspeed.carried import carry
 from ckpt_formats.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
 from ckpt_formats.deepspeed.one_run import check_one_run
+from ckpt_formats.deepspeed.pipeline import find_pipeline
 from ckpt_formats.deepspeed.rank import read_ranks
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
-from ckpt_formats.deepspeed.target import Target, settle_target
-from ckpt_formats.deepspeed.write_model import locals_of, model3_file, model_file
-from ckpt_formats.deepspeed.write_optimizer import zero3_file, zero12_file
+from ckpt_formats.deepspeed.target import settle_target
+from ckpt_formats.deepspeed.weights import tied_layers
+from ckpt_formats.deepspeed.write_parts import parts
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.torch_tree import tree_part, write_tree
+from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
 
@@ -34,7 +35,7 @@ from ckpt_formats.values import Value
 class DeepSpeed(WritableFormat):
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
-    degrees = ("dp", "tp", "zero")
+    degrees = ("dp", "tp", "pp", "stages", "zero")
 
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
@@ -51,8 +52,7 @@ class DeepSpeed(WritableFormat):
             ) from error
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
-        target = settle_target(source, goal)
-        return tuple(part for tp_rank, local in enumerate(locals_of(target)) for part in _parts(target, tp_rank, local))
+        return tuple(parts(settle_target(source, goal)))
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(exist_ok=True)
@@ -62,23 +62,6 @@ class DeepSpeed(WritableFormat):
         draft = folder / "latest.tmp"
         draft.write_text(Path(receipts[0].file).parent.name)
         os.replace(draft, folder / "latest")
-
-
-def _parts(target: Target, tp_rank: int, local: dict[str, Parameter]) -> Iterator[Part]:
-    step = target.source.origin.step
-    folder, mp = f"global_step{0 if step is None else step}", f"mp_rank_{tp_rank:02}"
-    bf16 = "bf16_" if target.dtype.name == "bfloat16" else ""
-    where = {"pp": 0, "tp": tp_rank}
-    if target.stage == 3:
-        for dp in range(target.dp):
-            tree, file = model3_file(target, local, dp), f"{folder}/zero_pp_rank_{dp}_{mp}_model_states.pt"
-            yield tree_part(file, tree, local.values(), "model", {**where, "dp": dp})
-    else:
-        yield tree_part(f"{folder}/{mp}_model_states.pt", model_file(target, local), local.values(), "model", where)
-    for dp in range(target.dp if target.stage else 0):
-        tree = zero3_file(target, local, dp) if target.stage == 3 else zero12_file(target, local, dp)
-        file = f"{folder}/{bf16}zero_pp_rank_{dp}_{mp}_optim_states.pt"
-        yield tree_part(file, tree, local.values(), "optimizer", {**where, "dp": dp})
 
 
 def _read(path: Path, step: Step, options: Options) -> Checkpoint:
@@ -97,14 +80,14 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     extras = carry(models, optims, parameters)
     return Checkpoint(
         path,
-        _origin(step),
+        _origin(step, [list(stage) for stage in stages]),
         parameters,
         merge_groups([rank.groups for rank in ranks]),
         extras,
         {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
         tuple(shards(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
-        tuple(f"`{name}` is on several pipeline stages; the first stage's copy counts" for name in tied),
+        _notices(tied),
     )
 
 
@@ -114,7 +97,14 @@ def _own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
     return rules_of(info, file.path) if isinstance(info, dict) and info else ()
 
 
-def _origin(step: Step) -> Origin:
+def _notices(tied: list[str]) -> tuple[str, ...]:
+    if not tied:
+        return ()
+    names = ", ".join(f"`{name}`" for name in tied)
+    return (f"on several pipeline stages, where the first stage's copy counts: {names}",)
+
+
+def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
     root = step.first.root
     steps, version = root.get("global_steps"), root.get("ds_version")
     zero = step.config.get("zero_optimization")
@@ -123,4 +113,9 @@ def _origin(step: Step) -> Origin:
     layout: dict[str, Value] = {"zero_stage": stage, "dp": dp, "tp": step.tp, "pp": step.pp}
     if step.folder.experts:
         layout["experts"] = 1 + max(expert for _, _, expert in step.folder.experts)
+    if step.folder.layers:
+        files = {key: step.files[file] for key, file in step.folder.layers.items()}
+        layout["pipeline"] = find_pipeline(
+            by_stage, tied_layers(files, [n for names in by_stage for n in names])
+        ).to_json()
     return Origin("deepspeed", None if version is None else str(version), steps if natural(steps) else None, layout)

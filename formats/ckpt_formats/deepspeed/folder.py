@@ -5,7 +5,7 @@ its own; `mp_rank` is `pp_rank * tp + tp_rank`.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +65,11 @@ def has_latest(path: Path) -> bool:
     return (path / "latest").is_file() and not (path / "latest_checkpointed_iteration.txt").exists()
 
 
-def step_of(path: Path) -> Path:
+def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
     """The folder of one step: the path itself, or the one that its `latest` names."""
     if is_step(path):
         return path
-    latest = path / "latest"
+    latest = path / pointer
     try:
         with latest.open("rb") as file:
             raw = file.read(_MOST_LATEST + 1)
@@ -79,14 +79,27 @@ def step_of(path: Path) -> Path:
     tag = raw.decode("utf-8", "replace").strip()
     hint = f"Name one step: {', '.join(show(s) for s in steps)}." if steps else "No step is here."
     if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
-        raise Corrupt(f"`latest` holds {show(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint)
+        raise Corrupt(
+            f"`{pointer}` holds {show(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
+        )
     if not is_step(path / tag):
-        raise NotFound(f"`latest` names {show(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        raise NotFound(f"`{pointer}` names {show(tag)!r}, which is no checkpoint", where=latest, hint=hint)
     return path / tag
 
 
 def list_folder(path: Path) -> Folder:
     """Sort the files of a step by rank. Raises `Incomplete` if ranks are missing among those present."""
+    folder = sort_files(path)
+    if folder.model and folder.model3:
+        raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
+    check_models(folder)
+    if folder.optim or folder.model3:
+        _check_grid("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder, folder.optim, folder.dp)
+    return folder
+
+
+def sort_files(path: Path) -> Folder:
+    """The files of a step by rank, whichever are there."""
     folder = Folder(path, {}, {}, {}, {}, {}, {})
     try:
         names = sorted(entry.name for entry in path.iterdir())
@@ -112,33 +125,30 @@ def list_folder(path: Path) -> Folder:
             where=path,
             hint="Save once more with `pipeline_write` off, or offload to the CPU.",
         )
-    if folder.model and folder.model3:
-        raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
-    _check_grids(folder)
     return folder
 
 
 _MIXED = "Two runs were saved into it: separate them."
 
 
-def _check_grids(folder: Folder) -> None:
-    """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
-    wanted: list[tuple[str, Collection[tuple[int, int]], int]] = []
+def check_models(folder: Folder) -> None:
+    """The model files of all ranks are there. Raises `Incomplete`."""
     if folder.model3:
-        wanted.append(("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder.model3, folder.dp))
+        _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
     else:
-        wanted.append(("mp_rank_MM_model_states.pt", {(mp, 0) for mp in folder.model}, 1))
-    if folder.optim or folder.model3:
-        wanted.append(("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder.optim, folder.dp))
-    for pattern, found, width in wanted:
-        if len(found) < folder.mp * width:
-            ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
-            mp, dp = next(rank for rank in ranks if rank not in found)
-            raise Incomplete(
-                f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {folder.mp * width} such files are here)",
-                where=folder.path,
-                hint="Copy the files of all ranks into one folder.",
-            )
+        _check_grid("mp_rank_MM_model_states.pt", folder, {(mp, 0) for mp in folder.model}, 1)
+
+
+def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]], width: int) -> None:
+    """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
+    if len(found) < folder.mp * width:
+        ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
+        mp, dp = next(rank for rank in ranks if rank not in found)
+        raise Incomplete(
+            f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {folder.mp * width} such files are here)",
+            where=folder.path,
+            hint="Copy the files of all ranks into one folder.",
+        )
 
 
 def _put(table: dict[tuple[int, int], Path], key: tuple[int, int], file: Path) -> None:

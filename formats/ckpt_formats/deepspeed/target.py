@@ -1,11 +1,12 @@
 """What a DeepSpeed checkpoint is to be written as, and whether it can be: settled before anything is written."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
+from ckpt_formats.deepspeed.pipeline import Pipeline, is_piped, pipeline_of
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Unsupported
@@ -24,11 +25,14 @@ class Target:
     stage: int
     dp: int
     tp: int
+    pp: int
     dtype: DType
     """Of the model's weights."""
     config: Mapping[str, Value]
     """The run's configuration, with this stage in it."""
     layout: Layout
+    pipeline: Pipeline | None = None
+    vocab_rows: int | None = None
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -42,7 +46,9 @@ class Target:
 
     @property
     def padded_rows(self) -> int | None:
-        """Rows of the vocabulary's tables with their padding, as the source had them."""
+        """Rows of the vocabulary's tables with their padding: as the user says, or as the source had them."""
+        if self.vocab_rows is not None:
+            return self.vocab_rows
         info = self.source.extras.get(ORIGIN)
         rows = info.get("padded_vocab_size") if isinstance(info, dict) else None
         return rows if natural(rows) else None
@@ -72,29 +78,44 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     pp = _first(degrees.pp, said.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
         raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
-    _check_kind(source, pp)
+    _check_kind(source)
+    pipeline = _pipeline(source, pp, degrees.stages)
     source = _whole_groups(source)
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
     info = source.extras.get(ORIGIN)
-    rules = rules_of(info, source.path) if isinstance(info, dict) and info else ()
+    rules = (*goal.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
     layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
     for name in source.parameters if tp > 1 else ():
         layout.rule(name)
-    return Target(source, stage, dp, tp, dtype, _config(source, stage, dtype), layout)
+    if pipeline is not None and (stage > 1 or (stage == 0 and dtype.name == "bfloat16")):
+        raise Unsupported(
+            f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
+            hint="Say --zero 1.",
+        )
+    config = _config(source, stage, dtype)
+    return Target(source, stage, dp, tp, pp, dtype, config, layout, pipeline, goal.vocab_rows)
 
 
 def _first(*values: Any) -> int:
     return next(int(value) for value in values if value is not None)
 
 
-def _check_kind(source: Checkpoint, pp: int) -> None:
+def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
+    if not any(is_piped(name) for name, p in source.parameters.items() if p.role == "parameter"):
+        if pp > 1 or firsts:
+            raise Unsupported(
+                "the model is no pipeline: its parameters are not named by layers", hint="Leave --pp out."
+            )
+        return None
+    found = pipeline_of(source.origin.layout.get("pipeline"))
+    if found is None:
+        raise Unsupported("the source does not tell which layers of the pipeline are tied")
+    return found.cut(pp, firsts)
+
+
+def _check_kind(source: Checkpoint) -> None:
     names = [name for name, p in source.parameters.items() if p.role == "parameter"]
-    if any(name.startswith("tied_modules.") or name.partition(".")[0].isdigit() for name in names) or pp > 1:
-        raise Unsupported(
-            "a pipeline's checkpoint cannot be written for DeepSpeed yet",
-            hint="Convert it to `universal` or `torch`.",
-        )
     if any(".deepspeed_experts." in name for name in names):
         raise Unsupported("DeepSpeed's experts cannot be written yet", hint="Convert to `universal` or `torch`.")
     if not names or not source.groups:

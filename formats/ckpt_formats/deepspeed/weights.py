@@ -64,21 +64,34 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
 
 
 def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names: Sequence[str]) -> dict[str, Tensor]:
-    """Pipeline layers, by the optimizer's names. A layer's file does not tell whether it is tied: its keys do."""
+    """Pipeline layers, by the optimizer's names."""
     found: dict[str, Tensor] = {}
+    tied = {layer: key for key, layers in tied_layers(files, names).items() for layer in layers}
+    for (layer, rank), file in sorted(files.items()):
+        if rank == tp_rank:
+            prefix = f"tied_modules.{tied[layer]}" if layer in tied else str(layer)
+            for key, value in _tensors(file.root):
+                name = f"{prefix}.{key}"
+                kept = name if name in names or layer not in tied else f"{layer}.{key}"
+                found.setdefault(kept, tensor(value, file.path))
+    return found
+
+
+def tied_layers(files: Mapping[tuple[int, int], TorchFile], names: Sequence[str]) -> dict[str, list[int]]:
+    """Which layers are which tied module. A layer's file does not tell; its keys do, beside those of the optimizer."""
     plain = {name.partition(".")[0] for name in names}
-    tied: dict[str, dict[str, str]] = {}
+    tied: dict[str, set[str]] = {}
     for name in names:
         if name.startswith("tied_modules.") and name.count(".") > 1:
             _, key, rest = name.split(".", 2)
-            tied.setdefault(key, {})[rest] = name
+            tied.setdefault(key, set()).add(rest)
+    found: dict[str, list[int]] = {}
     for (layer, rank), file in sorted(files.items()):
-        if rank != tp_rank:
-            continue
-        tensors = {key: tensor(value, file.path) for key, value in _tensors(file.root)}
-        module = None if str(layer) in plain else next((m for m in tied.values() if m.keys() <= tensors.keys()), None)
-        for key, one in tensors.items():
-            found.setdefault(module[key] if module and key in module else f"{layer}.{key}", one)
+        if rank == 0 and str(layer) not in plain:
+            keys = {key for key, _ in _tensors(file.root)}
+            module = next((key for key, rests in tied.items() if rests <= keys), None)
+            if module is not None:
+                found.setdefault(module, []).append(layer)
     return found
 
 

@@ -106,8 +106,8 @@ def _carried(target: Target) -> dict[str, Value]:
     return {
         **needed,
         "dp_world_size": target.dp,
-        "mp_world_size": target.tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": target.tp},
+        "mp_world_size": target.tp * target.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": target.pp, "tp_degree": target.tp},
         "ds_version": ds_version(target),
         **{key: lower(value, source.parameters) for key, value in extras.items()},
         "ds_config": dict(target.config),

@@ -38,6 +38,8 @@ class Universal(WritableFormat):
         )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        for parameter in source.parameters.values():
+            parameter_file.check_storable(parameter)
         return tuple(
             Part(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,))
             for name, parameter in source.parameters.items()

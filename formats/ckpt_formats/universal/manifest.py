@@ -8,7 +8,7 @@ every field is checked before it is believed.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -141,27 +141,29 @@ def load(path: Path) -> Manifest:
     check = _Checks(path)
     if said.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
-    if said.get("version") != VERSION:
+    if not natural(said.get("version")) or said["version"] != VERSION:
         raise Unsupported(
             f"format version {said.get('version')!r}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
         )
     origin = check.mapping(said, "origin")
-    layout = decode(check.mapping(origin, "layout"), path)
     step = origin.get("step")
     check.true(step is None or natural(step), "origin.step")
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
+    aliases = check.mapping(said, "aliases")
     manifest = Manifest(
-        Origin(check.text(origin, "engine"), origin.get("version"), step, layout),
+        Origin(check.text(origin, "engine"), origin.get("version"), step, check.values(origin, "layout")),
         tuple(entry_of(entry, path) for entry in check.sequence(said, "parameters")),
         tuple(
-            Group(decode(check.mapping(group, "options"), path), tuple(map(str, check.sequence(group, "parameters"))))
+            Group(check.values(group, "options"), check.texts(check.sequence(group, "parameters"), "parameters"))
             for group in check.sequence(said, "groups")
         ),
-        {str(k): str(v) for k, v in check.mapping(said, "aliases").items()},
-        decode(check.mapping(said, "extras"), path),
+        dict(zip(aliases, check.texts(aliases.values(), "aliases"), strict=True)),
+        check.values(said, "extras"),
         check.text(said, "written_by"),
     )
-    check.true(len({entry.name for entry in manifest.entries}) == len(manifest.entries), "parameters: a name twice")
+    names = {entry.name for entry in manifest.entries}
+    check.true(len(names) == len(manifest.entries), "parameters: a name twice")
+    check.true(not names & aliases.keys(), "aliases: a name of a parameter")
     check.true(len({entry.file for entry in manifest.entries}) == len(manifest.entries), "parameters: a file twice")
     check.true(said.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
@@ -200,11 +202,14 @@ def entry_of(said: Any, path: Path) -> Entry:
     for key, state in states.items():
         if state.base is not None:
             base = states.get(state.base)
-            fits = base is not None and base.shape == state.shape and base.offset is not None
+            fits = base is not None and base.base is None and base.shape == state.shape and state.codec is not None
             check.true(fits, f"`{name}`: the base of {key!r} is {state.base!r}")
-        if state.offset is not None:
-            check.true(state.offset + state.nbytes <= nbytes, f"`{name}`: {key!r} lies outside its file")
-    values = decode(check.mapping(said, "values"), path)
+    stored = sorted((state.offset, state.nbytes) for state in states.values() if state.offset is not None)
+    ends = [stored[0][0], *(offset + length for offset, length in stored)]
+    check.true(
+        [*(offset for offset, _ in stored), nbytes] == ends, f"`{name}`: its states are not its file, one by one"
+    )
+    values = check.values(said, "values")
     return Entry(name, _ROLES[role], file, nbytes, check.hash(said, "header"), states, values)
 
 
@@ -252,6 +257,16 @@ class _Checks:
     def text(self, said: Any, key: str) -> str:
         value = self._get(said, key)
         self.true(isinstance(value, str), f"{key} is not a text")
+        return value  # type: ignore[no-any-return]
+
+    def texts(self, said: Iterable[Any], key: str) -> tuple[str, ...]:
+        texts = tuple(said)
+        self.true(all(isinstance(text, str) for text in texts), f"{key} are not all texts")
+        return texts
+
+    def values(self, said: Any, key: str) -> dict[str, Value]:
+        value = decode(self.mapping(said, key), self.path)
+        self.true(isinstance(value, dict), f"{key} is not a mapping")
         return value  # type: ignore[no-any-return]
 
     def natural(self, said: Any, key: str) -> int:

@@ -31,7 +31,7 @@ def write_parameter(folder: Path, file: str, parameter: Parameter, transfer: Tra
     copy = None
     if master is not None and MODEL in states and states[MODEL].shape == master.shape:
         copy = _Copy(states.pop(MODEL), master)
-    metadata = {"ckpt": "universal 1", "parameter": parameter.name}
+    metadata = {"ckpt": "universal 1", "parameter": parameter.name.encode("utf-8", "backslashreplace").decode()}
     slots = _slots([*states.items(), *([(MODEL, copy.tensor)] if copy is not None else [])])
     room = len(header_bytes(slots, metadata))
     written: dict[str, State] = {}
@@ -48,6 +48,11 @@ def write_parameter(folder: Path, file: str, parameter: Parameter, transfer: Tra
     header = hash_text(xxhash.xxh3_128_intdigest(head))
     ordered = {name: written[name] for name in parameter.states}
     return Entry(parameter.name, parameter.role, file, nbytes, header, ordered, parameter.values)
+
+
+def check_storable(parameter: Parameter) -> None:
+    """Raises `Unsupported` for states that a safetensors file cannot hold."""
+    header_bytes(_slots(parameter.states.items()), {})
 
 
 def read_states(path: Path, entry: Entry) -> dict[str, Tensor]:
