@@ -43,8 +43,8 @@ def say_notices(checkpoint: Checkpoint) -> None:
         say(f"note: {show(notice)}")
 
 
-def say_losses(format: WritableFormat, checkpoint: Checkpoint) -> None:
-    for loss in format.losses(checkpoint):
+def say_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+    for loss in format.losses(checkpoint, parts):
         say(f"note: {format.name} has no place for {show(loss)}")
 
 

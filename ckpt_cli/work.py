@@ -52,6 +52,7 @@ def run(
 ) -> None:
     """Write, with a bar, and say what was written."""
     parts = pipeline.plan(source, format, goal)
+    report.say_losses(format, source, parts)
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
         outcome = pipeline.copy(source, format, goal, choices, effort, moved)

@@ -73,9 +73,10 @@ def convert(
         checkpoint = selection.cast(checkpoint, dtype)
     report.say_notices(checkpoint)
     format, goal = writable(format_name), Goal(Path(target), shard_nbytes=shard_size)
-    report.say_losses(format, checkpoint)
     if dry_run:
-        report.plan(checkpoint, pipeline.plan(checkpoint, format, goal), goal.target, format_name, as_json)
+        parts = pipeline.plan(checkpoint, format, goal)
+        report.say_losses(format, checkpoint, parts)
+        report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
     choices = work.choices(rules_file, only, skip, model_only, dtype)
     work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)

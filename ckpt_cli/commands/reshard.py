@@ -65,9 +65,9 @@ def reshard(
     goal = Goal(Path(target), Degrees(dp, tp, pp, zero, stages), work.rules_of(rules_file), vocab_rows)
     work.check_degrees(format, goal.degrees)
     report.say_notices(checkpoint)
-    report.say_losses(format, checkpoint)
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)
+        report.say_losses(format, checkpoint, parts)
         picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
         return
     effort = work.effort_of(workers, memory)

@@ -219,6 +219,6 @@ class WritableFormat(Format):
         """The name, within the folder, of the one file that is the checkpoint; None if the folder is."""
         return None
 
-    def losses(self, source: Checkpoint) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         """What of the source the format has no place for, in words."""
         return ()

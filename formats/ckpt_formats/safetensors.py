@@ -87,7 +87,7 @@ class Safetensors(WritableFormat):
     def product(self, target: Path) -> str | None:
         return f"model{SUFFIX}" if target.name.endswith(SUFFIX) else None
 
-    def losses(self, source: Checkpoint) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         states = sorted({state for p, state, t in source.tensors() if p.role != "extra" and t is not p.weight})
         lost = [f"optimizer states ({', '.join(states)})"] if states else []
         return (*lost, f"extras ({', '.join(source.extras)})") if source.extras else tuple(lost)

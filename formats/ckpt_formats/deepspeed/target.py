@@ -53,6 +53,12 @@ class Target:
         rows = info.get("padded_vocab_size") if isinstance(info, dict) else None
         return rows if natural(rows) else None
 
+    def of_rank(self, name: str) -> Mapping[str, Value]:
+        """What the rank of this name in the source had otherwise than the first."""
+        ranks = self.source.extras.get("ranks")
+        found = ranks.get(name) if isinstance(ranks, dict) else None
+        return found if isinstance(found, dict) else {}
+
     def rule(self, parameter: Parameter) -> Rule | None:
         """How a parameter is cut; None if every rank has all of it as it is."""
         known = any(rule.matches(parameter.name) for rule in self.layout.rules)

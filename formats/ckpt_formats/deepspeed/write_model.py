@@ -34,8 +34,8 @@ def locals_of(target: Target) -> list[dict[str, Parameter]]:
     return ranks
 
 
-def model_file(target: Target, local: Local) -> dict[str, Value]:
-    """Stages 0 to 2: everything of one tensor-parallel rank."""
+def model_file(target: Target, local: Local, rank: str) -> dict[str, Value]:
+    """Stages 0 to 2: everything of one model-parallel rank, called `rank` in file names."""
     weights = {name: parameter.states[MODEL] for name, parameter in local.items()}
     module = StdDict()
     module.update(weights)
@@ -52,11 +52,11 @@ def model_file(target: Target, local: Local) -> dict[str, Value]:
         "frozen_param_shapes": None if frozen is None else _shapes(frozen, frozen),
         "shared_params": aliases if partitioned else None,
         "frozen_param_fragments": None if frozen is None else _ordered({n: p.states[MODEL] for n, p in frozen.items()}),
-        **_carried(target),
+        **_carried(target, rank),
     }
 
 
-def model3_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
+def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stage 3: buffers whole, frozen parameters in slices, and empty tensors in the place of all others."""
     module = StdDict()
     empty = Tensor((0,), target.dtype, ())
@@ -74,7 +74,7 @@ def model3_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
         "frozen_param_shapes": _shapes(frozen, frozen),
         "shared_params": aliases if dp_rank == 0 else {},
         "frozen_param_fragments": _ordered(slices),
-        **_carried(target),
+        **_carried(target, rank),
     }
 
 
@@ -88,10 +88,11 @@ def _ordered(items: Mapping[str, Value]) -> StdDict:
     return made
 
 
-def _carried(target: Target) -> dict[str, Value]:
+def _carried(target: Target, rank: str) -> dict[str, Value]:
     """Counters, schedulers and the client's own items, with the degrees of the new layout."""
     source = target.source
     extras = {key: value for key, value in source.extras.items() if key not in ("optimizer", "ranks")}
+    extras |= {key: value for key, value in target.of_rank(rank).items() if key != "optimizer"}
     info = extras.get(ORIGIN)
     if isinstance(info, dict) and target.tp != source.origin.layout.get("tp"):
         extras[ORIGIN] = {key: value for key, value in info.items() if key not in _OF_OLD_DEGREE}

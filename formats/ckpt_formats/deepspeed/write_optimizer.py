@@ -8,6 +8,7 @@ from ckpt_formats.deepspeed.partitions import chunk, dealt, starts
 from ckpt_formats.deepspeed.target import Target
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Unsupported
+from ckpt_formats.extras import lower
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
 from ckpt_formats.tensor import Fragment, Range, Tensor, Zeros, join, read
@@ -19,7 +20,7 @@ Local = Mapping[str, Parameter]
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def zero12_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
+def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stages 1 and 2: this rank's equal part of every group's flat buffer."""
     stripped = not target.own_bf16  # DeepSpeed strips the tail's padding off the masters, but here
     state: dict[int, Value] = {}
@@ -55,14 +56,13 @@ def zero12_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
         "param_slice_mappings": mappings,
     }
     if target.own_bf16:
-        return _file(target, {"clip_grad": clip_grad(target), **common})
+        return _file(target, {"clip_grad": clip_grad(target), **common}, rank)
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (target.stage,))
-    return _file(
-        target, {**_scaler_items(target), **common, "zero_stage": stage, "param_alignment_paddings": alignments}
-    )
+    items = {**_scaler_items(target), **common, "zero_stage": stage, "param_alignment_paddings": alignments}
+    return _file(target, items, rank)
 
 
-def zero3_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
+def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stage 3: this rank's slice of every parameter, those of a sub-group end to end."""
     state: dict[int, Value] = {}
     masters: list[Tensor] = []
@@ -89,6 +89,7 @@ def zero3_file(target: Target, local: Local, dp_rank: int) -> dict[str, Value]:
             "optimizer_state_dict": inner,
             "fp32_flat_groups": masters,
         },
+        rank,
     )
 
 
@@ -176,11 +177,13 @@ def clip_grad(target: Target) -> Value:
     return _own(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
 
 
-def _file(target: Target, items: dict[str, Value]) -> dict[str, Value]:
+def _file(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
     known = {*items, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", *_SCALES}
-    others = {key: value for key, value in _own(target).items() if key not in known}
+    of_rank = target.of_rank(rank).get("optimizer")
+    others = {**_own(target), **(of_rank if isinstance(of_rank, dict) else {})}
+    carried = {key: lower(value, target.source.parameters) for key, value in others.items() if key not in known}
     return {
-        "optimizer_state_dict": {**items, **others},
+        "optimizer_state_dict": {**items, **carried},
         "ds_config": dict(target.config),
         "ds_version": ds_version(target),
     }

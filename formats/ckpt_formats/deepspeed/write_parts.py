@@ -36,14 +36,16 @@ def _rank_parts(target: Target, folder: str, pp_rank: int, tp_rank: int, local: 
     if target.stage == 3:
         for dp in range(target.dp):
             file = f"{folder}/zero_pp_rank_{dp}_{mp}_model_states.pt"
-            yield tree_part(file, model3_file(target, local, dp), local.values(), "model", {**rank, "dp": dp})
+            tree = model3_file(target, local, dp, f"zero_pp_rank_{dp}_{mp}")
+            yield tree_part(file, tree, local.values(), "model", {**rank, "dp": dp})
     else:
-        tree = model_file(target, local)
+        tree = model_file(target, local, mp)
         if target.pipeline is not None:  # the weights are in the layers' files
             tree |= {"module": None, "buffer_names": []}
         yield tree_part(f"{folder}/{mp}_model_states.pt", tree, local.values(), "model", rank)
     for dp in range(target.dp if target.stage else 0):
-        tree = zero3_file(target, local, dp) if target.stage == 3 else zero12_file(target, local, dp)
+        optimizer = zero3_file if target.stage == 3 else zero12_file
+        tree = optimizer(target, local, dp, f"zero_pp_rank_{dp}_{mp}")
         file = f"{folder}/{bf16}zero_pp_rank_{dp}_{mp}_optim_states.pt"
         yield tree_part(file, tree, local.values(), "optimizer", {**rank, "dp": dp})
 
