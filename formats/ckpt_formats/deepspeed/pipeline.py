@@ -100,11 +100,6 @@ def split_name(name: str) -> tuple[str | None, int, str]:
     return None, int(layer) if layer.isdigit() else -1, rest
 
 
-def is_piped(name: str) -> bool:
-    """Is it the name of a parameter of a `PipelineModule`?"""
-    return name.startswith(_TIED) or name.partition(".")[0].isdigit()
-
-
 def find_pipeline(by_stage: Sequence[Sequence[str]], layer_of_tied: Mapping[str, Sequence[int]]) -> Pipeline:
     """The pipeline whose stages have parameters of these names."""
     stages: list[set[int]] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
-from ckpt_formats.deepspeed.pipeline import Pipeline, is_piped, pipeline_of
+from ckpt_formats.deepspeed.pipeline import Pipeline, pipeline_of
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Unsupported
@@ -108,16 +108,12 @@ def _first(*values: Any) -> int:
 
 
 def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
-    if not any(is_piped(name) for name, p in source.parameters.items() if p.role == "parameter"):
-        if pp > 1 or firsts:
-            raise Unsupported(
-                "the model is no pipeline: its parameters are not named by layers", hint="Leave --pp out."
-            )
-        return None
     found = pipeline_of(source.origin.layout.get("pipeline"))
-    if found is None:
-        raise Unsupported("the source does not tell which layers of the pipeline are tied")
-    return found.cut(pp, firsts)
+    if found is not None:
+        return found.cut(pp, firsts)
+    if pp > 1 or firsts:
+        raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
+    return None
 
 
 def _check_kind(source: Checkpoint) -> None:
