@@ -110,7 +110,9 @@ def _write_all(
     def write(part: Part) -> Receipt:
         with Reader() as reader:
             try:
-                return format.write(stage.data, part, Transfer(reader, effort.slab, count))
+                receipt = format.write(stage.data, part, Transfer(reader, effort.slab, count))
+                stage.flush(receipt)  # while the other workers go on, rather than all at the end
+                return receipt
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(show(p.name) for p in part.parameters[:1])}"

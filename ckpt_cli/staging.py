@@ -68,6 +68,10 @@ class Staging:
                 if path.is_file() and path.stat().st_size == receipt.nbytes and all(holds(s, reader) for s in seals):
                     yield receipt
 
+    def flush(self, receipt: Receipt) -> None:
+        """Bring a finished part's file to the disk."""
+        _flush(self.data / receipt.file)
+
     def note(self, receipt: Receipt) -> None:
         """Remember that a part is done."""
         text = json.dumps(_json(receipt), separators=(",", ":"))
