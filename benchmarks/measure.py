@@ -1,0 +1,114 @@
+"""Run a command and measure its whole process tree: wall, CPU, memory, bytes written.
+
+Imports little: a child's peak as the kernel counts it is at least the size of the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+_EVERY = 0.02
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run cost."""
+
+    wall: float
+    cpu: float
+    """User and system seconds of all processes."""
+    tree: int
+    """Peak of the sum of the resident sets, in bytes, as sampled; pages that processes share count in each."""
+    process: int
+    """Peak resident set of the largest single process, in bytes, as the kernel counts it."""
+    written: int
+    """Bytes that all processes handed to `write` and `copy_file_range`."""
+
+
+class Failed(Exception):
+    """The command ended badly; the message holds the end of what it printed."""
+
+
+def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Run:
+    """Run to the end. What earlier runs left to be written back is flushed first."""
+    os.sync()
+    before, began = _handed_to_write(), time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+    ) as child:
+        said = bytearray()
+        ended = threading.Event()
+        peaks = [0]
+        threads = [
+            threading.Thread(target=_drain, args=(child, said)),
+            threading.Thread(target=_sample, args=(child.pid, ended, peaks)),
+        ]
+        for thread in threads:
+            thread.start()
+        _, status, usage = os.wait4(child.pid, 0)
+        wall = time.monotonic() - began
+        ended.set()
+        for thread in threads:
+            thread.join()
+        child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise Failed(f"{' '.join(command)}\nexit code {child.returncode}\n{said[-3000:].decode(errors='replace')}")
+    cpu, written = usage.ru_utime + usage.ru_stime, _handed_to_write() - before
+    return Run(wall, cpu, peaks[0], usage.ru_maxrss * 1024, written)
+
+
+def medians(runs: Sequence[Run]) -> Run:
+    """Each figure's median on its own."""
+    return Run(*(median(getattr(run, name) for run in runs) for name in Run.__dataclass_fields__))
+
+
+def warm(folder: Path) -> int:
+    """Read every file once, so that the page cache holds it; returns the bytes."""
+    total = 0
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while got := len(file.read(1 << 22)):
+                    total += got
+    return total
+
+
+def _handed_to_write() -> int:
+    """Bytes written by this process and by all descendants that were waited for."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def _drain(child: subprocess.Popen[bytes], said: bytearray) -> None:
+    assert child.stdout is not None
+    while chunk := child.stdout.read1(1 << 16):
+        said += chunk
+
+
+def _sample(pid: int, ended: threading.Event, peaks: list[int]) -> None:
+    try:
+        root = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    while not ended.wait(_EVERY):
+        try:
+            tree = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        peaks[0] = max(peaks[0], sum(map(_resident, tree)))
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0

@@ -1,0 +1,176 @@
+"""The documentation is true: its links resolve, its commands exist, its example works, and nothing is left out."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from ckpt_cli.checks import examine
+from ckpt_cli.main import COMMANDS, EXIT_CODES, INTERRUPTED, cli
+from ckpt_cli.pipeline import Effort, copy, plan
+from ckpt_cli.selection import cast
+from ckpt_formats import registry
+from ckpt_formats.base import Goal
+from ckpt_formats.errors import Unsafe, Unsupported
+from ckpt_formats.layout import Rule
+from ckpt_formats.registry import FORMATS, detect, open_checkpoint, writable
+from ckpt_formats.rules import read_rules
+from ckpt_formats.tensor import read
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+README = (ROOT / "README.md").read_text("utf-8")
+SAMPLE = ROOT / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in links, as GitHub has it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def option_names(command: click.Command) -> set[str]:
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    """Every `ckpt ...` line of the page's shell blocks, in words; make's, pip's and outputs are left out."""
+    found = []
+    blocks = re.findall(r"^```(?:console|bash|sh|shell)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        words = words[: words.index("|")] if "|" in words else words
+        if words and Path(words[0]).name == "ckpt":
+            found.append(words)
+    return found
+
+
+def test_the_page_of_commands_is_what_help_says():
+    done = subprocess.run(
+        [sys.executable, DOCS / "make_cli.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_between_pages_resolves(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_pages_exist_with_their_options(page):
+    for _, name, *words in commands_in(page):
+        if name.startswith("-"):
+            assert name in option_names(cli) | {"--version"}
+            continue
+        assert name in COMMANDS, name
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        for word in words:
+            if word.startswith("-"):
+                assert word.partition("=")[0] in option_names(command), f"ckpt {name} {word}"
+
+
+def test_the_readme_shows_every_command():
+    assert {name for _, name, *_ in commands_in(ROOT / "README.md")} >= set(COMMANDS)
+
+
+def test_the_readme_lists_every_exit_code():
+    codes = {0, 1, 2, INTERRUPTED, *(code for code, _ in EXIT_CODES.values())}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
+
+
+def test_the_readme_runs_what_the_makefile_and_the_samples_have():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    for target in re.findall(r"^(?:\$ )?make (\w+)", README, re.MULTILINE):
+        assert target in targets
+    for path in re.findall(r"sample_checkpoints/[\w./-]+", README):
+        assert (ROOT / path.rstrip("./")).exists(), path
+
+
+def test_every_format_is_documented():
+    rows = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
+    assert sorted(rows) == sorted(FORMATS)
+    told = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
+    for name in FORMATS:
+        assert f"`{name}`" in told, name
+
+
+def test_every_module_has_its_place_in_the_architecture():
+    told = (DOCS / "architecture.md").read_text("utf-8")
+    for package in ("ckpt_cli", "formats/ckpt_formats", "codecs/ckpt_codecs"):
+        for path in sorted((ROOT / package).iterdir()):
+            name = path.stem if path.suffix == ".py" else path.name
+            if not name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").exists()):
+                assert f"`{name}`" in told, f"{package}/{name}"
+
+
+def test_rules_in_the_page_are_rules(tmp_path):
+    blocks = dict(re.findall(r"<!-- rules: (\w+) -->\n```toml\n(.*?)```", (DOCS / "rules.md").read_text(), re.DOTALL))
+    rules: dict[str, tuple[Rule, ...]] = {}
+    for name, text in blocks.items():
+        (tmp_path / name).write_text(text)
+        rules[name] = read_rules(tmp_path / name)
+    assert rules["rows"][1].matches("blocks.0.mlp.down.weight")
+    assert rules["qkv"][0].fused == (512, 128, 128)
+    assert rules["swiglu"][0].fused == 2
+    assert rules["widths"][0].widths == ((256, 256), (64, 0), (0, 64))
+    assert rules["vocabulary"][0].vocabulary == 50257
+    assert rules["differing"][0].how == "averaged"
+
+
+@pytest.fixture
+def npy(tmp_path, monkeypatch):
+    """The format that docs/adding-a-format.md adds, added."""
+    page = (DOCS / "adding-a-format.md").read_text("utf-8")
+    (code,) = re.findall(r"<!-- file: npy_folder.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    ((name, place),) = re.findall(r'<!-- line -->\n```python\n +"(\w+)": "([\w.:]+)",\n```', page)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "npy_folder.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.setitem(registry.FORMATS, name, place.removeprefix("ckpt_formats."))
+    yield writable(name)
+    sys.modules.pop("npy_folder")
+
+
+def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
+    source = cast(open_checkpoint(SAMPLE), "fp32")
+    out = tmp_path / "arrays"
+    copy(source, npy, Goal(out), "", Effort())
+    assert detect(out).name == "npy"
+    found = open_checkpoint(out)
+    assert list(found.parameters) == list(source.parameters)
+    assert examine(found, Effort()) == []
+    for file in out.glob("*.npy"):
+        np.load(file)
+    for name, parameter in source.parameters.items():
+        assert np.array_equal(read(found.parameters[name].weight), read(parameter.weight)), name
+    copy(found, writable("universal"), Goal(tmp_path / "back"), "", Effort())
+    back = open_checkpoint(tmp_path / "back")
+    assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
+
+
+def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
+    with pytest.raises(Unsupported, match="bfloat16"):
+        plan(open_checkpoint(SAMPLE), npy, Goal(tmp_path / "out"))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "names.json").write_text(json.dumps({"w": "../../etc/passwd"}))
+    with pytest.raises(Unsafe):
+        open_checkpoint(tmp_path / "bad")

@@ -1,0 +1,150 @@
+"""A reader of the universal format, written from docs/format.md alone: it imports no part of ckpt, nor NumPy."""
+
+import hashlib
+import json
+import math
+import re
+import struct
+from pathlib import Path
+
+import xxhash
+
+ITEMSIZE = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+}
+TAGS = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+FILE = re.compile(r"(parameters|extras)/[a-z0-9][a-z0-9._-]{0,110}\.safetensors")
+FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
+
+
+class UniversalReader:
+    """A folder of version 1, by the rules of the page; every MUST is an assertion."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        raw = (self.folder / "manifest.json").read_bytes()
+        first = FIRST_LINE.match(raw)
+        assert first
+        assert first.end() == 57
+        assert xxhash.xxh3_128(raw[57:]).hexdigest().encode() == first[1]
+        self.manifest = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice, parse_constant=refuse)
+        assert (self.manifest["format"], self.manifest["version"]) == ("ckpt-universal", 1)
+        assert self.manifest["content"] == content_id(self.manifest)
+        self.entries = {entry["name"]: entry for entry in self.manifest["parameters"]}
+        assert len(self.entries) == len({entry["file"] for entry in self.entries.values()})
+        assert len(self.entries) == len(self.manifest["parameters"])
+        for entry in self.entries.values():
+            self.check(entry)
+
+    def check(self, entry):
+        assert entry["role"] in ("parameter", "frozen", "buffer", "extra")
+        assert entry["file"] == file_name(entry["name"], entry["role"])
+        assert FILE.fullmatch(entry["file"])
+        raw = (self.folder / entry["file"]).read_bytes()
+        assert len(raw) == entry["nbytes"]
+        stored = {name: state for name, state in entry["states"].items() if "offset" in state}
+        begin = min(state["offset"] for state in stored.values())
+        assert digest(raw[:begin]) == entry["header"]
+        (length,) = struct.unpack("<Q", raw[:8])
+        assert 8 + length == begin
+        assert begin % 64 == 0
+        header = json.loads(raw[8:begin], object_pairs_hook=no_key_twice)
+        assert header.pop("__metadata__") == {"ckpt": "universal 1", "parameter": entry["name"]}
+        assert list(header) == sorted(stored, key=lambda name: name == "param" and "fp32" in stored)
+        end = begin
+        for name, said in header.items():
+            state = stored[name]
+            size = math.prod(state["shape"]) * ITEMSIZE[state["dtype"]]
+            assert state["codec"] is None
+            assert (said["dtype"], said["shape"]) == (TAGS[state["dtype"]], state["shape"])
+            assert [begin + at for at in said["data_offsets"]] == [state["offset"], state["offset"] + size]
+            assert (state["offset"], state["nbytes"]) == (end, size)
+            assert digest(raw[end : end + size]) == state["stored"] == state["values"]
+            end += size
+        assert end == len(raw)
+        for name, state in entry["states"].items():
+            if "offset" not in state:
+                assert state["codec"] == {"name": "rounded"}
+                assert stored[state["base"]]["shape"] == state["shape"]
+                assert digest(self.values(entry["name"], name)) == state["values"]
+
+    def values(self, parameter, name):
+        """The bytes of a state's values."""
+        entry = self.entries[parameter]
+        state = entry["states"][name]
+        if "offset" in state:
+            with (self.folder / entry["file"]).open("rb") as file:
+                file.seek(state["offset"])
+                return file.read(state["nbytes"])
+        base = self.values(parameter, state["base"])
+        types = (entry["states"][state["base"]]["dtype"], state["dtype"])
+        return base if types[0] == types[1] else ROUND[types](base)
+
+
+def bfloat16(data):
+    out = bytearray()
+    for (bits,) in struct.iter_unpack("<I", data):
+        if bits & 0x7FFFFFFF > 0x7F800000:
+            out += struct.pack("<H", bits >> 31 << 15 | 0x7FC0)
+        else:
+            out += struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+    return bytes(out)
+
+
+def float16(data):
+    out = bytearray()
+    for (value,) in struct.iter_unpack("<f", data):
+        # 65,520 lies between the largest finite value and what would come next, and is the first to be infinite.
+        out += struct.pack("<e", math.copysign(math.inf, value) if abs(value) >= 65520 else value)
+    return bytes(out)
+
+
+ROUND = {("float32", "bfloat16"): bfloat16, ("float32", "float16"): float16}
+
+
+def digest(data):
+    return f"xxh3-128:{xxhash.xxh3_128(data).hexdigest()}"
+
+
+def content_id(manifest):
+    parameters = [
+        [
+            entry["name"],
+            entry["role"],
+            sorted([name, s["dtype"], s["shape"], s["values"]] for name, s in entry["states"].items()),
+            entry["values"],
+        ]
+        for entry in manifest["parameters"]
+    ]
+    said = {
+        "aliases": manifest["aliases"],
+        "extras": manifest["extras"],
+        "groups": [{"options": g["options"], "parameters": g["parameters"]} for g in manifest["groups"]],
+        "parameters": sorted(parameters),
+    }
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return f"blake2b-256:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
+
+
+def file_name(name, role):
+    slug = re.sub("[^a-z0-9._-]+", "_", name.lower())[:80].strip("._-") or "tensor"
+    mark = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=10).hexdigest()
+    return f"{'extras' if role == 'extra' else 'parameters'}/{slug}-{mark}.safetensors"
+
+
+def no_key_twice(pairs):
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def refuse(word):
+    raise AssertionError(f"{word} as a bare word")
