@@ -28,12 +28,16 @@ def results(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_f
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            for future in sorted(done, key=_failed):  # what is done is done, though another failed at that moment
                 yield future.result()
     finally:
         for future in running:
             future.cancel()
         wait(running)
+
+
+def _failed(future: Future[R]) -> bool:
+    return future.exception() is not None
 
 
 _END = object()

@@ -84,6 +84,7 @@ def cli() -> None:
 
 def run() -> None:
     """Run the command line; every error ends here, as a message and an exit code."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's idle threads would only spin
     verbose = any(argument in ("-v", "--verbose") for argument in sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what batch systems send: also an interrupt
     try:

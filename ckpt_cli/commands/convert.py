@@ -3,14 +3,19 @@
 import click
 
 from ckpt_cli.options import Bytes, as_json, common, effort, rules
-from ckpt_formats.registry import WRITABLE
+from ckpt_formats.registry import FORMATS
 
 
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
 @click.option(
-    "--to", "format_name", type=click.Choice(WRITABLE), default="universal", show_default=True, help="Format of TARGET."
+    "--to",
+    "format_name",
+    type=click.Choice(list(FORMATS)),
+    default="universal",
+    show_default=True,
+    help="Format of TARGET.",
 )
 @click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")

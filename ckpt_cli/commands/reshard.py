@@ -3,7 +3,7 @@
 import click
 
 from ckpt_cli.options import Numbers, as_json, common, effort, rules
-from ckpt_formats.registry import WRITABLE
+from ckpt_formats.registry import FORMATS
 
 
 @click.command()
@@ -19,7 +19,7 @@ from ckpt_formats.registry import WRITABLE
     help="Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
 )
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage.")
-@click.option("--to", "format_name", type=click.Choice(WRITABLE), help="Format.  [default: the source's own]")
+@click.option("--to", "format_name", type=click.Choice(list(FORMATS)), help="Format.  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
 @effort
 @rules

@@ -9,6 +9,7 @@ and names the seals that do not hold. So bytes are read once, not twice.
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -20,7 +21,7 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
-from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.errors import Corrupt, NotFound, Unsafe
 
 Kind = Literal["crc32", "xxh3-128"]
 
@@ -127,6 +128,30 @@ def settle(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterat
 def holds(seal: Seal, reader: Reader) -> bool:
     """Read the whole range and compare."""
     return _digest(seal, [], reader) == seal.digest
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises `NotFound` if it cannot be read, or is none: a pipe would be waited for."""
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise unreadable(error, path) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise NotFound("is not a regular file", where=path)
+    return os.fdopen(file, "rb")
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """All bytes of a file, at most so many. Allocates what the file has, not what it might have."""
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > most:
+            raise Unsafe(f"has {nbytes:,} bytes: it would exhaust memory", where=path)
+        try:
+            return file.read(nbytes)
+        except OSError as error:
+            raise unreadable(error, path) from error
 
 
 def write_sealed(folder: Path, file: str, pieces: Iterable[bytes | memoryview]) -> Seal:

@@ -124,12 +124,15 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
     if not 0 <= rule.axis < len(whole.shape):
         raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} has no axis {rule.axis} to cut along")
     length = whole.shape[rule.axis]
-    pieces = [length // rule.fused] * rule.fused if isinstance(rule.fused, int) else list(rule.fused)
-    if sum(pieces) != length or any(piece % ranks for piece in pieces):
+    # Widths are those of one number of ranks; over another, the same pieces are divided evenly.
+    fused = tuple(sum(row) for row in rule.widths) or rule.fused
+    pieces = [length // fused] * fused if isinstance(fused, int) else list(fused)
+    given = rule.widths and len(rule.widths[0]) == ranks
+    table = [list(row) for row in rule.widths] if given else [[piece // ranks] * ranks for piece in pieces]
+    if sum(pieces) != length or [sum(row) for row in table] != pieces:
         raise BadRules(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
-    table = [[piece // ranks] * ranks for piece in pieces]
     return [_shard(whole, tuple(place(whole.shape, rule.axis, table, rank))) for rank in range(ranks)]
 
 

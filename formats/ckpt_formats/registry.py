@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
+    "deepspeed-universal": "ckpt_formats.deepspeed_universal:DeepSpeedUniversal",
     "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
     "safetensors": "ckpt_formats.safetensors:Safetensors",
     "torch": "ckpt_formats.plain_torch:PlainTorch",
 }
-
-WRITABLE = ("universal", "deepspeed", "torch", "safetensors")
 
 
 def format_named(name: str) -> "Format":
@@ -37,7 +36,7 @@ def writable(name: str) -> "WritableFormat":
 
     format = format_named(name)
     if not isinstance(format, WritableFormat):
-        raise Unsupported(f"{name} can be read, not written", hint=f"Writable are: {', '.join(WRITABLE)}.")
+        raise Unsupported(f"{name} can be read, not written", hint="Convert to `universal`, which holds everything.")
     return format
 
 

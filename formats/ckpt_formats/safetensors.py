@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Options, Origin, Parameter, Part, Receipt, Shard, WritableFormat
 from ckpt_formats.errors import Corrupt, Incomplete, Unsafe
-from ckpt_formats.files import unreadable, write_sealed
+from ckpt_formats.files import read_whole, write_sealed
 from ckpt_formats.naming import show
 from ckpt_formats.safetensors_file import SafetensorsFile, Slot, header_bytes, parse_json_object, read_header
 from ckpt_formats.tensor import Tensor
@@ -18,6 +18,7 @@ from ckpt_formats.transfer import Transfer
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
+_MOST_INDEX = 1 << 30
 _NUMBERED = re.compile(rf"(.*)-(\d{{1,9}})-of-(\d{{1,9}}){re.escape(SUFFIX)}")
 
 
@@ -129,11 +130,7 @@ def _listed(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]
     if not indices:
         return _all_of(_files(path)), None
     index = indices[0]
-    try:
-        with index.open("rb") as file:
-            said = parse_json_object(file.read(1 << 30), index)
-    except OSError as error:
-        raise unreadable(error, index) from error
+    said = parse_json_object(read_whole(index, _MOST_INDEX), index)
     where = said.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise Corrupt("the index has no weight_map of file names", where=index)

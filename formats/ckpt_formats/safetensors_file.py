@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS, DType
 from ckpt_formats.errors import Corrupt, Unsupported
-from ckpt_formats.files import unreadable
+from ckpt_formats.files import open_regular, unreadable
 from ckpt_formats.geometry import Shape
 from ckpt_formats.tensor import Raw
 
@@ -55,7 +55,7 @@ def read_header(path: Path) -> SafetensorsFile:
     Raises `Corrupt` naming the entry that is wrong.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
             if not 2 <= length <= min(nbytes - 8, MOST_HEADER):

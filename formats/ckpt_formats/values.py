@@ -5,6 +5,7 @@ set, frozenset, a NumPy array or scalar, or one of the inert stand-ins below
 for what a pickle names. Nothing here imports or calls what it names.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,3 +81,17 @@ class StdDict(dict[Value, Value]):
         self.factory = factory
         self.attrs: dict[str, Value] = {}
         """What was set on the object itself, such as `_metadata` of a module's state dict."""
+
+
+def tensor_names(value: Value) -> Iterator[str]:
+    """The names of all tensors in a value that is a tree, as those that come from JSON are."""
+    if isinstance(value, TensorName):
+        yield value.name
+    elif isinstance(value, Record):
+        yield from tensor_names([value.args, value.kwargs, value.state, value.items, value.mapping])
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensor_names(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensor_names(item)

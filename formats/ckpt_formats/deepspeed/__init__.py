@@ -75,7 +75,7 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     stages: list[dict[str, Parameter]] = []
     for stage in range(step.pp):
         row = ranks[stage * step.tp : (stage + 1) * step.tp]
-        layout = Layout((*options.rules, *_own_rules(step, stage * step.tp)))
+        layout = Layout((*options.rules, *own_rules(step, stage * step.tp)))
         names = dict.fromkeys(name for rank in row for name in rank.parameters)
         stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
     parameters, tied = merge_stages(stages)
@@ -86,31 +86,31 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     extras = carry(models, optims, parameters)
     return Checkpoint(
         path,
-        _origin(step, [list(stage) for stage in stages]),
+        origin_of(step, [list(stage) for stage in stages]),
         parameters,
         merge_groups([rank.groups for rank in ranks]),
         extras,
         {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
         tuple(shards(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
-        _notices(tied),
+        notices_of(tied),
     )
 
 
-def _own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
+def own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
     file = step.models(mp)[0]
     info = file.root.get(ORIGIN)
     return rules_of(info, file.path) if isinstance(info, dict) and info else ()
 
 
-def _notices(tied: list[str]) -> tuple[str, ...]:
+def notices_of(tied: list[str]) -> tuple[str, ...]:
     if not tied:
         return ()
     names = ", ".join(f"`{name}`" for name in tied)
     return (f"on several pipeline stages, where the first stage's copy counts: {names}",)
 
 
-def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
+def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:
     root = step.first.root
     steps, version = root.get("global_steps"), root.get("ds_version")
     zero = step.config.get("zero_optimization")

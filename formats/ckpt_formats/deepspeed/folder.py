@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
-from ckpt_formats.files import unreadable
+from ckpt_formats.files import open_regular, unreadable
 from ckpt_formats.naming import show
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -71,7 +71,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
         return path
     latest = path / pointer
     try:
-        with latest.open("rb") as file:
+        with open_regular(latest) as file:
             raw = file.read(_MOST_LATEST + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
     except OSError as error:
@@ -145,7 +145,8 @@ def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]]
         ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
         mp, dp = next(rank for rank in ranks if rank not in found)
         raise Incomplete(
-            f"{pattern} of dp rank {dp}, mp rank {mp} is missing ({len(found)} of {folder.mp * width} such files are here)",
+            f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
+            f"({len(found)} of {folder.mp * width} such files are here)",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )

@@ -14,7 +14,6 @@ from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
 
-
 _HINT = "Files of several steps or runs were mixed: copy all files of one step again."
 
 

@@ -84,8 +84,19 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     pp = _first(degrees.pp, said.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
         raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
-    _check_kind(source)
+    target = target_of(source, goal, stage, dp, tp)
     pipeline = _pipeline(source, pp, degrees.stages)
+    if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
+        raise Unsupported(
+            f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
+            hint="Say --zero 1.",
+        )
+    return replace(target, pp=pp, pipeline=pipeline)
+
+
+def target_of(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> Target:
+    """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
+    _check_kind(source)
     source = _whole_groups(source)
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
@@ -94,13 +105,7 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
     for name in source.parameters if tp > 1 else ():
         layout.rule(name)
-    if pipeline is not None and (stage > 1 or (stage == 0 and dtype.name == "bfloat16")):
-        raise Unsupported(
-            f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
-            hint="Say --zero 1.",
-        )
-    config = _config(source, stage, dtype)
-    return Target(source, stage, dp, tp, pp, dtype, config, layout, pipeline, goal.vocab_rows)
+    return Target(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, goal.vocab_rows)
 
 
 def _first(*values: Any) -> int:

@@ -40,15 +40,15 @@ def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
         whole = stripped and group.options.get("use_muon")
         cut = _touched if whole else _flat  # Muon's momentum is kept whole, since it is orthogonalised whole
         state[g] = {
-            name: cut(members, name, begins, low, high) if name in _vectors(members[0]) else value
-            for name, value in _state_of(members).items()
+            name: cut(members, name, begins, low, high) if name in vectors_of(members[0]) else value
+            for name, value in state_of(members).items()
         }
         paddings.append(padding)
         alignments.append(aligned)
         mappings.append(_mapping(names, members, begins, low, high))
     last = target.dp - 1
     common: dict[str, Value] = {
-        "base_optimizer_state": {"state": state, "param_groups": _param_groups(target.source.groups)},
+        "base_optimizer_state": {"state": state, "param_groups": param_groups(target.source.groups)},
         "single_partition_of_fp32_groups": masters,
         "group_paddings": paddings if stripped or dp_rank == last else [0] * len(paddings),
         "partition_count": [target.dp] * len(masters),
@@ -58,7 +58,7 @@ def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
     if target.own_bf16:
         return _file(target, {"clip_grad": clip_grad(target), **common}, rank)
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (target.stage,))
-    items = {**_scaler_items(target), **common, "zero_stage": stage, "param_alignment_paddings": alignments}
+    items = {**scaler_items(target), **common, "zero_stage": stage, "param_alignment_paddings": alignments}
     return _file(target, items, rank)
 
 
@@ -66,7 +66,7 @@ def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[st
     """Stage 3: this rank's slice of every parameter, those of a sub-group end to end."""
     state: dict[int, Value] = {}
     masters: list[Tensor] = []
-    options = _param_groups(target.source.groups)
+    options = param_groups(target.source.groups)
     for group in options:
         group["params"] = []
     for g, members in sub_groups(target, local):
@@ -74,11 +74,11 @@ def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[st
         options[g]["params"].append(s)
         masters.append(_slices(members, MASTER, target.dp, dp_rank))
         state[s] = {
-            name: _slices(members, name, target.dp, dp_rank) if name in _vectors(members[0]) else value
-            for name, value in _state_of(members).items()
+            name: _slices(members, name, target.dp, dp_rank) if name in vectors_of(members[0]) else value
+            for name, value in state_of(members).items()
         }
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,))
-    items = {key: value for key, value in _scaler_items(target).items() if key != "clip_grad"}
+    items = {key: value for key, value in scaler_items(target).items() if key != "clip_grad"}
     inner = {"state": state, "param_groups": options}
     return _file(
         target,
@@ -95,7 +95,7 @@ def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[st
 
 def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
     """Stage 0: the `optimizer` entry of the model file, by number."""
-    groups = _param_groups(target.source.groups)
+    groups = param_groups(target.source.groups)
     fused = target.dtype.itemsize == 2 and _is_fused(target.config)
     state: dict[int, Value] = {}
     number = 0
@@ -106,8 +106,8 @@ def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
             begins = starts([p.weight.shape for p in members])
             flats.append(_flat(members, MASTER, begins, 0, begins[-1]))
             state[g] = {
-                name: _flat(members, name, begins, 0, begins[-1]) if name in _vectors(members[0]) else value
-                for name, value in _state_of(members).items()
+                name: _flat(members, name, begins, 0, begins[-1]) if name in vectors_of(members[0]) else value
+                for name, value in state_of(members).items()
             }
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
@@ -177,13 +177,18 @@ def clip_grad(target: Target) -> Value:
     return _own(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
 
 
-def _file(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
+def with_others(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
+    """The items, and whatever else the source's optimizer kept."""
     known = {*items, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", *_SCALES}
     of_rank = target.of_rank(rank).get("optimizer")
     others = {**_own(target), **(of_rank if isinstance(of_rank, dict) else {})}
     carried = {key: lower(value, target.source.parameters) for key, value in others.items() if key not in known}
+    return {**items, **carried}
+
+
+def _file(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
     return {
-        "optimizer_state_dict": {**items, **carried},
+        "optimizer_state_dict": with_others(target, items, rank),
         "ds_config": dict(target.config),
         "ds_version": ds_version(target),
     }
@@ -194,30 +199,30 @@ def _own(target: Target) -> Mapping[str, Value]:
     return found if isinstance(found, dict) else {}
 
 
-def _param_groups(groups: Sequence[Group]) -> list[dict[str, Value]]:
+def param_groups(groups: Sequence[Group]) -> list[dict[str, Value]]:
     return [{**group.options, "params": [g]} for g, group in enumerate(groups)]
 
 
-def _vectors(parameter: Parameter) -> set[str]:
+def vectors_of(parameter: Parameter) -> set[str]:
     """The states that have an element for each of the parameter's."""
     shape = parameter.weight.shape
     scalar = {s for s, t in parameter.states.items() if t.shape != shape or (shape == () and s == "step")}
     return set(parameter.states) - scalar - {MASTER, MODEL}
 
 
-def _state_of(members: Sequence[Parameter]) -> dict[str, Value]:
+def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
     """What the flattened optimizer keeps of a group; scalars must be the same for all, since it keeps one.
 
     Raises `Unsupported` if they are not, or if some parameters lack a state.
     """
     first = members[0]
     for one in members[1:]:
-        if _vectors(one) != _vectors(first) or dict(one.values) != dict(first.values):
+        if vectors_of(one) != vectors_of(first) or dict(one.values) != dict(first.values):
             raise Unsupported(
                 f"parameters `{first.name}` and `{one.name}` are in one group but have other optimizer states",
                 hint="ZeRO keeps one state for a whole group: divide the group.",
             )
-    scalars = {s: t for s, t in first.states.items() if s not in (*_vectors(first), MASTER, MODEL)}
+    scalars = {s: t for s, t in first.states.items() if s not in (*vectors_of(first), MASTER, MODEL)}
     with Reader(check=False) as reader:
         for state, tensor in scalars.items():
             value = read(tensor, reader).tobytes()
@@ -295,7 +300,7 @@ def _mapping(names: Sequence[str], members: Sequence[Parameter], begins: Sequenc
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-def _scaler_items(target: Target) -> dict[str, Value]:
+def scaler_items(target: Target) -> dict[str, Value]:
     """The loss scaler as stages 1 to 3 keep it: an object."""
     own = _own(target)
     scaler = own.get("loss_scaler")

@@ -1,4 +1,4 @@
-"""All files of a new checkpoint, as parts: the model's and the optimizer's of every rank, and those of pipeline layers."""
+"""All files of a new checkpoint, as parts: model and optimizer of every rank, and the layers of a pipeline."""
 
 from collections.abc import Iterator
 from dataclasses import replace

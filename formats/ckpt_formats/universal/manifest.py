@@ -19,11 +19,11 @@ import xxhash
 from ckpt_formats.base import Group, Origin, Role
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Corrupt, Unsupported
-from ckpt_formats.files import unreadable
+from ckpt_formats.files import read_whole
 from ckpt_formats.geometry import Shape
 from ckpt_formats.safetensors_file import natural, parse_json_object
 from ckpt_formats.typed_json import decode, encode
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, tensor_names
 
 NAME = "manifest.json"
 VERSION = 1
@@ -127,13 +127,9 @@ def dump(manifest: Manifest) -> bytes:
 
 def load(path: Path) -> Manifest:
     """Read and check a manifest. Raises `Corrupt`, or `Unsupported` for a version from the future."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise unreadable(error, path) from error
+    raw = read_whole(path, _MOST_BYTES)
     first = _FIRST_LINE.match(raw)
-    if first is None or len(raw) > _MOST_BYTES:
+    if first is None:
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     if xxhash.xxh3_128_hexdigest(raw[first.end() :]) != first[1].decode():
         raise Corrupt("the manifest's checksum does not fit its text: it was damaged or edited", where=path)
@@ -162,6 +158,9 @@ def load(path: Path) -> Manifest:
         check.text(said, "written_by"),
     )
     names = {entry.name for entry in manifest.entries}
+    extras = {entry.name for entry in manifest.entries if entry.role == "extra"}
+    lost = sorted(name for name in tensor_names(manifest.extras) if name not in extras)
+    check.true(not lost, f"extras: they name tensor {lost[:1]}, which is not there")
     check.true(len(names) == len(manifest.entries), "parameters: a name twice")
     check.true(not names & aliases.keys(), "aliases: a name of a parameter")
     check.true(len({entry.file for entry in manifest.entries}) == len(manifest.entries), "parameters: a file twice")

@@ -98,6 +98,7 @@ class _Copy:
         if not self.derived:
             return
         if self._by_definition:
+            self.derived = self._codec.holds(master, self.tensor.dtype)
             values = self._codec.decode(b"", master.shape, self.tensor.dtype, master)
         else:
             values = transfer.fetch(self.tensor, box, "copy")

@@ -1,0 +1,59 @@
+"""DeepSpeed's universal checkpoint: one folder for each parameter, whole, beside the model's files.
+
+folder      which files there are
+states      one parameter's files -> its tensors
+read        all of it -> a checkpoint
+agreement   do the masters round to the weights?
+write       a checkpoint -> all of it
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt_formats.base import Checkpoint, Goal, Options, Part, Receipt, WritableFormat
+from ckpt_formats.deepspeed.folder import step_of
+from ckpt_formats.deepspeed_universal.folder import LATEST, has_latest, is_universal, list_universal
+from ckpt_formats.deepspeed_universal.read import read_universal
+from ckpt_formats.deepspeed_universal.write import MODEL_FILE, parts, settle
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.torch_tree import write_tree
+from ckpt_formats.transfer import Transfer
+
+
+class DeepSpeedUniversal(WritableFormat):
+    name = "deepspeed-universal"
+    summary = "DeepSpeed's universal checkpoint, for load_universal at ZeRO stages 1 to 3"
+    degrees = ("dp", "tp", "zero")
+
+    def detect(self, path: Path) -> bool:
+        return is_universal(path) or has_latest(path)
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        folder = list_universal(step_of(path, LATEST, is_universal))
+        try:
+            return read_universal(path, folder, options)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise Corrupt(
+                f"the files lack the form of a universal checkpoint ({type(error).__name__}: {str(error)[:100]})",
+                where=folder.path,
+                hint="Run again with -v to see where reading stopped.",
+            ) from error
+
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        return tuple(parts(settle(source, goal), goal))
+
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+        said = source.extras.get("ranks")
+        gone = sorted(said) if isinstance(said, dict) else []
+        return (f"what only these ranks of the source had, such as RNG states: {', '.join(gone)}",) if gone else ()
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
+        return write_tree(folder, part, transfer)
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        step = next(Path(r.file).parent.name for r in receipts if r.file.endswith(MODEL_FILE))
+        draft = folder / f"{LATEST}.tmp"
+        draft.write_text(step)
+        os.replace(draft, folder / LATEST)

@@ -1,0 +1,237 @@
+"""A universal folder as a checkpoint: masters and moments from `zero`, everything else from the model's files.
+
+DeepSpeed's converter also makes "parameters" of buffers, frozen parameters and
+tied names, rounded and as floats. What the model's files hold of them counts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_codecs import Rounded
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Options, Origin, Parameter, Role, Shard
+from ckpt_formats.deepspeed import notices_of, origin_of, own_rules
+from ckpt_formats.deepspeed.carried import carry
+from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
+from ckpt_formats.deepspeed.partitions import gathered
+from ckpt_formats.deepspeed.pipeline import pipeline_of
+from ckpt_formats.deepspeed.rank import Rank
+from ckpt_formats.deepspeed.states import options_of, sort_state
+from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.deepspeed.tree import get
+from ckpt_formats.deepspeed.weights import model_dtype, read_module, with_aliases
+from ckpt_formats.deepspeed.zero12 import stated_shapes
+from ckpt_formats.deepspeed_universal.agreement import check_masters
+from ckpt_formats.deepspeed_universal.folder import DIMENSIONS, UniversalFolder
+from ckpt_formats.deepspeed_universal.states import read_states
+from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt_formats.geometry import Shape
+from ckpt_formats.layout import Layout
+from ckpt_formats.naming import show
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.tensor import Decoded, Tensor
+from ckpt_formats.torchfile import TorchFile, open_file
+from ckpt_formats.values import Value
+
+
+def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Checkpoint:
+    """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
+    step, optimizer = open_step(folder.models), open_file(folder.optimizer)
+    ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
+    stages: list[dict[str, Parameter]] = []
+    for stage in range(step.pp):
+        row = ranks[stage * step.tp : (stage + 1) * step.tp]
+        layout = Layout((*options.rules, *own_rules(step, stage * step.tp)))
+        names = dict.fromkeys(name for rank in row for name in rank.parameters)
+        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    merged, tied = merge_stages(stages)
+    trained = {name: p for name, p in merged.items() if p.role == "parameter"}
+    aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in merged}
+    shadows = _shadows(folder, merged, aliases)
+    files = _open(folder, trained)
+    steps = _steps_of_sub_groups(step, optimizer)
+    parameters = {
+        name: _trained(p, files.get(name, {}), steps.get(name, {}), step) if name in trained else p
+        for name, p in merged.items()
+    }
+    check_masters(parameters, _dealt(step, optimizer), folder.path)
+    extras = carry(
+        {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)},
+        {"optimizer_state": optimizer},
+        parameters,
+    )
+    spare = [open_file(file) for file in folder.spare]
+    opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
+    groups = merge_groups([rank.groups for rank in ranks])
+    return Checkpoint(
+        path,
+        _origin(step, [list(stage) for stage in stages]),
+        parameters,
+        groups,
+        extras,
+        aliases,
+        (*shards(step), *_shards(spare, optimizer, files)),
+        tuple(seal for file in opened for seal in file.seals()),
+        (*notices_of(tied), *_notices(step, shadows, parameters, groups)),
+    )
+
+
+def _rank(step: Step, optimizer: TorchFile, mp: int) -> Rank:
+    """What a model-parallel rank's own files hold; the empty shape of a trained parameter where they hold no values."""
+    model = step.models(mp)[0]
+    weights = read_module(step.models(mp), step.stage3)
+    tensors = with_aliases(weights)
+    listed = stated_shapes(model)
+    shapes = {name: shape for group in listed for name, shape in group.items()}
+    parameters: dict[str, Parameter] = {}
+    for name in dict.fromkeys((*weights.order, *shapes, *tensors)):
+        role: Role
+        if name in shapes:
+            role, tensor = "parameter", tensors.get(name, Tensor(shapes[name], model_dtype(step.config), ()))
+        elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
+            role, tensor = "buffer" if name in weights.buffers else "frozen", tensors[name]
+        elif name in weights.aliases:
+            continue
+        else:
+            raise Corrupt(f"`{name}` is in the model, but neither trained nor frozen nor a buffer", where=model.path)
+        if name in shapes and tensor.shape != shapes[name]:
+            raise Corrupt(
+                f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
+            )
+        parameters[name] = Parameter(name, role, {MODEL: tensor})
+    return Rank(parameters, tuple(_groups(step, optimizer, mp, listed)), weights.aliases)
+
+
+def _groups(step: Step, optimizer: TorchFile, mp: int, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[Group]:
+    listed = get(optimizer.root, "param_groups", list, optimizer.path)
+    if step.stage3:
+        for group in listed:
+            members = range(len(shapes)) if len(listed) == 1 else get(group, "params", list, optimizer.path)
+            names = tuple(name for s in members for name in get(shapes, s, dict, optimizer.path))
+            yield Group(options_of(group, optimizer.path), names)
+        return
+    if mp == 0 and len(listed) != len(shapes):
+        raise Corrupt(
+            f"the optimizer has {len(listed)} groups, the model's file lists {len(shapes)}",
+            where=optimizer.path,
+            hint="Files of several runs may be mixed.",
+        )
+    for g, group_shapes in enumerate(shapes):
+        names = tuple(group_shapes)
+        if _round_robin(step) and (ranks := _ranks(optimizer, g)) < len(names):
+            names = tuple(gathered(names, ranks))
+        yield Group(options_of(listed[g], optimizer.path) if g < len(listed) else {}, names)
+
+
+def _round_robin(step: Step) -> bool:
+    zero = step.config.get("zero_optimization")
+    return not step.stage3 and isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
+
+def _ranks(optimizer: TorchFile, g: int) -> int:
+    """Over how many ranks DeepSpeed's converter found a group cut; 1 in a folder that it did not make."""
+    counts = optimizer.root.get("partition_count")
+    count = counts[g] if isinstance(counts, list) and g < len(counts) else 1
+    return int(count) if natural(count) and count else 1
+
+
+def _dealt(step: Step, optimizer: TorchFile) -> bool:
+    """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
+    counts = optimizer.root.get("partition_count")
+    groups = range(len(counts)) if isinstance(counts, list) else ()
+    return _round_robin(step) and any(_ranks(optimizer, g) > 1 for g in groups)
+
+
+def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str, dict[str, TorchFile]]:
+    """The files of the trained parameters."""
+    for name, parameter in trained.items():
+        if name not in folder.states and parameter.weight.size:
+            raise Incomplete(
+                f"parameter `{show(name)}` has no folder under `zero`",
+                where=folder.path,
+                hint="The conversion did not finish, or files were lost: convert again.",
+            )
+    paths = [path for name in trained for path in folder.states.get(name, {}).values()]
+    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
+        opened = dict(zip(paths, pool.map(open_file, paths), strict=True))
+    return {name: {state: opened[p] for state, p in folder.states.get(name, {}).items()} for name in trained}
+
+
+def _trained(parameter: Parameter, files: Mapping[str, TorchFile], steps: Mapping[str, Value], step: Step) -> Parameter:
+    weight = parameter.states[MODEL]
+    if files:
+        states, values = read_states(parameter.name, files, weight.shape)
+    else:  # without elements
+        states, values = {MASTER: Tensor(weight.shape, weight.dtype, ())}, {}
+    for key, value in steps.items():
+        if key not in states and key not in values:
+            (states if isinstance(value, Tensor) else values)[key] = value
+    if not any(True for _ in weight.sources()):
+        weight = Tensor.of(Decoded(Rounded(), states[MASTER], weight.dtype))
+    return replace(parameter, states={**states, MODEL: weight}, values=values)
+
+
+def _steps_of_sub_groups(step: Step, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
+    """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
+    inner = optimizer.root.get("optimizer_state_dict")
+    if not step.stage3 or not isinstance(inner, dict):
+        return {}
+    states = get(inner, "state", dict, optimizer.path)
+    found: dict[str, dict[str, Value]] = {}
+    for s, shapes in enumerate(stated_shapes(step.first)):
+        kept = sort_state([states.get(s, {})], [optimizer])
+        found |= {name: {**kept.scalars, **kept.values} for name in shapes}
+    return found
+
+
+def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: Mapping[str, str]) -> list[str]:
+    """What has a folder, though the optimizer never knew it. Raises `Corrupt` for what nobody knows."""
+    names = [name for name in folder.states if name not in merged or merged[name].role != "parameter"]
+    for name in names:
+        if name not in merged and name not in aliases:
+            raise Corrupt(
+                f"`zero` has a folder `{show(name)}`, but the model's files know no such parameter",
+                where=folder.path,
+                hint="Files of several runs may be mixed.",
+            )
+    return names
+
+
+def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
+    """The stages of a pipeline are known only of a folder that we wrote."""
+    origin, dimensions = origin_of(step, by_stage), step.first.root.get(DIMENSIONS)
+    pipeline = pipeline_of(dimensions.get("pipeline")) if isinstance(dimensions, dict) else None
+    if pipeline is None:
+        return origin
+    return replace(origin, layout={**origin.layout, "pp": max(len(pipeline.stages), 1), "pipeline": pipeline.to_json()})
+
+
+def _shards(
+    spare: Sequence[TorchFile], optimizer: TorchFile, files: Mapping[str, Mapping[str, TorchFile]]
+) -> Iterator[Shard]:
+    for file in spare:
+        yield Shard(file.path, file.path.stat().st_size, "model")
+    for file in (optimizer, *(file for held in files.values() for file in held.values())):
+        yield Shard(file.path, file.path.stat().st_size, "optimizer")
+
+
+def _notices(
+    step: Step, shadows: Sequence[str], parameters: Mapping[str, Parameter], groups: Sequence[Group]
+) -> Iterator[str]:
+    if shadows:
+        names = ", ".join(f"`{show(name)}`" for name in shadows[:5])
+        more = f", and {len(shadows) - 5} more" if len(shadows) > 5 else ""
+        yield (
+            f"under zero/ are rounded or widened copies of buffers, frozen parameters or tied names ({names}{more}); "
+            "the model file's own values count"
+        )
+    if any(group.options.get("amsgrad") for group in groups) and not any(
+        "max_exp_avg_sq" in p.states for p in parameters.values()
+    ):
+        yield "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+    if not step.stage3 and not step.first.root.get("module"):
+        yield (
+            "weights of pipeline layers are not in a universal folder: they are the masters, rounded; "
+            "buffers and frozen parameters, if the layers have any, are missing"
+        )
