@@ -22,7 +22,7 @@ from pathlib import Path
 from measure import Run, measure, medians, warm
 
 HERE = Path(__file__).resolve().parent
-CKPT = [sys.executable, "-m", "ckpt_cli", "convert"]
+CKPT = [sys.executable, "-m", "ckpt_cli"]
 UNIVERSAL = "deepspeed.checkpoint.ds_to_universal"
 COPY_AND_FSYNC = 'cp -r "$1" "$2" && find "$2" -exec sync {} +'
 WEIGHTS_BY_DEEPSPEED = (
@@ -32,6 +32,7 @@ WEIGHTS_BY_DEEPSPEED = (
 )
 OURS = "ckpt convert"
 OUR_WEIGHTS = "ckpt convert --model-only"
+OUR_RESHARD = "ckpt reshard, ZeRO-3 dp 4"
 QUIET = {"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -44,12 +45,13 @@ def commands(source: Path, out: Path) -> dict[str, list[str]]:
         return [sys.executable, "-m", UNIVERSAL, *folders, *counts, "--inject_missing_state"]
 
     return {
-        OURS: [*CKPT, str(source), str(out)],
+        OURS: [*CKPT, "convert", str(source), str(out)],
+        OUR_RESHARD: [*CKPT, "reshard", str(source), str(out), "--dp", "4", "--zero", "3"],
         "cp -r": ["cp", "-r", str(source), str(out)],
         "cp -r and fsync": ["bash", "-c", COPY_AND_FSYNC, "-", str(source), str(out)],
         "ds_to_universal, 1 worker": universal(1),
         "ds_to_universal, 2 workers": universal(2),
-        OUR_WEIGHTS: [*CKPT, str(source), str(out), "--to", "torch", "--model-only", "--dtype", "fp32"],
+        OUR_WEIGHTS: [*CKPT, "convert", str(source), str(out), "--to", "torch", "--model-only", "--dtype", "fp32"],
         "zero_to_fp32": [sys.executable, "-c", WEIGHTS_BY_DEEPSPEED, str(source), str(out)],
         "import of DeepSpeed alone": [sys.executable, "-c", f"import {UNIVERSAL}"],
     }

@@ -51,9 +51,9 @@ def convert(
     """Write the checkpoint SOURCE again as TARGET, in another format.
 
     The source is told by its content, and is never changed. Every tensor is
-    checked to be whole before anything is written, and every checksum that the
-    source holds is checked on the way. TARGET appears only when it is complete;
-    an interrupted run goes on where it was when the same command is given again.
+    checked to be whole before anything is written, and the checksums of all that
+    is read are checked on the way. TARGET appears only when it is complete; an
+    interrupted run goes on where it was when the same command is given again.
 
     PATTERNs are regular expressions found anywhere in a name.
 

@@ -99,7 +99,7 @@ class Reader:
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
-            if len(self._files) >= 128:
+            if len(self._files) >= 64:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         return self._files[path]
