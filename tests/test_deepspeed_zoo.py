@@ -3,7 +3,6 @@
 Set CKPT_ZOO to a folder to keep the checkpoints between runs; otherwise they are made anew, in minutes.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,9 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import Array, Tensor, read
-from engines import launch
 from engines.kinds import KINDS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = os.environ.get("CKPT_ZOO")
-    out = Path(kept) if kept else tmp_path_factory.mktemp("zoo")
-    launch.train(KINDS, out)
-    return out
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,0 +1,27 @@
+"""Settings of all tests, and the zoo of real checkpoints. Shared arrays, checkpoints and strategies are in `held`."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from engines import launch
+from engines.kinds import KINDS
+
+settings.register_profile(
+    "ckpt", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("ckpt")
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of every kind that real DeepSpeed has trained.
+
+    Set CKPT_ZOO to a folder to keep them between runs; otherwise they are made anew, in minutes.
+    """
+    kept = os.environ.get("CKPT_ZOO")
+    out = Path(kept) if kept else tmp_path_factory.mktemp("zoo")
+    launch.train(KINDS, out)
+    return out

@@ -1,0 +1,262 @@
+"""One rule both splits and merges: what is cut by it comes together again, whatever the axis, pieces and ranks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import BadRules, Corrupt
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box
+from ckpt_formats.layout import How, Layout, Placed, Rule, lengths, merge, place, split
+from ckpt_formats.tensor import Array, Tensor, c_strides, read
+from ckpt_formats.transfer import Transfer
+from held import array, bits, lay, tensor
+
+RANKS = [1, 2, 3, 4]
+UNIT = 12
+"""Divisible by every number of ranks and of pieces."""
+FUSED: list[int | tuple[int, ...]] = [1, 2, 3, (12, 24), (24, 12, 12), (12, 0, 36)]
+
+
+def by_hand(values: Array, rule: Rule, table: Sequence[Sequence[int]], ranks: int) -> list[Tensor]:
+    """Each rank's shard of a whole array."""
+    shards = []
+    for rank in range(ranks):
+        shape = (*values.shape[: rule.axis], sum(row[rank] for row in table), *values.shape[rule.axis + 1 :])
+        shard = np.zeros(shape, values.dtype)
+        for placed in place(values.shape, rule.axis, table, rank):
+            shard[placed.local.index] = values[placed.whole.index]
+        shards.append(tensor(shard))
+    return shards
+
+
+def whole_shape(axes: int, axis: int, length: int) -> tuple[int, ...]:
+    return (*(2 + i for i in range(axis)), length, *(2 + i for i in range(axis + 1, axes)))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("fused", FUSED, ids=str)
+@pytest.mark.parametrize(("axes", "axis"), [(axes, axis) for axes in (1, 2, 3) for axis in range(axes)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merging_undoes_splitting(
+    ranks: int, fused: int | tuple[int, ...], axes: int, axis: int, dtype: str
+) -> None:
+    length = fused * UNIT if isinstance(fused, int) else sum(fused)
+    values = array(DTYPES[dtype], whole_shape(axes, axis, length))
+    rule = Rule(".*", axis=axis, fused=fused)
+    table = lengths("w", rule, [length // ranks] * ranks)
+    shards = by_hand(values, rule, table, ranks)
+    merged = merge("w", shards, rule)
+    assert list(merged.flaws()) == []
+    assert bits(read(merged)) == bits(values)
+    for ours, shard in zip(split("w", tensor(values), rule, ranks), shards, strict=True):
+        assert list(ours.flaws()) == []
+        assert bits(read(ours)) == bits(read(shard))
+    pieces = [UNIT] * fused if isinstance(fused, int) else list(fused)
+    assert [sum(row) for row in table] == pieces
+    at = 0
+    for piece in pieces:  # each rank holds its own part of every piece, the pieces in order
+        parts = np.split(np.take(values, range(at, at + piece), axis), ranks, axis)
+        low = at // ranks
+        for shard, part in zip(shards, parts, strict=True):
+            held = np.take(read(shard), range(low, low + piece // ranks), axis)
+            assert bits(held) == bits(part)
+        at += piece
+
+
+@given(st.data())
+def test_merging_undoes_splitting_of_ranks_that_differ(data: st.DataObject) -> None:
+    """Widths name the length of every piece on every rank: grouped heads that do not divide, say."""
+    ranks, pieces = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    widths = tuple(
+        tuple(data.draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))) for _ in range(pieces)
+    )
+    axes = data.draw(st.integers(1, 3))
+    axis = data.draw(st.integers(0, axes - 1))
+    values = array(DTYPES["float16"], whole_shape(axes, axis, sum(map(sum, widths))))
+    rule = Rule(".*", axis=axis, fused=pieces, widths=widths)
+    local = [sum(row[rank] for row in widths) for rank in range(ranks)]
+    assert lengths("w", rule, local) == [list(row) for row in widths]
+    merged = merge("w", by_hand(values, rule, widths, ranks), rule)
+    assert list(merged.flaws()) == []
+    assert bits(read(merged)) == bits(values)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("rows", [1, 10, 11, 12])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_that_pad_a_vocabulary_are_dropped(ranks: int, rows: int, axis: int) -> None:
+    padded = np.zeros((12, 12), np.float32)
+    padded[:rows] = array(DTYPES["float32"], (rows, 12))
+    rule = Rule(".*", axis=axis, vocabulary=rows)
+    merged = merge("w", by_hand(padded, rule, lengths("w", rule, [12 // ranks] * ranks), ranks), rule)
+    assert list(merged.flaws()) == []
+    assert bits(read(merged)) == bits(padded[:rows])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("rows", [None, 12, 24])
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_splitting_pads_a_vocabulary_with_zeros_that_merging_drops(
+    ranks: int, rows: int | None, how: How, axis: int
+) -> None:
+    values = array(DTYPES["bfloat16"], (11, 12))
+    rule = Rule(".*", how, axis, vocabulary=11)
+    shards = split("w", tensor(values), rule, ranks, rows)
+    merged = merge("w", shards, rule)
+    assert [list(made.flaws()) for made in (*shards, merged)] == [[]] * (ranks + 1)
+    assert bits(read(merged)) == bits(values)
+    padded = merge("w", shards, replace(rule, vocabulary=None))
+    assert padded.shape[0] >= (rows or 11)
+    assert not read(padded)[11:].view(np.uint8).any()
+
+
+def test_what_does_not_divide_is_not_split() -> None:
+    for rule, shape in (
+        (Rule(".*"), (7, 2)),
+        (Rule(".*", axis=2), (4, 2)),
+        (Rule(".*", fused=3), (8, 2)),
+        (Rule(".*", fused=(3, 5)), (8, 2)),
+        (Rule(".*", fused=(2, 2)), (8, 2)),
+        (Rule(".*", "blocks", shape=(8, 2), blocks=((),)), (8, 2)),
+    ):
+        with pytest.raises(BadRules, match="`layer.w`"):
+            split("layer.w", tensor(np.zeros(shape, np.float32)), rule, 2)
+
+
+def test_a_table_smaller_than_its_vocabulary_is_an_error() -> None:
+    with pytest.raises(BadRules, match="has 8 rows, fewer than its vocabulary of 9"):
+        merge("w", [tensor(np.zeros((4, 2)))] * 2, Rule(".*", vocabulary=9))
+
+
+def test_replicas_that_agree_are_one_tensor_and_those_that_do_not_name_both_files(tmp_path: Path) -> None:
+    values = array(DTYPES["float32"], (4, 3))
+    other = values.copy()
+    other[3, 2] = 0.25
+    files = [
+        Tensor.of(lay(tmp_path / f"rank{i}", one, 0, c_strides((4, 3), 4))) for i, one in enumerate([values, values, other])
+    ]
+    rule = Rule(".*", "replicated")
+    agreed = merge("w", files[:2], rule)
+    assert list(agreed.flaws()) == []
+    with Reader() as reader:
+        assert b"".join(map(bytes, Transfer(reader).chunks(agreed))) == values.tobytes()
+    with Reader() as reader, pytest.raises(Corrupt, match="rank0 against .*rank2"):
+        list(Transfer(reader).chunks(merge("w", files, rule)))
+
+
+def test_the_first_copy_counts_where_a_rule_says_so() -> None:
+    copies = [array(DTYPES["bfloat16"], (3, 2), seed) for seed in range(3)]
+    merged = merge("w", list(map(tensor, copies)), Rule(".*", "first"))
+    with Reader() as reader:
+        assert b"".join(map(bytes, Transfer(reader).chunks(merged))) == copies[0].tobytes()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_mean_counts_where_a_rule_says_so(ranks: int) -> None:
+    copies = [np.arange(6, dtype=np.float64).reshape(2, 3) * (i + 1) for i in range(ranks)]
+    merged = merge("w", list(map(tensor, copies)), Rule(".*", "averaged"))
+    assert np.array_equal(read(merged), np.mean(copies, axis=0))
+
+
+def test_blocks_say_for_themselves_where_they_belong() -> None:
+    """Rank 1 holds the corner, rank 0 the rest, its rows in reverse."""
+    values = array(DTYPES["float32"], (4, 3))
+    first = np.zeros((4, 3), np.float32)
+    first[0], first[1], first[2, :2] = values[1], values[0], values[2, :2]
+    first[3, :2] = values[3, :2]
+    second = values[2:, 2:]
+    blocks = (
+        (
+            Placed(Box((0, 0), (1, 3)), Box((1, 0), (2, 3))),
+            Placed(Box((1, 0), (2, 3)), Box((0, 0), (1, 3))),
+            Placed(Box((2, 0), (4, 2)), Box((2, 0), (4, 2))),
+        ),
+        (Placed(Box((0, 0), (2, 1)), Box((2, 2), (4, 3))),),
+    )
+    rule = Rule(".*", "blocks", shape=(4, 3), blocks=blocks)
+    merged = merge("w", [tensor(first), tensor(second)], rule)
+    assert list(merged.flaws()) == []
+    assert bits(read(merged)) == bits(values)
+    fewer = replace(rule, blocks=(blocks[0], ()))
+    assert "no file holds block [2:4, 2:3]" in " ".join(merge("w", [tensor(first), tensor(second)], fewer).flaws())
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicated", "averaged", "first"])
+def test_a_gap_in_a_shard_is_a_flaw_of_the_whole(how: How) -> None:
+    holed = replace(tensor(np.zeros((4, 3), np.float32)).crop(Box((0, 0), (3, 3))), shape=(4, 3))
+    merged = merge("w", [holed, tensor(np.zeros((4, 3), np.float32))], Rule(".*", how))
+    assert any("no file holds block [3:4, 0:3]" in flaw for flaw in merged.flaws())
+
+
+CONTRADICTIONS = {
+    "axis beyond the shape": (Rule(".*", axis=2), [(4, 2), (4, 2)]),
+    "scalar": (Rule(".*"), [(), ()]),
+    "other lengths differ": (Rule(".*", axis=0), [(4, 2), (4, 3)]),
+    "other number of axes": (Rule(".*", axis=0), [(4, 2), (4,)]),
+    "pieces do not divide": (Rule(".*", fused=3), [(4, 2), (4, 2)]),
+    "sizes do not sum": (Rule(".*", fused=(4, 2)), [(4, 2), (4, 2)]),
+    "sizes do not divide": (Rule(".*", fused=(5, 3)), [(4, 2), (4, 2)]),
+    "sizes of equal ranks": (Rule(".*", fused=(4, 4)), [(3, 2), (5, 2)]),
+    "widths of other ranks": (Rule(".*", widths=((4, 2, 2),)), [(4, 2), (4, 2)]),
+    "widths of other lengths": (Rule(".*", widths=((3, 5),)), [(4, 2), (4, 2)]),
+    "replicas of two shapes": (Rule(".*", "replicated"), [(4, 2), (2, 4)]),
+    "mean of two shapes": (Rule(".*", "averaged"), [(4, 2), (2, 4)]),
+    "first of two shapes": (Rule(".*", "first"), [(4, 2), (2, 4)]),
+    "blocks of other ranks": (Rule(".*", "blocks", shape=(8, 2), blocks=((),)), [(4, 2), (4, 2)]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_shapes_that_contradict_a_rule_are_an_error_that_names_the_tensor(kind: str) -> None:
+    rule, shapes = CONTRADICTIONS[kind]
+    with pytest.raises(BadRules, match="`layer.w`"):
+        merge("layer.w", [tensor(np.zeros(shape, np.float32)) for shape in shapes], rule)
+
+
+def test_shards_of_two_types_are_a_flaw() -> None:
+    merged = merge("w", [tensor(np.zeros(2, np.float32)), tensor(np.zeros(2, np.float16))], Rule(".*"))
+    assert any("holds float16" in flaw for flaw in merged.flaws())
+
+
+def test_the_first_rule_that_matches_the_whole_name_counts() -> None:
+    layout = Layout((Rule(r"a\.\d+", axis=1), Rule(r"a\..*", "replicated"), Rule("b", "first")))
+    assert layout.rule("a.5").axis == 1
+    assert layout.rule("a.5.b").how == "replicated"
+    assert layout.rule("b").how == "first"
+    with pytest.raises(BadRules, match="`bb`") as found:
+        layout.rule("bb")
+    assert "[[rule]]" in str(found.value.hint)
+
+
+def test_a_vocabulary_may_be_said_by_another_rule_than_the_cut() -> None:
+    layout = Layout((Rule("embed", axis=1), Rule(".*", vocabulary=5)))
+    assert layout.rule("embed") == Rule("embed", axis=1, vocabulary=5)
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    merged = merge("embed", [tensor(values[:, :2]), tensor(values[:, 2:])], layout.rule("embed"))
+    assert np.array_equal(read(merged), values[:5])
+
+
+def test_replicas_of_shards_are_compared_after_merging_too(tmp_path: Path) -> None:
+    values = array(DTYPES["float32"], (4, 3))
+    other = values.copy()
+    other[3, 2] = 0.25
+    whole = [Tensor.of(lay(tmp_path / n, v, 0, (12, 4))) for n, v in (("ours", values), ("theirs", other))]
+    shards = [replace(whole[0].crop(half), replicas=(whole[1].crop(half),)) for half in map(_half, (0, 1))]
+    with pytest.raises(Corrupt, match="ours against .*theirs"):
+        read(merge("w", shards, Rule(".*")))
+    same = [replace(shard, replicas=(shard, shard)) for shard in shards[:1]] + [replace(shards[1], replicas=())]
+    merged = merge("w", same, Rule(".*"))
+    assert list(merged.flaws()) == []
+    assert bits(read(merged)) == bits(values)
+
+
+def _half(rank: int) -> Box:
+    return Box((2 * rank, 0), (2 * rank + 2, 3))

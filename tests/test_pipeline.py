@@ -1,0 +1,524 @@
+"""The one pipeline: the same bytes whatever the effort, and a target that is whole or absent whatever happens."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_cli.executors import results
+from ckpt_cli.pipeline import Effort, Outcome, check_whole, copy, plan
+from ckpt_cli.staging import staging
+from ckpt_formats.base import MODEL, Checkpoint, Format, Goal, Group, Options, Part, Receipt, WritableFormat
+from ckpt_formats.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
+from ckpt_formats.geometry import Box
+from ckpt_formats.plain_torch import PlainTorch
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.safetensors import Safetensors
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.transfer import Transfer
+from ckpt_formats.universal import Universal
+from held import checkpoint, contents, everything, flip, lay, parameter
+
+EFFORT = Effort(2, 1 << 20)
+FORMATS: dict[str, WritableFormat] = {"universal": Universal(), "torch": PlainTorch(), "safetensors": Safetensors()}
+
+
+def target_of(name: str, folder: Path) -> Path:
+    return folder / {"universal": "target", "torch": "target.pt", "safetensors": "target"}[name]
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """All files of a checkpoint, which is a folder or a file."""
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    return {str(f.relative_to(path.parent)): f.read_bytes() for f in files}
+
+
+def many(files: int = 6, length: int = 2000) -> Checkpoint:
+    """Parameters of different sizes, so that the order of work is known: the largest first."""
+    return checkpoint(
+        [parameter(f"p{i}", {"param": np.arange(length * (files - i), dtype=np.float32)}) for i in range(files)]
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_workers_and_memory_do_not_show_in_the_bytes(name: str, tmp_path: Path) -> None:
+    source, written = everything(), []
+    for workers in (1, 2, 3, 4):
+        for memory in (1, 1 << 14, 1 << 30):
+            folder = tmp_path / f"{workers}-{memory}"
+            folder.mkdir()
+            goal = Goal(target_of(name, folder), shard_nbytes=100)
+            copy(source, FORMATS[name], goal, "", Effort(workers, memory))
+            written.append(tree(goal.target))
+            assert [path.name for path in folder.iterdir()] == [goal.target.name], "nothing is left behind"
+    assert all(one == written[0] for one in written)
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+def test_every_format_carries_what_it_can_hold_to_every_other(first: str, second: str, tmp_path: Path) -> None:
+    """Exactly: through any two formats come the same bits as through the second alone, and what is lost was announced."""
+    source = everything()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    copy(source, FORMATS[first], Goal(target_of(first, tmp_path / "a")), "", EFFORT)
+    between = open_checkpoint(target_of(first, tmp_path / "a"))
+    copy(between, FORMATS[second], Goal(target_of(second, tmp_path / "b")), "", EFFORT)
+    made = open_checkpoint(target_of(second, tmp_path / "b"))
+    expected = contents(source)
+    if "safetensors" in (first, second):
+        expected = {(n, s): v for (n, s), v in expected.items() if s == "param" and source.parameters[n].role != "extra"}
+        assert any(FORMATS[name].losses(source, ()) for name in (first, second))
+    else:
+        assert made.groups == source.groups
+        assert made.extras == source.extras
+        assert made.origin == source.origin
+        assert {n: (p.role, p.values) for n, p in made.parameters.items()} == {
+            n: (p.role, p.values) for n, p in source.parameters.items()
+        }
+        assert not FORMATS[first].losses(source, ())
+    assert contents(made) == expected
+    assert made.aliases == source.aliases
+
+
+class Dying(Universal):
+    """Stops in the middle of its work, as a killed process would."""
+
+    def __init__(self, after: int, error: BaseException) -> None:
+        self.left = after
+        self.error = error
+        self.lock = threading.Lock()
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        with self.lock:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+        return super().write(folder, part, transfer)
+
+
+class Counting(Universal):
+    """Knows what it was asked to write."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        self.files.append(part.file)
+        return super().write(folder, part, transfer)
+
+
+def interrupted(target: Path, after: int, error: BaseException | None = None, choices: str = "") -> None:
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        copy(many(), Dying(after, error or RuntimeError("killed")), Goal(target), choices, Effort(1, 1 << 20))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("after", range(7))
+@pytest.mark.parametrize("error", [RuntimeError("killed"), KeyboardInterrupt()], ids=["killed", "interrupted"])
+def test_a_second_run_does_only_the_rest(after: int, error: BaseException, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    if after < 6:
+        interrupted(target, after, error)
+    format, moved = Counting(), []
+    outcome = copy(many(), format, Goal(target), "", Effort(1, 1 << 20), moved.append)
+    done = after if after < 6 else 0
+    assert outcome == Outcome(target, 6, outcome.nbytes, done, 0)
+    assert len(format.files) == 6 - done
+    assert sum(moved) == sum(part.nbytes for part in format.plan(many(), Goal(target)))
+    assert contents(open_checkpoint(target)) == contents(many())
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_resumed_target_has_the_same_bytes(tmp_path: Path) -> None:
+    interrupted(tmp_path / "target", 3)
+    copy(many(), Universal(), Goal(tmp_path / "target"), "", EFFORT)
+    (tmp_path / "once").mkdir()
+    copy(many(), Universal(), Goal(tmp_path / "once/target"), "", EFFORT)
+    assert tree(tmp_path / "target") == tree(tmp_path / "once/target")
+
+
+def test_a_part_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    interrupted(target, 4)
+    staged = sorted((tmp_path / ".target.ckpt-partial/data/parameters").iterdir())
+    assert len(staged) == 4
+    flip(staged[0], staged[0].stat().st_size - 1)
+    flip(staged[1], 9)
+    staged[2].unlink()
+    format = Counting()
+    assert copy(many(), format, Goal(target), "", EFFORT).resumed == 1
+    assert {f"parameters/{path.name}" for path in staged[:3]} <= set(format.files)
+    assert contents(open_checkpoint(target)) == contents(many())
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\xfe\x00", b"[]\n[]\n", b'{"plan": 5}\n', b'{"plan": null}'])
+def test_a_journal_that_is_no_longer_one_is_started_anew(damage: bytes, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    interrupted(target, 4)
+    (tmp_path / ".target.ckpt-partial/journal.jsonl").write_bytes(damage)
+    assert copy(many(), Universal(), Goal(target), "", EFFORT).resumed == 0
+    assert contents(open_checkpoint(target)) == contents(many())
+
+
+def test_a_journal_cut_at_any_byte_loses_only_its_end(tmp_path: Path) -> None:
+    target, stage = tmp_path / "target", tmp_path / ".target.ckpt-partial"
+    interrupted(target, 3)
+    kept = tmp_path / "kept"
+    stage.rename(kept)
+    journal = (kept / "journal.jsonl").read_bytes()
+    for cut in range(0, len(journal), 41):
+        shutil.copytree(kept, stage)
+        os.truncate(stage / "journal.jsonl", cut)
+        outcome = copy(many(), Universal(), Goal(target), "", Effort(1, 1 << 20))
+        assert outcome.resumed >= max(0, journal[:cut].count(b"\n") - 1)
+        assert contents(open_checkpoint(target)) == contents(many())
+        shutil.rmtree(target)
+
+
+def test_other_choices_start_anew(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    interrupted(target, 4, choices="one")
+    format = Counting()
+    assert copy(many(), format, Goal(target), "another", EFFORT).resumed == 0
+    assert len(format.files) == 6
+
+
+def test_another_source_starts_anew(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy(many(), Universal(), Goal(source), "", EFFORT)
+    with pytest.raises(RuntimeError):
+        copy(open_checkpoint(source), Dying(3, RuntimeError()), Goal(tmp_path / "target"), "", Effort(1))
+    changed = next((source / "parameters").iterdir())
+    os.utime(changed, ns=(0, 0))
+    assert copy(open_checkpoint(source), Universal(), Goal(tmp_path / "target"), "", EFFORT).resumed == 0
+
+
+def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
+    """Damage of the source that the first run read is found although the second does not read it."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy(many(), Universal(), Goal(source), "", EFFORT)
+    opened = open_checkpoint(source)
+    largest = max(opened.shards, key=lambda shard: shard.nbytes).path
+    times = largest.stat()
+    flip(largest, largest.stat().st_size - 1)
+    os.utime(largest, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(RuntimeError):
+        copy(opened, Dying(2, RuntimeError()), Goal(target), "", Effort(1))
+    format = Counting()
+    with pytest.raises(Corrupt, match="checksum"):
+        copy(opened, format, Goal(target), "", Effort(1))
+    assert len(format.files) == 4, "the damaged part itself was not written again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
+    for name, format in FORMATS.items():
+        source = tmp_path / name
+        source.mkdir()
+        copy(many(), Universal(), Goal(source / "source"), "", EFFORT)
+        opened = open_checkpoint(source / "source")
+        flip(opened.shards[2].path, opened.shards[2].nbytes - 1)
+        with pytest.raises(Corrupt, match="p2"):
+            copy(opened, format, Goal(target_of(name, source)), "", EFFORT)
+        assert [path.name for path in source.iterdir()] == ["source"]
+
+
+CODE = """
+import sys, os, signal, time
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import Goal
+from ckpt_formats.registry import open_checkpoint, writable
+moves = int(sys.argv[3])
+def moved(nbytes):
+    global moves
+    moves -= 1
+    if moves < 0:
+        {act}
+copy(open_checkpoint(Path(sys.argv[1])), writable("universal"), Goal(Path(sys.argv[2])), "", Effort(2, 1), moved)
+"""
+
+
+def run(act: str, source: Path, target: Path, moves: int, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    code = CODE.format(paths=[p for p in sys.path if p], act=act)
+    arguments = [sys.executable, "-c", code, str(source), str(target), str(moves)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, preexec_fn=limited)
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_any_moment_leaves_the_target_absent_or_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy(many(5, 20_000), Universal(), Goal(source), "", EFFORT)
+    expected, resumed = contents(open_checkpoint(source)), []
+    for moves in (0, 1, 3, 6, 10, 15, 18):
+        target = tmp_path / f"target{moves}"
+        killed = run("os.kill(os.getpid(), signal.SIGKILL)", source, target, moves)
+        assert killed.returncode == -signal.SIGKILL
+        assert not target.exists()
+        resumed.append(copy(open_checkpoint(source), Universal(), Goal(target), "", EFFORT).resumed)
+        assert contents(open_checkpoint(target)) == expected
+        assert tree(target).keys() == {f.replace("source", target.name, 1) for f in tree(source)}
+    assert resumed[0] == 0
+    assert resumed[-1] > 0
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_middle_stops_soon_and_leaves_no_target(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy(many(5, 20_000), Universal(), Goal(source), "", EFFORT)
+    act = "os.kill(os.getpid(), signal.SIGINT) if moves == -1 else time.sleep(0.05)"
+    began = time.monotonic()
+    stopped = run(act, source, target, 2)
+    assert stopped.returncode in (130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in stopped.stderr
+    assert time.monotonic() - began < 30
+    assert not target.exists()
+    assert copy(open_checkpoint(source), Universal(), Goal(target), "", EFFORT).files == 5
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_is_an_output_error_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy(many(5, 20_000), Universal(), Goal(source), "", EFFORT)
+    failed = run("pass", source, target, 0, limit=250_000)
+    assert "OutputError" in failed.stderr
+    assert not target.exists()
+    assert copy(open_checkpoint(source), Universal(), Goal(target), "", EFFORT).files == 5
+    assert contents(open_checkpoint(target)) == contents(open_checkpoint(source))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, where we may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode  # fmt: skip
+    if not mounted:
+        pytest.skip("may not mount a file system here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
+    source, ballast = many(8, 8_000), small_disk / "ballast"
+    ballast.write_bytes(bytes(400 << 10))
+    with pytest.raises(NoSpace, match="target: no space left"):
+        copy(source, Universal(), Goal(small_disk / "target"), "", Effort(1, 1 << 20))
+    assert not (small_disk / "target").exists()
+    ballast.unlink()
+    with pytest.raises(NoSpace):  # it is still too large; but the journal survives a full disk
+        copy(source, Universal(), Goal(small_disk / "target"), "", Effort(1, 1 << 20))
+    half = replace(source, parameters=dict(list(source.parameters.items())[5:]))
+    copy(half, Universal(), Goal(small_disk / "target"), "half", Effort(1, 1 << 20))
+    assert contents(open_checkpoint(small_disk / "target")) == contents(half)
+
+
+def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OutputError):
+        copy(many(), Universal(), Goal(small_disk / "target"), "", EFFORT)
+
+
+def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with staging(target), pytest.raises(Locked):
+        copy(many(), Universal(), Goal(target), "", EFFORT)
+    copy(many(), Universal(), Goal(target), "", EFFORT)
+
+
+def test_a_target_that_exists_is_never_touched(tmp_path: Path) -> None:
+    file, folder, link, dangling = (tmp_path / name for name in ("file", "folder", "link", "dangling"))
+    file.write_text("precious")
+    folder.mkdir()
+    link.symlink_to(folder)
+    dangling.symlink_to(tmp_path / "nowhere")
+    for target in (file, folder, link, dangling):
+        with pytest.raises(OutputError, match="exists already"):
+            copy(many(), Universal(), Goal(target), "", EFFORT)
+    assert file.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "folder", "link"]
+
+
+def test_a_target_that_appears_meanwhile_is_never_touched(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def moved(nbytes: int) -> None:
+        target.mkdir(exist_ok=True)
+        (target / "precious").write_text("theirs")
+
+    with pytest.raises(OutputError, match="exists already"):
+        copy(many(), Universal(), Goal(target), "", EFFORT, moved)
+    assert [path.name for path in target.iterdir()] == ["precious"]
+
+
+def test_a_target_inside_or_around_its_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "run" / "source"
+    source.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(source)
+    held = replace(many(), path=source)
+    for target in (source / "target", source / "parameters/target", tmp_path / "link" / "target"):
+        with pytest.raises(OutputError, match="inside one another"):
+            plan(held, Universal(), Goal(target))
+    for target in (source, tmp_path / "run", tmp_path):
+        with pytest.raises(OutputError):
+            plan(held, Universal(), Goal(target))
+    with pytest.raises(OutputError, match="should hold the target"):
+        plan(held, Universal(), Goal(tmp_path / "absent" / "target"))
+    plan(held, Universal(), Goal(tmp_path / "run" / "source2"))
+
+
+def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    holed = replace(many().parameters["p5"].states[MODEL].crop(Box((0,), (1000,))), shape=(2000,))
+    source = many()
+    bad = replace(source.parameters["p5"], states={MODEL: holed})
+    with pytest.raises(Incomplete, match=r"`p5` param: no file holds block \[1000:2000\]"):
+        copy(replace(source, parameters={**source.parameters, "p5": bad}), Universal(), Goal(tmp_path / "t"), "", EFFORT)
+    assert not list(tmp_path.iterdir())
+    for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
+        with pytest.raises(Incomplete, match="nobody"):
+            check_whole(stray)
+
+
+def test_an_error_that_names_no_place_is_given_its_tensor(tmp_path: Path) -> None:
+    class Refusing(Universal):
+        def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+            raise BadRules("no")
+
+    with pytest.raises(BadRules, match="tensor p0: no"):
+        copy(many(), Refusing(), Goal(tmp_path / "target"), "", Effort(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_ends_too_early_while_it_is_copied_leaves_nothing(tmp_path: Path) -> None:
+    values = np.arange(1000, dtype=np.float32)
+    raw = lay(tmp_path / "source.bin", values, 0, (4,))
+    source = checkpoint([replace(parameter("w", {MODEL: values}), states={MODEL: Tensor.of(raw)})])
+    os.truncate(tmp_path / "source.bin", 3000)
+    with pytest.raises(Corrupt, match="ends at byte 3000"):
+        copy(source, Universal(), Goal(tmp_path / "target"), "", EFFORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.bin"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_until_it_is_committed_nobody_takes_it_for_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """The law of `WritableFormat`: parts may be written in any order and again, and only `commit` makes a whole."""
+    source, format = many(), FORMATS[name]
+    goal = Goal(target_of(name, tmp_path), shard_nbytes=20_000)
+    parts = format.plan(source, goal)
+    assert parts == format.plan(source, goal) or name == "torch"
+    receipts: dict[str, Receipt] = {}
+    for part in (*reversed(parts), *parts):
+        with _reader() as reader:
+            receipts[part.file] = format.write(tmp_path, part, Transfer(reader))
+        if format.product(goal.target) is None and name == "universal":
+            assert not format.detect(tmp_path)
+    format.commit(tmp_path, source, [receipts[part.file] for part in parts])
+    whole = tmp_path if format.product(goal.target) is None else tmp_path / str(format.product(goal.target))
+    assert format.detect(whole)
+    opened: Format = format
+    assert contents(opened.read(whole, Options())) == contents(source)
+
+
+def _reader():  # type: ignore[no-untyped-def]
+    from ckpt_formats.files import Reader
+
+    return Reader()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+def test_work_in_flight_is_bounded_and_everything_is_done_once(in_flight: int) -> None:
+    taken, given, most = 0, 0, 0
+
+    def items() -> Iterator[int]:
+        nonlocal taken, most
+        for i in range(50):
+            taken += 1
+            most = max(most, taken - given)
+            yield i
+
+    found: Counter[int] = Counter()
+    with ThreadPoolExecutor(4) as pool:
+        for result in results(pool, lambda i: i * i, items(), in_flight):
+            given += 1
+            found[result] += 1
+    assert found == Counter(i * i for i in range(50))
+    assert most <= in_flight + 1
+
+
+def test_after_the_first_error_nothing_more_is_started_and_all_that_runs_is_waited_for() -> None:
+    started: list[int] = []
+    ended: list[int] = []
+    gate = threading.Event()
+
+    def work(i: int) -> int:
+        started.append(i)
+        if i == 3:
+            gate.set()
+            raise ValueError("the third")
+        gate.wait(10)
+        time.sleep(0.05)
+        ended.append(i)
+        return i
+
+    with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="the third"):
+        list(results(pool, work, range(1000), 4))
+    assert len(started) < 20
+    assert sorted(started) == sorted([*ended, 3])
+
+
+def test_a_consumer_that_stops_leaves_nothing_running() -> None:
+    running = 0
+    lock = threading.Lock()
+
+    def work(i: int) -> int:
+        nonlocal running
+        with lock:
+            running += 1
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return i
+
+    with ThreadPoolExecutor(4) as pool:
+        stream = results(pool, work, range(1000), 8)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert running == 0
+
+
+def test_the_slabs_of_all_workers_fit_the_memory() -> None:
+    for workers in (1, 2, 8, 64):
+        for memory in (1 << 26, 1 << 28, 1 << 33):
+            assert 4 * workers * Effort(workers, memory).slab <= memory
+    assert Effort(1, 1).slab > 0
+
+
+def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:
+    with staging(tmp_path / "target") as stage:
+        stage.begin("the plan")
+        assert json.loads(stage.journal.read_text().splitlines()[0]) == {"plan": "the plan"}
+        assert list(stage.receipts()) == []
+        stage.discard()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,410 @@
+"""Files of `torch.save`, against torch: what it saves we read, what we write it loads, and training goes on."""
+
+import copy as copying
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from torch import nn
+
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Parameter
+from ckpt_formats.errors import CkptError, Corrupt
+from ckpt_formats.plain_torch import PlainTorch
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.tensor import read
+from ckpt_formats.universal import Universal
+from ckpt_formats.values import TensorName, Value
+from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
+from ckpt_formats.dtypes import DTYPES
+from typed_values import values
+
+EFFORT = Effort(2, 1 << 20)
+TORCH_TYPES = [d for d in DTYPES.values() if hasattr(torch, d.name)]
+
+
+class Net(nn.Module):
+    """Tied, frozen, with buffers, and with several parameters of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 5)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.first(self.embed(tokens))))
+        return self.head(torch.tanh(self.second(hidden)) * self.scale)
+
+
+def decay_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """As everyone has them: matrices decay, vectors do not; a third group has its own rate."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() == 0], "lr": 0.01},
+    ]
+
+
+def flat_group(net: nn.Module) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def all_of_it(net: nn.Module) -> list[nn.Parameter]:
+    return list(net.parameters())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1),
+    "momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda given: torch.optim.Adam(given, lr=0.01, amsgrad=True),
+    "adamw": lambda given: torch.optim.AdamW(given, lr=0.01, betas=(0.8, 0.99)),
+    "adagrad": lambda given: torch.optim.Adagrad(given, lr=0.01),
+    "rmsprop": lambda given: torch.optim.RMSprop(given, lr=0.01, centered=True, momentum=0.5),
+}
+GROUPINGS: dict[str, Callable[[nn.Module], Any]] = {
+    "one group": flat_group,
+    "three groups": decay_groups,
+    "frozen too": all_of_it,
+    "by name": lambda net: [(n, p) for n, p in net.named_parameters() if p.requires_grad],
+}
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(11, (8,), generator=random), torch.randint(11, (8,), generator=random)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[bytes]:
+    """The losses, in bits."""
+    losses = []
+    for step in steps:
+        tokens, targets = batch(step)
+        loss = nn.functional.cross_entropy(net(tokens), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().numpy().tobytes())
+    return losses
+
+
+def trained(optimizer: str, grouping: str, steps: int = 3) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    net = Net()
+    made = OPTIMIZERS[optimizer](GROUPINGS[grouping](net))
+    train(net, made, range(steps))
+    return net, made
+
+
+def raw(values: torch.Tensor) -> bytes:
+    flat = values.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_holds(made: Checkpoint, state: dict[str, torch.Tensor]) -> None:
+    """All of a state dict, tied names and all, bit for bit."""
+    assert {*made.parameters, *made.aliases} >= set(state)
+    for name, expected in state.items():
+        found = made.parameters[made.aliases.get(name, name)].states[MODEL]
+        assert (found.dtype.name, found.shape) == (str(expected.dtype)[6:], tuple(expected.shape)), name
+        assert read(found).tobytes() == raw(expected), name
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("wrap", [
+    lambda state: state, lambda state: dict(state), lambda state: {"model": state, "epoch": 3}, lambda state: {"state_dict": state},
+    lambda state: {"module": {"encoder": state}}, lambda state: {"net": {k: v.clone() for k, v in state.items()}},
+], ids=["flat", "dict", "model", "state_dict", "nested", "cloned"])  # fmt: skip
+def test_any_usual_form_of_a_state_dict_reads_bit_for_bit(wrap: Callable[[Any], Any], legacy: bool, tmp_path: Path) -> None:
+    net, _ = trained("sgd", "one group")
+    path = tmp_path / "file.pt"
+    saved = wrap(net.state_dict())
+    torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
+    made = open_checkpoint(path)
+    inner = next((v for v in saved.values() if isinstance(v, dict)), saved)
+    if "encoder" in inner:
+        inner = {f"encoder.{k}": v for k, v in inner["encoder"].items()}
+    assert_holds(made, {k: v for k, v in inner.items() if isinstance(v, torch.Tensor)})
+    roles = {name.removeprefix("encoder."): p.role for name, p in made.parameters.items()}
+    assert roles["table"] == roles["norm.running_mean"] == roles["norm.num_batches_tracked"] == "buffer"
+    assert roles["embed.weight"] == "parameter"
+    if "epoch" in saved:
+        assert made.extras["epoch"] == 3
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_tensors_of_every_type_and_shape_read_and_are_written_true(legacy: bool, tmp_path: Path) -> None:
+    state = {}
+    for dtype in TORCH_TYPES:
+        for shape in SHAPES:
+            values = array(dtype, shape)
+            made = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, dtype.name))
+            state[f"{dtype.name}{shape}"] = made[: values.size].reshape(shape).clone()
+    if legacy:
+        state = {n: t for n, t in state.items() if t.dtype not in (torch.uint16, torch.uint32, torch.uint64) and "float8" not in n}
+    torch.save(state, tmp_path / "theirs.pt", _use_new_zipfile_serialization=not legacy)
+    made = open_checkpoint(tmp_path / "theirs.pt")
+    assert_holds(made, state)
+    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    assert {n: raw(t) for n, t in load(tmp_path / "ours.pt")["model"].items()} == {n: raw(t) for n, t in state.items()}
+
+
+def test_transposed_and_expanded_tensors_and_views_read_true(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {"t": base.t(), "row": base[2], "column": base[:, 3], "step": base[::2, 1::3], "all": base,
+             "expanded": torch.tensor([1.0, 2.0]).expand(3, 2), "zero": base[4:], "scalar": base[1, 1]}  # fmt: skip
+    torch.save(state, tmp_path / "file.pt")
+    made = open_checkpoint(tmp_path / "file.pt")
+    assert_holds(made, state)
+    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    assert_holds(open_checkpoint(tmp_path / "ours.pt"), state)
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit_through_universal_and_back(name: str, grouping: str, tmp_path: Path) -> None:
+    """Saved by number, read by name, written by name, loaded by number again."""
+    net, optimizer = trained(name, grouping)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "saved.pt")
+    source = open_checkpoint(tmp_path / "saved.pt")
+    if source.notices:  # more names than states, and nothing that tells them apart
+        assert grouping == "one group" and name == "sgd"
+        assert "optimizer" in source.extras
+        return
+    assert source.origin.step == 3
+    copy(source, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    copy(open_checkpoint(tmp_path / "universal"), PlainTorch(), Goal(tmp_path / "back.pt"), "", EFFORT)
+    back = load(tmp_path / "back.pt")
+
+    torch.manual_seed(99)
+    fresh = Net()
+    fresh.load_state_dict(back["model"])
+    resumed = OPTIMIZERS[name](GROUPINGS[grouping](fresh))
+    numbered = resumed.state_dict()
+    # Names in the order of the groups, as this optimizer numbers them.
+    names = {id(p): n for n, p in fresh.named_parameters()}
+    order = [names[id(p)] for group in resumed.param_groups for p in group["params"]]
+    saved_groups = back["optimizer"]["param_groups"]
+    assert [n for group in saved_groups for n in group["params"]] == order
+    for group, saved in zip(numbered["param_groups"], saved_groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    numbered["state"] = {i: back["optimizer"]["state"][n] for i, n in enumerate(order) if n in back["optimizer"]["state"]}
+    resumed.load_state_dict(numbered)
+
+    original = copying.deepcopy(optimizer.state_dict())
+    assert repr(resumed.state_dict()["param_groups"]) == repr(original["param_groups"])
+    assert train(fresh, resumed, range(3, 9)) == train(net, optimizer, range(3, 9))
+    for (n, ours), theirs in zip(fresh.state_dict().items(), net.state_dict().values(), strict=True):
+        assert raw(ours) == raw(theirs), n
+
+
+def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed(tmp_path: Path) -> None:
+    """Two trained of three of one shape: which?"""
+    net = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    optimizer = torch.optim.Adam([net[0].weight, net[2].weight])
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    made = open_checkpoint(tmp_path / "saved.pt")
+    assert made.notices
+    assert all(set(p.states) == {MODEL} for p in made.parameters.values() if p.role != "extra")
+    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    carried, saved = load(tmp_path / "ours.pt")["extras"]["optimizer"], optimizer.state_dict()
+    assert carried["param_groups"] == saved["param_groups"]
+    for number, state in saved["state"].items():
+        assert {k: raw(v) for k, v in carried["state"][number].items()} == {k: raw(v) for k, v in state.items()}
+
+
+def test_tied_weights_share_their_storage_again(tmp_path: Path) -> None:
+    net, _ = trained("sgd", "one group")
+    torch.save(net.state_dict(), tmp_path / "saved.pt")
+    made = open_checkpoint(tmp_path / "saved.pt")
+    assert made.aliases == {"head.weight": "embed.weight"}
+    copy(made, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    copy(open_checkpoint(tmp_path / "universal"), PlainTorch(), Goal(tmp_path / "back.pt"), "", EFFORT)
+    model = load(tmp_path / "back.pt")["model"]
+    assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
+    assert model["first.weight"].data_ptr() != model["second.weight"].data_ptr()
+    Net().load_state_dict(model)
+
+
+@pytest.mark.parametrize("values_of", [lambda p: p.data, lambda p: p], ids=["tensors", "parameters"])
+def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any], Any], tmp_path: Path) -> None:
+    net, optimizer = trained("adamw", "three groups")
+    torch.save({"model": {n: values_of(p) for n, p in net.named_parameters()}, "optimizer": optimizer.state_dict()},
+               tmp_path / "saved.pt")  # fmt: skip
+    copy(open_checkpoint(tmp_path / "saved.pt"), PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    ours = load(tmp_path / "ours.pt")
+    assert {n: raw(t) for n, t in ours["model"].items()} == {n: raw(p) for n, p in net.named_parameters()}
+    assert [g["weight_decay"] for g in ours["optimizer"]["param_groups"]] == [0.1, 0.0, 0.01]
+    assert [g["betas"] for g in ours["optimizer"]["param_groups"]] == [(0.8, 0.99)] * 3
+
+
+def through(source: Checkpoint, at: Path) -> Checkpoint:
+    copy(source, PlainTorch(), Goal(at / "file.pt"), "", EFFORT)
+    load(at / "file.pt")
+    return PlainTorch().read(at / "file.pt", Options())
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    source = everything()
+    made = through(source, tmp_path)
+    assert contents(made) == contents(source)
+    assert list(made.parameters) == list(source.parameters)
+    assert {n: (p.role, plain(dict(p.values))) for n, p in made.parameters.items()} == {
+        n: (p.role, plain(dict(p.values))) for n, p in source.parameters.items()
+    }
+    assert (made.groups, made.extras, made.aliases, made.origin) == (source.groups, source.extras, source.aliases, source.origin)
+
+
+def has_tensor_name(value: Value) -> bool:
+    return "TensorName" in repr(value)
+
+
+@given(values.filter(lambda value: not has_tensor_name(value)))
+@example({"$b": 1})
+@example({"a": {"$b": 1}})
+@example([{"$tuple": [1]}])
+@example({"$dict": []})
+@example(np.str_("a"))
+@example(10**6000)
+@example(-(10**700))
+@example(b"\x00\xff")
+@example({1: {2: {3.5: 4}}})
+@example("\ud800")
+def test_any_value_survives_among_the_extras_the_options_and_the_values(value: Value) -> None:
+    one = Parameter("w", "parameter", {MODEL: tensor(np.zeros(2, np.float32))}, {"a": value, "$b": value})
+    source = checkpoint([one], (Group({"lr": value, "$c": value}, ("w",)),), {"x": value, "$y": value, "ckpt": value, "z": [value]})
+    with folder() as at:
+        made = through(source, at)
+        assert plain(dict(made.extras)) == plain(dict(source.extras))
+        assert plain(dict(made.parameters["w"].values)) == plain(dict(one.values))
+        assert plain(dict(made.groups[0].options)) == plain(dict(source.groups[0].options))
+
+
+def test_tensors_among_the_extras_keep_their_places(tmp_path: Path) -> None:
+    rng = torch.get_rng_state()
+    shared = torch.arange(3)
+    saved = {"model": {"w": torch.ones(2)}, "rng": rng, "deep": [1, {"a": (shared, shared)}], "empty": torch.zeros(0)}
+    torch.save(saved, tmp_path / "saved.pt")
+    made = open_checkpoint(tmp_path / "saved.pt")
+    assert isinstance(made.extras["rng"], TensorName)
+    copy(made, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
+    assert plain(dict(back.extras)) == plain(dict(made.extras))
+    extras = load(tmp_path / "file.pt")["extras"]
+    assert raw(extras["rng"]) == raw(rng)
+    assert [raw(t) for t in extras["deep"][1]["a"]] == [raw(shared)] * 2
+
+
+def test_empty_tensors_among_the_extras_are_told_apart() -> None:
+    """They share no storage, or all the same none."""
+    extras = {name: TensorName(name) for name in ("a", "b", "c")}
+    made = [parameter(name, {MODEL: np.zeros((0, i), np.float32)}, "extra") for i, name in enumerate(extras)]
+    with folder() as at:
+        assert through(checkpoint(made, extras=extras), at).extras == extras
+
+
+def laughs(levels: int = 60) -> Any:
+    made: Any = {"ha": 1}
+    for _ in range(levels):
+        made = {"a": made, "b": made}
+    return made
+
+
+def cycle() -> Any:
+    made: dict[str, Any] = {}
+    made["self"] = made
+    return made
+
+
+def nested(levels: int = 400) -> Any:
+    made: Any = {}
+    for _ in range(levels):
+        made = {"a": made}
+    return made
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("target", [Universal(), PlainTorch()], ids=["universal", "torch"])
+@pytest.mark.parametrize("wrap", [
+    lambda bad: {"w": torch.ones(2), "bad": bad}, lambda bad: {"model": {"w": torch.ones(2), "bad": bad}},
+    lambda bad: {"model": bad, "w": torch.ones(2)}, lambda bad: {"w": torch.ones(2), "bad": [bad]},
+    lambda bad: {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: bad}, "param_groups": [{"params": [0], "x": bad}]}},
+], ids=["beside", "inside", "as the model", "in a list", "in the optimizer"])  # fmt: skip
+@pytest.mark.parametrize("bad", [laughs, cycle, nested], ids=lambda bad: bad.__name__)
+def test_values_without_end_are_refused_or_carried_but_never_hang(
+    bad: Callable[[], Any], wrap: Callable[[Any], Any], target: Any, tmp_path: Path
+) -> None:
+    torch.save(wrap(bad()), tmp_path / "bad.pt")
+    with pytest.raises(CkptError):
+        copy(open_checkpoint(tmp_path / "bad.pt"), target, Goal(tmp_path / "target"), "", EFFORT)
+    assert not (tmp_path / "target").exists()
+
+
+OURS_DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a role": lambda root: root["extras"]["ckpt"]["roles"].update(w="king"),
+    "a name": lambda root: root["extras"]["ckpt"]["roles"].update(nobody="parameter"),
+    "no roles": lambda root: root["extras"]["ckpt"].pop("roles"),
+    "no tensors": lambda root: root["extras"]["ckpt"].pop("tensors"),
+    "no origin": lambda root: root["extras"]["ckpt"].pop("origin"),
+    "an origin": lambda root: root["extras"]["ckpt"].update(origin=[1]),
+    "a weight": lambda root: root["model"].update(w=5),
+    "groups": lambda root: root["optimizer"].update(param_groups=3),
+    "a group": lambda root: root["optimizer"]["param_groups"][0].pop("params"),
+    "names of a group": lambda root: root["optimizer"]["param_groups"][0].update(params=7),
+    "a state": lambda root: root["optimizer"]["state"].update(w=[1]),
+    "an alias": lambda root: root["extras"]["ckpt"].update(aliases=[]),
+    "typed values": lambda root: root["extras"].update(a={"$array": {}}),
+    "a strange tensor": lambda root: root["extras"].update(a=torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("kind", OURS_DAMAGED)
+def test_a_file_in_our_form_that_contradicts_itself_is_corrupt(kind: str, tmp_path: Path) -> None:
+    one = parameter("w", {"param": np.ones(2, np.float32), "exp_avg": np.ones(2, np.float32)}, step=1)
+    copy(checkpoint([one], (Group({}, ("w",)),)), PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    root = load(tmp_path / "ours.pt")
+    torch.save(root, tmp_path / "same.pt")
+    assert contents(open_checkpoint(tmp_path / "same.pt")) == contents(checkpoint([one]))
+    OURS_DAMAGED[kind](root)
+    torch.save(root, tmp_path / "bad.pt")
+    with pytest.raises(Corrupt):
+        open_checkpoint(tmp_path / "bad.pt")
+
+
+def test_a_flipped_bit_of_a_tensor_is_never_copied(tmp_path: Path) -> None:
+    net, _ = trained("sgd", "one group")
+    torch.save(net.state_dict(), tmp_path / "saved.pt")
+    raw_blob = next(open_checkpoint(tmp_path / "saved.pt").parameters["first.weight"].states[MODEL].sources())
+    good = (tmp_path / "saved.pt").read_bytes()
+    bad = bytearray(good)
+    bad[raw_blob.offset + 5] ^= 4
+    (tmp_path / "saved.pt").write_bytes(bytes(bad))
+    with pytest.raises(Corrupt, match="crc32"):
+        copy(open_checkpoint(tmp_path / "saved.pt"), Universal(), Goal(tmp_path / "target"), "", EFFORT)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "x.ckpt", "no-suffix"])
+def test_the_format_is_told_by_content(name: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name)
+    assert detect(tmp_path / name).name == "torch"
+    assert not PlainTorch().detect(tmp_path)
+    assert not PlainTorch().detect(tmp_path / "absent.pt")

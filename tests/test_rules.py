@@ -1,0 +1,168 @@
+"""The language of rules: what it says, what it refuses, and that no pattern can run for ever."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_formats.errors import BadRules, NotFound, Unsafe
+from ckpt_formats.layout import Rule
+from ckpt_formats.rules import read_rules, safe_pattern
+
+GOOD = {
+    "match = 'a'": Rule("a"),
+    "match = 'a'\naxis = 1": Rule("a", axis=1),
+    "match = 'a'\nfused = 2": Rule("a", fused=2),
+    "match = 'a'\nfused = [64, 32, 32]": Rule("a", fused=(64, 32, 32)),
+    "match = 'a'\nwidths = [[3, 5], [2, 2]]": Rule("a", widths=((3, 5), (2, 2))),
+    "match = 'a'\nvocabulary = 50257": Rule("a", vocabulary=50257),
+    "match = 'a'\nhow = 'replicated'": Rule("a", "replicated"),
+    "match = 'a'\nhow = 'averaged'": Rule("a", "averaged"),
+    "match = 'a'\nhow = 'first'": Rule("a", "first"),
+    "match = 'a'\nhow = 'sharded'\naxis = 2\nfused = 3": Rule("a", axis=2, fused=3),
+}
+
+BAD = {
+    "match missing": ("axis = 1", "needs `match`"),
+    "match a number": ("match = 1", "needs `match`"),
+    "match no expression": ("match = '('", "not a regular expression"),
+    "match an expression of too much": ("match = 'a{99999999999999999999}'", "not a regular expression"),
+    "unknown key": ("match = 'a'\naxes = 1", "unknown key 'axes'"),
+    "unknown how": ("match = 'a'\nhow = 'split'", "`how` is 'split'"),
+    "blocks, which only engines say": ("match = 'a'\nhow = 'blocks'", "`how` is 'blocks'"),
+    "how a list": ("match = 'a'\nhow = ['first']", "`how` is"),
+    "axis below zero": ("match = 'a'\naxis = -1", "whole numbers from 0"),
+    "axis true": ("match = 'a'\naxis = true", "whole numbers from 0"),
+    "axis a text": ("match = 'a'\naxis = '0'", "whole numbers from 0"),
+    "axis a fraction": ("match = 'a'\naxis = 1.0", "whole numbers from 0"),
+    "vocabulary below zero": ("match = 'a'\nvocabulary = -5", "whole numbers from 0"),
+    "vocabulary a date": ("match = 'a'\nvocabulary = 2024-01-01", "whole numbers from 0"),
+    "fused none": ("match = 'a'\nfused = 0", "`fused` is a count"),
+    "fused empty": ("match = 'a'\nfused = []", "`fused` is a count"),
+    "fused texts": ("match = 'a'\nfused = ['q', 'k']", "`fused` is a count"),
+    "fused below zero": ("match = 'a'\nfused = [4, -4]", "`fused` is a count"),
+    "widths flat": ("match = 'a'\nwidths = [3, 5]", "`widths` is a list"),
+    "widths a number": ("match = 'a'\nwidths = 3", "`widths` is a list"),
+    "widths below zero": ("match = 'a'\nwidths = [[3, -5]]", "`widths` is a list"),
+}
+
+BAD_FILES = {
+    "not TOML": "match = ",
+    "a key twice": "[[rule]]\nmatch = 'a'\nmatch = 'b'",
+    "a table, not tables": "[rule]\nmatch = 'a'",
+    "another table": "[[rule]]\nmatch = 'a'\n[other]\nx = 1",
+    "nothing": "",
+    "not UTF-8": b"[[rule]]\nmatch = '\xff'",
+    "a text for rules": "rule = 'a'",
+    "texts for rules": "rule = ['a']",
+    "nested without end": "rule = " + "[" * 50_000,
+    "a number without end": "[[rule]]\nmatch = 'a'\naxis = " + "9" * 10_000,
+}
+
+
+@pytest.mark.parametrize("said", GOOD)
+def test_a_rule_means_what_it_says(said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(f"[[rule]]\n{said}\n")
+    (rule,) = read_rules(path)
+    assert rule == Rule(**{**{f: getattr(GOOD[said], f) for f in Rule.__dataclass_fields__}, "origin": f"{path}, rule 1"})
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_malformed_rule_is_refused_by_its_number(kind: str, tmp_path: Path) -> None:
+    said, expected = BAD[kind]
+    path = tmp_path / "rules.toml"
+    path.write_text(f"[[rule]]\nmatch = 'good'\n[[rule]]\n{said}\n")
+    with pytest.raises(BadRules, match=re.escape(expected)) as found:
+        read_rules(path)
+    assert found.value.where == f"{path}, rule 2"
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_malformed_file_is_refused(kind: str, tmp_path: Path) -> None:
+    path, content = tmp_path / "rules.toml", BAD_FILES[kind]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadRules) as found:
+        read_rules(path)
+    assert str(found.value.where).startswith(str(path))
+
+
+def test_rules_keep_their_order_and_an_absent_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text("\n".join(f"[[rule]]\nmatch = 'r{i}'" for i in range(20)))
+    assert [rule.pattern for rule in read_rules(path)] == [f"r{i}" for i in range(20)]
+    with pytest.raises(NotFound):
+        read_rules(tmp_path / "absent.toml")
+
+
+ORDINARY = [
+    r"layers\.\d+\.attn\.qkv\.(weight|bias)",
+    r"^blocks\.0\.mlp\.up\.weight$",
+    r".*norm\d?\.weight",
+    r".*\.layers\.\d+\..*\.weight",
+    r"\d+.word_embeddings.weight",
+    r"tied_modules.embed.word_embeddings.weight",
+    r"^module\.(?:encoder|decoder)\.layers\.\d+\.self_attention\.(?:query_key_value|dense)\.bias$",
+    r"(?:.*\.)?embed_tokens\.weight",
+    r"[a-z_]+\.\d{1,3}\.weight",
+    r"(?!.*bias).*weight",
+    r"(?i)LM_head\.weight",
+    r"",
+]
+
+ENDLESS = {
+    r"(a+)+b": "a",
+    r"(a*)*b": "a",
+    r"(?:a+)+b": "a",
+    r"(?P<x>a+)+b": "a",
+    r"((a+)b?)+c": "a",
+    r"(a|a)*b": "a",
+    r"(a|aa)+b": "a",
+    r"(a|b|ab)*c": "ab",
+    r"(a?){40}a{40}b": "a",
+    r"(a{0,16}){0,16}b": "a",
+    r"(a{1,9}){9}b": "a",
+    r"(?=(a+)+b)a": "a",
+    r"(?!(a+)+b)c": "a",
+    r"(x)?(?(1)a|(a+)+b)": "a",
+    r"(?:a?a?)*b": "a",
+    r"(\w+\.?)+$": "a",
+    r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)b": "a",
+    ".*" * 30 + "b": "a",
+    r"(a*?)*?b": "a",
+} | ({r"(?>(a+)+b)": "a", r"((a+)+b)?+c": "a"} if sys.version_info >= (3, 11) else {})
+
+
+@pytest.mark.parametrize("pattern", ORDINARY)
+def test_ordinary_patterns_are_taken_as_they_are(pattern: str) -> None:
+    assert safe_pattern(pattern, "here") == pattern
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_a_pattern_that_can_run_for_ever_is_refused(pattern: str) -> None:
+    with pytest.raises(Unsafe, match="can take for ever"):
+        safe_pattern(pattern, "here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [r"(a+)+b", r"(a|aa)+b", r"(?:a?a?)*b", ".*" * 30 + "b"])
+def test_what_is_refused_would_really_hang(pattern: str) -> None:
+    code = f"import re; re.fullmatch({pattern!r}, {ENDLESS[pattern]!r} * 60)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", code], timeout=3, check=True)
+
+
+@pytest.mark.parametrize("pattern", ORDINARY)
+@pytest.mark.timeout(20)
+def test_what_is_taken_ends_soon_on_long_names(pattern: str) -> None:
+    for name in ("a" * 400, "layers.1." * 40, "1" * 400, "." * 400, "weight" * 70):
+        Rule(pattern).matches(name + "!")
+
+
+def test_a_pattern_of_absurd_length_is_refused() -> None:
+    with pytest.raises(Unsafe):
+        safe_pattern("a" * 1001, "here")
+    with pytest.raises((Unsafe, BadRules)):
+        safe_pattern("(" * 500 + ")" * 500, "here")

@@ -1,0 +1,202 @@
+"""Bytes are read once, in any order and by anybody, and no flipped bit passes."""
+
+import json
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_cli.staging import staging
+from ckpt_formats.base import Receipt
+from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.files import (
+    Evidence,
+    Kind,
+    Reader,
+    Seal,
+    crc32,
+    crc32_combine,
+    holds,
+    settle,
+    write_sealed,
+)
+from held import flip, folder
+
+KINDS: list[Kind] = ["crc32", "xxh3-128"]
+
+
+def digest(kind: Kind, data: bytes) -> int:
+    return zlib.crc32(data) if kind == "crc32" else xxhash.xxh3_128_intdigest(data)
+
+
+def sealed(path: Path, kind: Kind, data: bytes, before: int = 0, after: int = 0) -> Seal:
+    """A file with a sealed range in the middle."""
+    path.write_bytes(os.urandom(before) + data + os.urandom(after))
+    return Seal(path, before, len(data), kind, digest(kind, data), "the range")
+
+
+def see(seal: Seal, *ranges: tuple[int, int]) -> tuple[Evidence, ...]:
+    """What one reader learns from these ranges, in this order."""
+    with Reader() as reader:
+        for start, stop in ranges:
+            reader.read_into(seal.path, seal.offset + start, memoryview(bytearray(stop - start)), seal)
+        return reader.evidence()
+
+
+def ranges(nbytes: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Any ranges: with gaps, with overlaps, in any order."""
+    end = st.integers(0, nbytes)
+    return st.lists(st.tuples(end, end).map(lambda pair: (min(pair), max(pair))).filter(lambda r: r[0] < r[1]), max_size=8)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
+    """Neighbouring ranges that cover everything, shuffled."""
+    cuts = sorted({0, nbytes, *draw(st.lists(st.integers(0, nbytes), max_size=8))})
+    return draw(st.permutations(list(zip(cuts, cuts[1:], strict=False))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_what_anybody_reads_in_any_order_settles(kind: Kind, data: st.DataObject) -> None:
+    content = data.draw(st.binary(min_size=1, max_size=200))
+    readers = data.draw(st.lists(st.one_of(ranges(len(content)), partitions(len(content))), min_size=1, max_size=4))
+    with folder() as at:
+        seal = sealed(at / "file", kind, content, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)))
+        evidence = [piece for one in readers for piece in see(seal, *one)]
+        assert list(settle(data.draw(st.permutations(evidence)))) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_a_flipped_bit_is_found_whatever_was_read(kind: Kind, data: st.DataObject) -> None:
+    content = data.draw(st.binary(min_size=1, max_size=200))
+    wrong = data.draw(st.integers(0, 8 * len(content) - 1))
+    readers = data.draw(st.lists(st.one_of(ranges(len(content)), partitions(len(content))), min_size=1, max_size=4))
+    with folder() as at:
+        seal = sealed(at / "file", kind, content, 3, 3)
+        flip(seal.path, 3 + wrong // 8, wrong % 8)
+        evidence = [piece for one in readers for piece in see(seal, *one)]
+        assert list(settle(evidence)) == ([seal] if evidence else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_single_bit_of_a_small_range_counts_and_none_beside_it(kind: Kind, tmp_path: Path) -> None:
+    seal = sealed(tmp_path / "file", kind, os.urandom(40), 5, 5)
+    for bit in range(8 * 50):
+        flip(seal.path, bit // 8, bit % 8)
+        inside = 5 <= bit // 8 < 45
+        for read in ([(0, 40)], [(0, 13), (13, 40)], [(20, 40), (0, 10)]):
+            assert list(settle(see(seal, *read))) == ([seal] if inside else [])
+        with Reader() as reader:
+            assert holds(seal, reader) != inside
+        flip(seal.path, bit // 8, bit % 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_broken_of_many_seals_are_named(kind: Kind, tmp_path: Path) -> None:
+    seals = [sealed(tmp_path / str(i), kind, os.urandom(64)) for i in range(200)]  # more files than stay open
+    broken = [seals[i] for i in (0, 77, 199)]
+    for seal in broken:
+        flip(seal.path, 63)
+    with Reader() as reader:
+        for start, stop in ((0, 20), (20, 64)):
+            for seal in seals:
+                reader.read_into(seal.path, start, memoryview(bytearray(stop - start)), seal)
+        assert set(settle(reader.evidence())) == set(broken)
+
+
+def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
+    """The evidence suffices: it holds although the file is gone."""
+    crc = sealed(tmp_path / "crc", "crc32", os.urandom(90))
+    xxh = sealed(tmp_path / "xxh", "xxh3-128", os.urandom(90))
+    evidence = see(crc, (60, 90), (0, 30), (30, 60)) + see(xxh, (0, 30), (30, 60), (60, 90))
+    crc.path.unlink()
+    xxh.path.unlink()
+    assert list(settle(evidence)) == []
+    with pytest.raises(NotFound):
+        list(settle(evidence[1:]))
+
+
+def test_thousands_of_scattered_reads_still_settle(tmp_path: Path) -> None:
+    """Beyond some number of pieces nothing more is remembered, and what is forgotten is read again."""
+    seal = sealed(tmp_path / "file", "crc32", os.urandom(10_000))
+    single = [(i, i + 1) for i in range(0, 10_000, 2)]
+    assert list(settle(see(seal, *single))) == []
+    flip(seal.path, 9_999)
+    assert list(settle(see(seal, *single))) == [seal]
+    flip(seal.path, 9_999)
+    flip(seal.path, 9_998)
+    assert list(settle(see(seal, *single))) == [seal]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_file_is_corrupt_not_a_wrong_checksum(kind: Kind, tmp_path: Path) -> None:
+    seal = sealed(tmp_path / "file", kind, os.urandom(40))
+    seen = see(seal, (0, 20))
+    os.truncate(seal.path, 30)
+    with pytest.raises(Corrupt, match="ends at byte 30"):
+        list(settle(seen))
+    with pytest.raises(Corrupt, match="ends at byte 30"), Reader() as reader:
+        holds(seal, reader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_of_no_bytes_has_a_checksum_too(kind: Kind, tmp_path: Path) -> None:
+    seal = sealed(tmp_path / "file", kind, b"", 4)
+    with Reader() as reader:
+        assert holds(seal, reader)
+        assert not holds(replace(seal, digest=seal.digest ^ 1), reader)
+
+
+@given(st.binary(max_size=99), st.binary(max_size=99))
+def test_checksums_of_neighbours_combine(first: bytes, second: bytes) -> None:
+    assert crc32(first + second) == zlib.crc32(first + second)
+    assert crc32(second, crc32(first)) == zlib.crc32(first + second)
+    assert crc32_combine(crc32(first), crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@given(st.lists(st.binary(max_size=50)))
+def test_what_is_written_is_sealed(pieces: list[bytes]) -> None:
+    with folder() as at:
+        seal = write_sealed(at, "file", pieces)
+        assert (at / "file").read_bytes() == b"".join(pieces)
+        assert seal == Seal(Path("file"), 0, sum(map(len, pieces)), "xxh3-128", seal.digest, "file")
+        with Reader() as reader:
+            assert holds(replace(seal, path=at / "file"), reader)
+
+
+@given(st.data())
+def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> None:
+    """Evidence of an interrupted run counts in the next: all numbers of 128 bits, all names."""
+    names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=20)
+    content = data.draw(st.binary(max_size=40))
+    with folder() as at, staging(at / "target") as stage:
+        stage.begin("plan")
+        written = write_sealed(stage.data, "part", [content])
+        digests = st.integers(0, 2**128 - 1)
+        seals = st.builds(
+            Seal, names.map(Path), st.integers(0, 2**60), st.integers(0, 2**60), st.sampled_from(KINDS), digests, names
+        )
+        pieces = st.builds(Evidence, seals, st.integers(0, 2**60), st.integers(0, 2**60), digests)
+        evidence = tuple(data.draw(st.lists(pieces, max_size=3)))
+        entry = {"a": [1, None, "text"], "b": {"c": 0.5}}
+        receipt = Receipt("part", len(content), (written,), entry, evidence)
+        stage.note(receipt)
+        assert list(stage.receipts()) == [receipt]
+        json.loads(stage.journal.read_text().splitlines()[1])
+
+
+def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:
+    seal = sealed(tmp_path / "file", "crc32", b"abc")
+    with Reader(check=False) as reader:
+        out = np.empty(3, np.uint8)
+        reader.read_into(seal.path, 0, out.data, seal)
+        assert out.tobytes() == b"abc"
+        assert reader.evidence() == ()

@@ -1,0 +1,123 @@
+"""What a run imports: little for `--help`, and never an engine, torch or pickle."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from damage import SAMPLES
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"torch", "numpy", "numba", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
+ENGINES = {"torch", "deepspeed", "megatron", "transformers", "safetensors", "cloudpickle", "dill", "pandas"}
+
+REPORT = """
+import atexit, json, os, sys
+{blocker}
+atexit.register(lambda: open({report!r}, "w").write(json.dumps(sorted(sys.modules))))
+sys.argv = ["ckpt", *{arguments!r}]
+from ckpt_cli.main import run
+run()
+"""
+BLOCKER = """
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is not to be imported")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_python(code: str, *more: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *more, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=60
+    )
+
+
+def imported_by(tmp_path: Path, *arguments: str, blocked: set[str] = frozenset()) -> set[str]:
+    report = tmp_path / "modules.json"
+    blocker = BLOCKER.format(blocked=sorted(blocked)) if blocked else ""
+    done = run_python(REPORT.format(blocker=blocker, report=str(report), arguments=list(arguments)))
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(report.read_text()))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_what_needs_no_checkpoint_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "modules.json"
+    code = REPORT.format(blocker="", report=str(report), arguments=arguments).replace("json.dumps(sorted", "str(sorted")
+    done = run_python(code.replace("atexit, json,", "atexit,"))
+    assert done.returncode == 0, done.stderr
+    modules = set(eval(report.read_text()))
+    assert not modules & HEAVY
+    bare = run_python("import sys; print(len(sys.modules))")
+    assert len(modules) - int(bare.stdout) < 150
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+def test_the_help_of_a_command_imports_no_numpy(command: str, tmp_path: Path) -> None:
+    modules = imported_by(tmp_path, command, "--help")
+    assert not modules & {"numpy", "ml_dtypes", "rich", "torch", "xxhash"}
+
+
+def test_help_answers_in_a_moment() -> None:
+    def seconds() -> float:
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "ckpt_cli", "--help"], capture_output=True, timeout=60)
+        assert done.returncode == 0
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.15
+
+
+@pytest.mark.parametrize("sample", sorted(p.name for p in SAMPLES.glob("deepspeed-*")))
+def test_a_real_checkpoint_is_opened_without_any_engine(sample: str, tmp_path: Path) -> None:
+    """With a blocker in front of all imports, so that what is tried and forgiven shows as well."""
+    source = str(SAMPLES / sample)
+    runs = [
+        ["inspect", source],
+        ["verify", source],
+        ["convert", source, str(tmp_path / "universal")],
+        ["convert", source, str(tmp_path / "model.pt"), "--to", "torch"],
+        ["convert", source, str(tmp_path / "hf"), "--to", "safetensors"],
+        ["inspect", str(tmp_path / "universal"), "--json"],
+        ["verify", str(tmp_path / "model.pt")],
+        ["verify", str(tmp_path / "hf")],
+        ["convert", str(tmp_path / "universal"), str(tmp_path / "again.pt"), "--to", "torch"],
+    ]
+    for arguments in runs:
+        modules = imported_by(tmp_path, *arguments, blocked=ENGINES)
+        assert not {name.partition(".")[0] for name in modules} & ENGINES
+
+
+def test_pickle_is_imported_by_numpy_at_most(tmp_path: Path) -> None:
+    """NumPy imports it; we never do, so none is left when NumPy's own is taken away."""
+    source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+    code = (
+        "import sys, numpy, ml_dtypes, multiprocessing\n"
+        "for name in ('pickle', '_pickle'): sys.modules.pop(name, None)\n"
+        f"sys.argv = ['ckpt', 'convert', {str(source)!r}, {str(tmp_path / 'out')!r}]\n"
+        "from ckpt_cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'pickle' not in sys.modules and '_pickle' not in sys.modules\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "manifest.json").is_file()
+
+
+def test_no_folder_shadows_the_standard_library() -> None:
+    assert not (ROOT / "codecs" / "__init__.py").exists()
+    assert not (ROOT / "formats" / "__init__.py").exists()
+    code = "import codecs, encodings; print(codecs.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent != ROOT / "codecs"
+    assert "codecs.py" in done.stdout
