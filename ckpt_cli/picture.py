@@ -89,9 +89,10 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
             click.echo(f"  {show(key)}: {_short(value, 1 << 20 if extras else _MOST_VALUE)}")
-    click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
-    for line in grid(checkpoint):
-        click.echo(f"  {line}")
+    if any(shard.rank for shard in checkpoint.shards):
+        click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
+        for line in grid(checkpoint):
+            click.echo(f"  {line}")
     say_notices(checkpoint)
 
 
