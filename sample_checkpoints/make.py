@@ -1,7 +1,8 @@
 """Write the sample checkpoints: `python sample_checkpoints/make.py`, with DeepSpeed installed.
 
 Three real ones, each with `truth.safetensors` gathered from the live engine (keys `<parameter>/<state>`, and `frozen`,
-`buffer` for what the optimizer does not own), and copies of the first damaged in ways that happen.
+`buffer` for what the optimizer does not own), copies of the first damaged in ways that happen, and what DeepSpeed's own
+converter to its universal format makes of two.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import distributed
 from engines import ranks
 from engines.kinds import KINDS, Kind
 from engines.run import start
+from engines.to_universal import convert
 from engines.train import client_state
 from engines.truth import gather
 
@@ -35,6 +37,7 @@ SAMPLES = {
     "zero3-bf16-dp4-tied-frozen": "z3_bf16_dp4_tied_frozen",
     "bf16opt-tp2-pp2": "z1_bf16opt_tp2_pp2_dp1",
 }
+UNIVERSAL = ("zero1-bf16-dp2", "zero3-bf16-dp4-tied-frozen")
 LATER = 3
 """Steps between the sample and the later save which lends a file to the one of mixed steps."""
 
@@ -52,6 +55,20 @@ def sample(kind: Kind, folder: Path, later: Path) -> None:
             _save(truth, place / "truth.safetensors")
             for script in place.glob("*.py"):
                 script.unlink()
+
+
+def universal(source: Path, folder: Path) -> None:
+    """The same by DeepSpeed's own converter; the truth is the source's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    step = source / (source / "latest").read_text()
+    failure = convert(step, folder / f"{step.name}_universal")
+    assert failure is None, failure
+    _report(folder)
+
+
+def _report(folder: Path) -> None:
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{folder.name}: {size / 1e6:.1f} MB")
 
 
 def damage(whole: Path, later: Path, out: Path) -> None:
@@ -110,8 +127,9 @@ def main() -> None:
             ranks.run(kind.world, lambda kind=kind, folder=folder, later=later: sample(kind, folder, later), logs)
             if kind_name == "z1_bf16_dp2":
                 damage(folder, later, damaged)
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        print(f"{folder.name}: {size / 1e6:.1f} MB")
+        _report(folder)
+    for name in UNIVERSAL:
+        universal(HERE / f"deepspeed-{release}-{name}", HERE / f"ds_to_universal-{release}-{name}")
 
 
 if __name__ == "__main__":

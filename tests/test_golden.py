@@ -1,0 +1,193 @@
+"""What version 1 of the universal format once wrote reads for ever as it did.
+
+`sample_checkpoints/make_universal.py` made it; no test does.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import Checkpoint, Goal, Origin
+from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.tensor import Decoded, read
+from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from held import plain
+
+SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
+GOLDEN = SAMPLES / "universal-v1"
+CONTENT = "blake2b-256:914a85dcc8958378117693e3c2ae7f720ec78474784b16cbb0598630be1ad6f4"
+
+
+@pytest.fixture(scope="module")
+def golden() -> Checkpoint:
+    return open_checkpoint(GOLDEN)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return json.loads(GOLDEN.with_suffix(".expected.json").read_text())
+
+
+def std(
+    cls: str, items: dict[str, Value], factory: Global | None = None, attrs: dict[str, Value] | None = None
+) -> StdDict:
+    made = StdDict(Global("collections", cls), factory)
+    made.update(items)
+    made.attrs = attrs or {}
+    return made
+
+
+def double(bits: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(bits))[0])
+
+
+EXTRAS: dict[str, Value] = {
+    "plain": [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        9223372036854775808,
+        -9223372036854775808,
+        1.5,
+        -0.0,
+        1e300,
+        "text",
+        "",
+        "\ud800",
+        {"a": {}},
+    ],
+    "large integers": [18446744073709551616, -1267650600228229401496703205376],
+    "strange floats": [
+        double("7ff0000000000000"),
+        double("fff0000000000000"),
+        double("7ff8000000000000"),
+        np.float64(double("7ff8000000000bad")),
+    ],
+    "python float with a payload": double("fff8000000000bad"),
+    "complex": 1.5 - 2j,
+    "bytes": [b"", b"\x00\xff", bytearray(b"abc")],
+    "tuples": ((), (1, (2,)), Size((3, 4))),
+    "sets": [{"a", 1, 2}, frozenset({(1, 2)}), set()],
+    "dicts": [{1: "a", None: "b", (1, 2): "c"}, {"$tuple": []}, {"$": 1, "a": 2}, {}],
+    "standard": [
+        std("OrderedDict", {"z": 1, "a": TensorName("rng/cpu")}, attrs={"_metadata": {"": {"version": 1}}}),
+        std("defaultdict", {"a": 1}, Global("builtins", "int")),
+        std("Counter", {}),
+    ],
+    "global": Global("torch", "bfloat16"),
+    "object": Record(
+        Global("megatron.optimizer", "Scaler"),
+        (1, "a"),
+        {"k": 2},
+        {"cur_scale": 65536.0, "rng": TensorName("rng/cpu")},
+        [1, 2],
+        [("m", 3)],
+        True,
+    ),
+    "bare object": Record(Global("argparse", "Namespace")),
+    "arrays": [
+        np.array([[0, 1, 2], [3, 4, 5]], "<i2"),
+        np.zeros((0, 2), ">f4"),
+        np.array(["ab", "c"], "<U2"),
+        np.array([1.5, 2.0], DTYPES["bfloat16"]),
+        np.array(5, "u1"),
+    ],
+    "numbers of numpy": [np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("s"), DTYPES["bfloat16"].type(2)],
+    "tensor": TensorName("lr"),
+}
+
+
+def test_it_is_told_by_its_content() -> None:
+    assert detect(GOLDEN).name == "universal"
+
+
+def test_every_bit_of_every_state_is_what_the_safetensors_library_says(golden: Checkpoint) -> None:
+    truth = load_file(GOLDEN.with_suffix(".tensors.safetensors"))
+    found = {f"{p.name}/{state}": tensor for p, state, tensor in golden.tensors()}
+    assert found.keys() == truth.keys()
+    for name, tensor in found.items():
+        values = truth[name]
+        assert (tensor.dtype.name, tensor.shape) == (str(values.dtype)[6:], tuple(values.shape)), name
+        assert read(tensor).tobytes() == values.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def test_names_roles_shapes_types_and_values_are_as_recorded(golden: Checkpoint, expected: Any) -> None:
+    assert list(golden.parameters) == list(expected["parameters"])
+    for name, said in expected["parameters"].items():
+        parameter = golden.parameters[name]
+        assert (parameter.name, parameter.role) == (name, said["role"])
+        assert {s: [t.dtype.name, list(t.shape)] for s, t in parameter.states.items()} == said["states"]
+        assert list(parameter.states) == list(said["states"])
+        assert plain(dict(parameter.values)) == plain(said["values"])
+    assert [list(group.names) for group in golden.groups] == expected["groups"]
+    assert golden.aliases == expected["aliases"]
+
+
+def test_extras_options_and_origin_are_as_they_were(golden: Checkpoint) -> None:
+    assert plain(dict(golden.extras)) == plain(EXTRAS)
+    assert [plain(dict(group.options)) for group in golden.groups] == [
+        plain({"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+        plain({"lr": TensorName("lr"), "foreach": None}),
+        plain({}),
+    ]
+    assert golden.origin == Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
+
+
+def test_copies_that_are_their_masters_rounded_take_no_bytes(golden: Checkpoint, expected: Any) -> None:
+    derived = {p.name for p, _, tensor in golden.tensors() if isinstance(tensor.fragments[0].blob, Decoded)}
+    assert derived == set(expected["derived"])
+    for name in derived:
+        (file,) = [shard.path for shard in golden.shards if shard.path == _file(golden, name)]
+        assert "param" not in load_file(file)
+
+
+def _file(golden: Checkpoint, name: str) -> Path:
+    return next(raw.path for tensor in golden.parameters[name].states.values() for raw in tensor.sources())
+
+
+def test_it_has_one_of_everything(golden: Checkpoint) -> None:
+    """So that it stays worth its name: every element type, role and kind of value."""
+    assert {t.dtype.name for _, _, t in golden.tensors()} == set(SAFETENSORS_TAGS)
+    assert {p.role for p in golden.parameters.values()} == {"parameter", "frozen", "buffer", "extra"}
+    kinds = set()
+
+    def look(said: Any) -> None:
+        if isinstance(said, dict):
+            kinds.update(key for key in said if key.startswith("$") and len(said) == 1)
+        for inner in said.values() if isinstance(said, dict) else said if isinstance(said, list) else ():
+            look(inner)
+
+    look(json.loads((GOLDEN / manifest.NAME).read_text())["extras"])
+    from ckpt_formats.typed_json import _READERS
+
+    assert kinds == set(_READERS)
+
+
+def test_its_content_id_is_as_it_was() -> None:
+    assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
+
+
+def test_it_is_undamaged(golden: Checkpoint) -> None:
+    assert [(f.kind, f.tensors) for f in examine(golden, Effort(2))] == [("copy", ("differing",))]
+
+
+def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
+    """Today's writer and that of version 1 do not differ, but for the line that says who wrote."""
+    copy(golden, Universal(), Goal(tmp_path / "again"), "", Effort(2))
+    for path in sorted(GOLDEN.rglob("*.safetensors")):
+        assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
+    ours, theirs = ((f / manifest.NAME).read_text().splitlines() for f in (tmp_path / "again", GOLDEN))
+    differing = {a.split(":")[0].strip(' {"') for a, b in zip(ours, theirs, strict=True) if a != b}
+    assert differing <= {"checksum", "written_by"}
