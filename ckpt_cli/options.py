@@ -8,6 +8,9 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MOST_RANKS = 1 << 16
+"""Along one dimension: more than any machine has, and few enough to plan for each."""
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

@@ -2,16 +2,18 @@
 
 import click
 
-from ckpt_cli.options import Numbers, as_json, common, effort, rules
+from ckpt_cli.options import MOST_RANKS, Numbers, as_json, common, effort, rules
 from ckpt_formats.registry import FORMATS
 
 
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
-@click.option("--dp", type=click.IntRange(1), help="Data-parallel ranks.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks; the checkpoint's rules must say how.")
-@click.option("--pp", type=click.IntRange(1), help="Pipeline stages.")
+@click.option("--dp", type=click.IntRange(1, MOST_RANKS), help="Data-parallel ranks.")
+@click.option(
+    "--tp", type=click.IntRange(1, MOST_RANKS), help="Tensor-parallel ranks; the checkpoint's rules must say how."
+)
+@click.option("--pp", type=click.IntRange(1, MOST_RANKS), help="Pipeline stages.")
 @click.option("--stages", type=Numbers(), help="First layer of each pipeline stage, such as 0,4,8.")
 @click.option(
     "--vocab-rows",

@@ -11,7 +11,7 @@ in the extras as typed JSON (`typed_json`), and read back as what it was.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -31,17 +31,17 @@ from ckpt_formats.base import (
     WritableFormat,
 )
 from ckpt_formats.dtypes import is_float
-from ckpt_formats.errors import Corrupt
-from ckpt_formats.extras import lift, lower
+from ckpt_formats.errors import Corrupt, Unsafe
+from ckpt_formats.extras import lift
 from ckpt_formats.naming import show
 from ckpt_formats.numbering import Named, Run, Slot, one_way
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.tensor import Decoded, Tensor
-from ckpt_formats.torch_tree import tree_part, write_tree
+from ckpt_formats.torch_tree import apart, tree_part, write_tree
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.typed_json import decode, encode
-from ckpt_formats.values import StdDict, TensorName, Value
+from ckpt_formats.values import Global, StdDict, TensorName, Value
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params")
@@ -49,6 +49,10 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_stat
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _OURS = "ckpt"
 _FILE = "model.pt"
+_MOST_NAMES = 500_000
+_ORDERED = Global("collections", "OrderedDict")
+_MOST_BITS = 2000
+"""Of an integer that `weights_only` reads."""
 
 
 class PlainTorch(WritableFormat):
@@ -86,17 +90,23 @@ class PlainTorch(WritableFormat):
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
+    plain = _Plain(source.parameters)
     model: dict[str, Value] = {}
     states: dict[str, Value] = {}
     for name, parameter in source.parameters.items():
         if parameter.role == "extra":
             continue
         model[name] = _weight(parameter)
-        kept = {**{s: t for s, t in parameter.states.items() if s != MODEL}, **_plain(dict(parameter.values))}
+        masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
+        others = apart({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        kept = {**masters, **others, **{key: plain(value) for key, value in parameter.values.items()}}
         if kept:
             states[name] = kept
     model |= {alias: model[name] for alias, name in source.aliases.items() if name in model}
-    groups = [{**_plain(dict(group.options)), "params": list(group.names)} for group in source.groups]
+    groups = [
+        {**{key: plain(value) for key, value in group.options.items()}, "params": list(group.names)}
+        for group in source.groups
+    ]
     origin = source.origin
     ours = {
         "roles": {name: parameter.role for name, parameter in source.parameters.items()},
@@ -110,11 +120,10 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         "tensors": {name: p.weight for name, p in source.parameters.items() if p.role == "extra"},
     }
     optimizer = {"optimizer": {"state": states, "param_groups": groups}} if states or groups else {}
-    return {
-        "model": model,
-        **optimizer,
-        "extras": {_OURS: ours, **_plain(lower(dict(source.extras), source.parameters))},
-    }
+    extras = {key: plain(value) for key, value in source.extras.items()}
+    if _OURS in extras:
+        ours[_OURS] = extras.pop(_OURS)
+    return {"model": model, **optimizer, "extras": {_OURS: ours, **extras}}
 
 
 def _weight(parameter: Parameter) -> Tensor:
@@ -130,15 +139,43 @@ def _weight(parameter: Parameter) -> Tensor:
     return master if same and master is not None else weight
 
 
-def _plain(value: Value) -> Value:
-    """The value with typed JSON in the place of what `weights_only` refuses."""
-    if value is None or isinstance(value, (Tensor, bool, str, bytes)) or type(value) in (int, float):
-        return value
-    if isinstance(value, dict) and not isinstance(value, StdDict) and all(isinstance(k, (str, int)) for k in value):
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    return encode(value)
+class _Plain:
+    """Puts tensors in the places of their names, and typed JSON in the place of what `weights_only` refuses."""
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = parameters
+
+    def __call__(self, value: Value) -> Value:
+        encode(value)  # raises `Unsafe` for a value without end
+        return self._plain(value)
+
+    def _plain(self, value: Value) -> Value:
+        if isinstance(value, TensorName):
+            return self._parameters[value.name].states[MODEL]
+        if value is None or type(value) in (bool, str, bytes, float):
+            return value
+        if type(value) is int and value.bit_length() <= _MOST_BITS:
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(map(self._plain, value))
+        if type(value) is StdDict and value.cls == _ORDERED and value.factory is None and _is_simple(value):
+            made = StdDict()
+            made.update((key, self._plain(item)) for key, item in value.items())
+            made.attrs = {key: self._plain(item) for key, item in value.attrs.items()}
+            return made
+        if type(value) is dict and _is_simple(value):
+            return {key: self._plain(item) for key, item in value.items()}
+        return encode(value)
+
+
+def _is_simple(value: Mapping[Value, Value]) -> bool:
+    """Can it stay as it is, and not be taken for typed JSON?"""
+    keys = list(value)
+    return all(type(key) in (bool, int, str) for key in keys) and not (len(keys) == 1 and _begins(keys[0]))
+
+
+def _begins(key: Value) -> bool:
+    return isinstance(key, str) and key.startswith("$")
 
 
 def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
@@ -158,10 +195,12 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
             for group in optimizer["param_groups"]
         )
         extras = {key: restore(value) for key, value in file.root["extras"].items() if key != _OURS}
+        if _OURS in ours:
+            extras[_OURS] = restore(ours[_OURS])
         said = ours["origin"]
         origin = Origin(said["engine"], said["version"], said["step"], decode(said["layout"], path))
         aliases = {str(alias): str(name) for alias, name in ours["aliases"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"not in the form in which ckpt writes files of torch: {error!r}", where=path) from None
     return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
 
@@ -170,22 +209,33 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
 class _Restore:
-    """Undoes `_plain` and `lower`."""
+    """Undoes `_Plain`. What several places share is restored once, and shared again."""
 
     def __init__(self, tensors: Mapping[str, TensorRef], path: Path) -> None:
         self._names = {(ref.storage.key, ref.offset): TensorName(name) for name, ref in tensors.items()}
         self._path = path
+        self._done: dict[int, Value] = {}
 
     def __call__(self, value: Value) -> Value:
         if isinstance(value, TensorRef):
             return self._names[value.storage.key, value.offset]
+        if not isinstance(value, (dict, list, tuple)):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = self._restored(value)
+        return self._done[id(value)]
+
+    def _restored(self, value: Value) -> Value:
+        if type(value) is StdDict:
+            made = StdDict(value.cls, value.factory)
+            made.update((key, self(item)) for key, item in value.items())
+            made.attrs = {key: self(item) for key, item in value.attrs.items()}
+            return made
         if isinstance(value, dict):
-            if len(value) == 1 and isinstance(key := next(iter(value)), str) and key.startswith("$"):
+            if len(value) == 1 and _begins(next(iter(value))):
                 return decode(value, self._path)
             return {key: self(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self, value))
-        return value
+        return type(value)(map(self, value))
 
 
 def _read_foreign(file: TorchFile) -> Checkpoint:
@@ -206,6 +256,8 @@ def _read_foreign(file: TorchFile) -> Checkpoint:
         if name in found:
             raise Corrupt(f"two tensors are called `{show(name)}`", where=file.path)
         found[name] = ref
+        if len(found) > _MOST_NAMES:
+            raise Unsafe(f"the file calls its tensors by more than {_MOST_NAMES:,} names", where=file.path)
     aliases = _aliases(found)
     named = [Named(name, tensor_of(ref)) for name, ref in found.items() if name not in aliases]
     parameters = {one.name: Parameter(one.name, _role(one), {MODEL: one.tensor}) for one in named}
@@ -224,7 +276,14 @@ def _read_foreign(file: TorchFile) -> Checkpoint:
             for name, parameter in parameters.items():
                 role: Role = "parameter" if name in trained else "buffer" if parameter.role == "buffer" else "frozen"
                 states = {**matched.states.get(name, {}), MODEL: parameter.weight}
-                parameters[name] = Parameter(name, role, states, matched.values.get(name, {}))
+                parameters[name] = Parameter(name, role, states)
+            for name, values in matched.values.items():
+                lifted = {key: lift(value, f"{name}/{key}", parameters) for key, value in values.items()}
+                parameters[name] = replace(parameters[name], values=lifted)
+            groups = tuple(
+                Group(lift(dict(group.options), f"{optimizer_key}/param_groups/{i}", parameters), group.names)
+                for i, group in enumerate(groups)
+            )
     extras = {key: lift(value, key, parameters) for key, value in rest.items()}
     if inside is not None:
         others = dict(_others(model))
@@ -309,7 +368,16 @@ def _role(one: Named) -> Role:
 
 
 def _has_tensor(value: Value) -> bool:
-    return isinstance(value, TensorRef) or (isinstance(value, dict) and any(map(_has_tensor, value.values())))
+    """In it or in dicts in it. On a stack of our own, and each dict once: a file may nest and share without end."""
+    seen, waiting = set(), [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, TensorRef):
+            return True
+        if isinstance(one, dict) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one.values()
+    return False
 
 
 def _flat(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, TensorRef]]:

@@ -139,7 +139,7 @@ def _listed(path: Path) -> tuple[list[Path], tuple[Path, dict[str, str]] | None]
             raise Unsafe(f"the index names {show(name)!r}, which is not a file beside it", where=index)
     files = [index.parent / name for name in dict.fromkeys(where.values())]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike Path.is_file, it takes any name
             raise Incomplete(f"the index names {show(file.name)!r}, which is not there", where=index)
     return files, (index, where)
 

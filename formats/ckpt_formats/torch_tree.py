@@ -1,10 +1,12 @@
 """One output file that is a tree of values in a PyTorch archive: a part like any other."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import Parameter, Part, Receipt
 from ckpt_formats.files import write_sealed
+from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import layout_file
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
@@ -19,6 +21,15 @@ def tree_part(
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
     return Part(file, tuple(parameters), {"tree": tree}, layout.nbytes, role, rank or {}, tensors)
+
+
+def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A parameter's states, to be stored for it alone.
+
+    Archives store one object once, however often it occurs, and what is stored once is one tensor to PyTorch. Tied
+    weights want that; step counts that parameters have in common do not, since optimizers count in place.
+    """
+    return {state: replace(tensor) for state, tensor in states.items()}
 
 
 def write_tree(folder: Path, part: Part, transfer: Transfer) -> Receipt:

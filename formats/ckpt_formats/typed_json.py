@@ -28,7 +28,7 @@ from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
 
 _MOST_WRITTEN = 32_000_000
 """Values, of which a text or an array counts one more for every 32 bytes."""
-_MOST_AGAIN = 1_000_000
+_MOST_AGAIN = 400_000
 """The same, of what has been written before, being shared by several places."""
 _MOST_DEPTH = 150
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")

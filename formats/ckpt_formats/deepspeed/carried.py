@@ -63,10 +63,11 @@ def carry(
             parameters,
         )
     first: dict[str, Value] = {}
-    for i, (rank, file) in enumerate(optims.items()):
-        items = _optimizer_items(file)
-        target = first if i == 0 else others.setdefault(rank, {})
-        _add(target, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
+    for i, (rank, file) in enumerate((optims or models).items()):  # stage 0 has the optimizer in the model's file
+        own: dict[str, Value] = first if i == 0 else {}
+        _add(own, first, _optimizer_items(file), "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
+        if i and own:
+            others.setdefault(rank, {})["optimizer"] = own
     if first:
         extras["optimizer"] = first
     if differing := {rank: items for rank, items in others.items() if items}:
@@ -76,9 +77,8 @@ def carry(
 
 def _optimizer_items(file: TorchFile) -> dict[str, Value]:
     root = file.root.get("optimizer_state_dict")
-    outer = {
-        key: value for key, value in file.root.items() if key not in ("optimizer_state_dict", "ds_config", "optimizer")
-    }
+    own = ("optimizer_state_dict", "ds_config", "optimizer")
+    outer = {} if "module" in file.root else {key: value for key, value in file.root.items() if key not in own}
     inner = root if isinstance(root, dict) else file.root.get("optimizer") or {}
     return {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
 

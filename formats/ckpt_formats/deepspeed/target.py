@@ -97,6 +97,7 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
 def target_of(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> Target:
     """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
     _check_kind(source)
+    _check_options(source)
     source = _whole_groups(source)
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
@@ -129,6 +130,14 @@ def _check_kind(source: Checkpoint) -> None:
         raise Unsupported(
             "a DeepSpeed checkpoint needs the optimizer's groups, and the source has none",
             hint="Start a new run from the weights: convert to `torch` or `safetensors`.",
+        )
+
+
+def _check_options(source: Checkpoint) -> None:
+    if any("lr" not in group.options for group in source.groups):
+        raise Unsupported(
+            "the source does not hold the options of the optimizer's groups, such as the learning rate",
+            hint="DeepSpeed's elastic checkpoints lack them: save without `elastic_checkpoint`.",
         )
 
 

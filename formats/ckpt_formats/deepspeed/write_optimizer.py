@@ -12,6 +12,7 @@ from ckpt_formats.extras import lower
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
 from ckpt_formats.tensor import Fragment, Range, Tensor, Zeros, join, read
+from ckpt_formats.torch_tree import apart
 from ckpt_formats.values import Global, Record, StdDict, Value
 
 Local = Mapping[str, Parameter]
@@ -43,7 +44,7 @@ def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
             name: cut(members, name, begins, low, high) if name in vectors_of(members[0]) else value
             for name, value in state_of(members).items()
         }
-        paddings.append(padding)
+        paddings.append(padding if stripped else target.dp * length - total)
         alignments.append(aligned)
         mappings.append(_mapping(names, members, begins, low, high))
     last = target.dp - 1
@@ -112,7 +113,8 @@ def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
         for one in members:
-            if kept := {**{s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}, **one.values}:
+            states = apart({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
+            if kept := {**states, **one.values}:
                 state[number] = kept
             number += 1
         lists.append([one.states[MASTER] for one in members])
@@ -156,7 +158,7 @@ def flat_order(target: Target, group: Group) -> list[str]:
 
 def alignment(target: Target, members: Sequence[Parameter]) -> list[int]:
     """Zeros after each parameter: none, or up to 16 bytes with `parameter_alignment`, and none after the last."""
-    if not target.zero.get("parameter_alignment"):
+    if not target.zero.get("parameter_alignment") or target.own_bf16:
         return [0] * len(members)
     unit, at, zeros = 16 // target.dtype.itemsize, 0, []
     for one in members[:-1]:
@@ -229,7 +231,7 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
             odd = next((one for one in members if read(one.states[state], reader).tobytes() != value), None)
             if odd is not None:
                 raise Unsupported(f"`{first.name}` and `{odd.name}` are in one group, but their `{state}` differs")
-    return {**{s: first.states[s] for s in first.states if s not in (MASTER, MODEL)}, **first.values}
+    return {**apart({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
 def _flat(members: Sequence[Parameter], state: str, begins: Sequence[int], low: int, high: int) -> Tensor:
@@ -302,20 +304,22 @@ _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale
 
 def scaler_items(target: Target) -> dict[str, Value]:
     """The loss scaler as stages 1 to 3 keep it: an object."""
-    own = _own(target)
+    own, state = _own(target), _scaling(target)
     scaler = own.get("loss_scaler")
-    dynamic = bool(own.get("dynamic_loss_scale", False))
     if not isinstance(scaler, Record):
-        state = {"cur_scale": own.get("cur_scale", 1.0), "dynamic": dynamic}
-        kind = "DynamicLossScaler" if dynamic else "LossScaler"
-        if dynamic:
-            defaults = {"min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
-            state |= {key: own[key] for key in _SCALES if key in own} | defaults
+        kind = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
+        if state["dynamic"]:
+            asked = _fp16(target)
+            shift = asked.get("hysteresis", 2)
+            state |= {"min_scale": asked.get("min_loss_scale", 1), "delayed_shift": shift, "cur_hysteresis": shift}
+            state |= {"consecutive_hysteresis": asked.get("consecutive_hysteresis", False)}
             state |= {"raise_error_at_min_scale": True, "dtype": Global("torch", target.dtype.name)}
+        else:
+            del state["cur_iter"]
         scaler = Record(Global(_SCALER, kind), (), state=state, new=True)
     return {
         "loss_scaler": scaler,
-        "dynamic_loss_scale": dynamic,
+        "dynamic_loss_scale": bool(scaler.get("dynamic")),
         "overflow": own.get("overflow", False),
         "clip_grad": clip_grad(target),
     }
@@ -323,17 +327,31 @@ def scaler_items(target: Target) -> dict[str, Value]:
 
 def _scale_items(target: Target) -> dict[str, Value]:
     """The loss scaler as stage 0 keeps it: its fields."""
-    own = _own(target)
+    fields = _scaling(target)
+    return {"dynamic_loss_scale": fields.pop("dynamic"), **fields}
+
+
+def _scaling(target: Target) -> dict[str, Value]:
+    """The fields of the loss scaler: as the source has them, at whichever stage it was, else as configured."""
+    own, asked = _own(target), _fp16(target)
     scaler = own.get("loss_scaler")
-    fields = dict(own) if not isinstance(scaler, Record) else {key: scaler.get(key) for key in _SCALES}
-    dynamic = bool(own.get("dynamic_loss_scale", False))
-    steps = target.source.origin.step or 0
-    said: dict[str, Value] = {"dynamic_loss_scale": dynamic, "cur_scale": fields.get("cur_scale") or 1.0}
-    said["cur_iter"] = fields["cur_iter"] if fields.get("cur_iter") is not None else steps
-    if dynamic:
-        defaults = {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
-        said |= {key: default if fields.get(key) is None else fields[key] for key, default in defaults.items()}
-    return said
+    kept = {key: scaler.get(key) if isinstance(scaler, Record) else own.get(key) for key in _SCALES}
+    dynamic = bool(own.get("dynamic_loss_scale", target.dtype.name == "float16" and not asked.get("loss_scale")))
+    configured = {
+        "cur_scale": 2.0 ** asked.get("initial_scale_power", 16) if dynamic else asked.get("loss_scale") or 1.0,
+        "cur_iter": target.source.origin.step or 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": asked.get("loss_scale_window", 1000),
+    }
+    fields = {key: configured[key] if kept[key] is None else kept[key] for key in _SCALES[: None if dynamic else 2]}
+    return {"cur_scale": fields["cur_scale"], "dynamic": dynamic} | fields
+
+
+def _fp16(target: Target) -> Mapping[str, Value]:
+    """What the configuration says of the loss scaler, which only fp16 has."""
+    section = target.config.get("fp16")
+    return section if isinstance(section, dict) and target.dtype.name == "float16" else {}
 
 
 def _is_fused(config: Mapping[str, Value]) -> bool:

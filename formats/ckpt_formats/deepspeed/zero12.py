@@ -30,9 +30,10 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
     """
     found = Optimized()
     zero = config.get("zero_optimization")
-    round_robin = isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
     contiguous = bool(config.get("use_data_before_expert_parallelism"))
     roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
+    # `BF16_Optimizer`, whose files name no stage, minds neither this nor alignment.
+    round_robin = isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and "zero_stage" in roots[0]
     for g, shapes in enumerate(groups):
         count = _count(roots, optims, g)
         names: list[str] = []
@@ -98,9 +99,11 @@ def _read_group(
         vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
         for root, file in zip(roots, files, strict=True)
     ]
-    paddings = _paddings(roots[0], g, files[0].path)
-    begins = starts(shapes.values(), paddings)
+    begins = starts(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
     length = max(master.shape[0] for master in masters)
+    if sum(master.shape[0] for master in masters) == begins[-1]:  # the tail's padding is stripped, off the first too
+        padding = _paddings(roots[0], "group_paddings", None, files[0].path) or [0] * (g + 1)
+        length = max(length, masters[0].shape[0] + padding[g])
     if length * len(masters) < begins[-1]:
         raise Corrupt(
             f"the partitions of group {g} hold {length * len(masters)} elements, its parameters {begins[-1]}",
@@ -181,6 +184,6 @@ def _options(root: dict[Value, Value], g: int, where: Path) -> dict[str, Value]:
     return options_of(groups[g], where) if isinstance(groups, list) and g < len(groups) else {}
 
 
-def _paddings(root: dict[Value, Value], g: int, where: Path) -> list[int] | None:
-    listed = root.get("param_alignment_paddings")
-    return list(shape_of(get(listed, g, list, where), where)) if listed else None
+def _paddings(root: dict[Value, Value], key: str, g: int | None, where: Path) -> list[int] | None:
+    listed = root.get(key)
+    return list(shape_of(listed if g is None else get(listed, g, list, where), where)) if listed else None

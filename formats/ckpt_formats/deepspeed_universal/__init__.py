@@ -44,9 +44,13 @@ class DeepSpeedUniversal(WritableFormat):
         return tuple(parts(settle(source, goal), goal))
 
     def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
-        said = source.extras.get("ranks")
+        said, config = source.extras.get("ranks"), source.extras.get("ds_config")
         gone = sorted(said) if isinstance(said, dict) else []
-        return (f"what only these ranks of the source had, such as RNG states: {', '.join(gone)}",) if gone else ()
+        lost = [f"what only these ranks of the source had, such as RNG states: {', '.join(gone)}"] if gone else []
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+            lost.append("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")
+        return tuple(lost)
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)

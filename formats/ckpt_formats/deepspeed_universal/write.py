@@ -46,6 +46,11 @@ def settle(source: Checkpoint, goal: Goal) -> Target:
     target = target_of(source, goal, stage, 1, goal.degrees.tp or 1)
     for name in target.parameters:
         _check_name(name)
+    if any(group.options.get("use_muon") for group in source.groups) and not target.own_bf16:
+        raise Unsupported(
+            "DeepSpeed cuts Muon's momentum when it loads a universal checkpoint, and stops at the first step after",
+            hint="Write `deepspeed`.",
+        )
     return target
 
 
