@@ -67,13 +67,17 @@ def parameter(name: str, states: Mapping[str, Array], role: Role = "parameter", 
     return Parameter(name, role, {state: tensor(made) for state, made in states.items()}, values)
 
 
+ORIGIN = Origin("held", "1.0", 7, {"tp": 2})
+HELD = Path("/held")
+
+
 def checkpoint(
     parameters: Iterable[Parameter],
     groups: tuple[Group, ...] = (),
     extras: Mapping[str, Value] | None = None,
     aliases: Mapping[str, str] | None = None,
-    origin: Origin = Origin("held", "1.0", 7, {"tp": 2}),
-    path: Path = Path("/held"),
+    origin: Origin = ORIGIN,
+    path: Path = HELD,
 ) -> Checkpoint:
     """A checkpoint in memory."""
     return Checkpoint(path, origin, {p.name: p for p in parameters}, groups, extras or {}, aliases or {})

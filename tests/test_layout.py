@@ -44,9 +44,7 @@ def whole_shape(axes: int, axis: int, length: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("fused", FUSED, ids=str)
 @pytest.mark.parametrize(("axes", "axis"), [(axes, axis) for axes in (1, 2, 3) for axis in range(axes)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merging_undoes_splitting(
-    ranks: int, fused: int | tuple[int, ...], axes: int, axis: int, dtype: str
-) -> None:
+def test_merging_undoes_splitting(ranks: int, fused: int | tuple[int, ...], axes: int, axis: int, dtype: str) -> None:
     length = fused * UNIT if isinstance(fused, int) else sum(fused)
     values = array(DTYPES[dtype], whole_shape(axes, axis, length))
     rule = Rule(".*", axis=axis, fused=fused)
@@ -74,9 +72,7 @@ def test_merging_undoes_splitting(
 def test_merging_undoes_splitting_of_ranks_that_differ(data: st.DataObject) -> None:
     """Widths name the length of every piece on every rank: grouped heads that do not divide, say."""
     ranks, pieces = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    widths = tuple(
-        tuple(data.draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))) for _ in range(pieces)
-    )
+    widths = tuple(tuple(data.draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))) for _ in range(pieces))
     axes = data.draw(st.integers(1, 3))
     axis = data.draw(st.integers(0, axes - 1))
     values = array(DTYPES["float16"], whole_shape(axes, axis, sum(map(sum, widths))))
@@ -127,7 +123,7 @@ def test_what_does_not_divide_is_not_split() -> None:
         (Rule(".*", fused=(2, 2)), (8, 2)),
         (Rule(".*", "blocks", shape=(8, 2), blocks=((),)), (8, 2)),
     ):
-        with pytest.raises(BadRules, match="`layer.w`"):
+        with pytest.raises(BadRules, match=r"`layer\.w`"):
             split("layer.w", tensor(np.zeros(shape, np.float32)), rule, 2)
 
 
@@ -141,14 +137,15 @@ def test_replicas_that_agree_are_one_tensor_and_those_that_do_not_name_both_file
     other = values.copy()
     other[3, 2] = 0.25
     files = [
-        Tensor.of(lay(tmp_path / f"rank{i}", one, 0, c_strides((4, 3), 4))) for i, one in enumerate([values, values, other])
+        Tensor.of(lay(tmp_path / f"rank{i}", one, 0, c_strides((4, 3), 4)))
+        for i, one in enumerate([values, values, other])
     ]
     rule = Rule(".*", "replicated")
     agreed = merge("w", files[:2], rule)
     assert list(agreed.flaws()) == []
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader).chunks(agreed))) == values.tobytes()
-    with Reader() as reader, pytest.raises(Corrupt, match="rank0 against .*rank2"):
+    with Reader() as reader, pytest.raises(Corrupt, match=r"rank0 against .*rank2"):
         list(Transfer(reader).chunks(merge("w", files, rule)))
 
 
@@ -217,7 +214,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_shapes_that_contradict_a_rule_are_an_error_that_names_the_tensor(kind: str) -> None:
     rule, shapes = CONTRADICTIONS[kind]
-    with pytest.raises(BadRules, match="`layer.w`"):
+    with pytest.raises(BadRules, match=r"`layer\.w`"):
         merge("layer.w", [tensor(np.zeros(shape, np.float32)) for shape in shapes], rule)
 
 
@@ -250,7 +247,7 @@ def test_replicas_of_shards_are_compared_after_merging_too(tmp_path: Path) -> No
     other[3, 2] = 0.25
     whole = [Tensor.of(lay(tmp_path / n, v, 0, (12, 4))) for n, v in (("ours", values), ("theirs", other))]
     shards = [replace(whole[0].crop(half), replicas=(whole[1].crop(half),)) for half in map(_half, (0, 1))]
-    with pytest.raises(Corrupt, match="ours against .*theirs"):
+    with pytest.raises(Corrupt, match=r"ours against .*theirs"):
         read(merge("w", shards, Rule(".*")))
     same = [replace(shard, replicas=(shard, shard)) for shard in shards[:1]] + [replace(shards[1], replicas=())]
     merged = merge("w", same, Rule(".*"))

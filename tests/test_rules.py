@@ -67,7 +67,9 @@ def test_a_rule_means_what_it_says(said: str, tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(f"[[rule]]\n{said}\n")
     (rule,) = read_rules(path)
-    assert rule == Rule(**{**{f: getattr(GOOD[said], f) for f in Rule.__dataclass_fields__}, "origin": f"{path}, rule 1"})
+    assert rule == Rule(
+        **{**{f: getattr(GOOD[said], f) for f in Rule.__dataclass_fields__}, "origin": f"{path}, rule 1"}
+    )
 
 
 @pytest.mark.parametrize("kind", BAD)

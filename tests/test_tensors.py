@@ -229,8 +229,10 @@ def test_decoding_commutes_with_cropping(dtype: np.dtype, data: st.DataObject) -
 @given(st.data())
 def test_a_mean_of_equals_is_their_value_and_commutes_with_cropping(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
-    integers = [np.array(data.draw(st.lists(st.integers(-999, 999), min_size=prod(shape), max_size=prod(shape))))
-                for _ in range(data.draw(st.integers(1, 4)))]  # fmt: skip
+    integers = [
+        np.array(data.draw(st.lists(st.integers(-999, 999), min_size=prod(shape), max_size=prod(shape))))
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
     values = [one.reshape(shape).astype(np.float64) for one in integers]
     mean = Mean(tuple(map(Held, values)))
     box = data.draw(boxes(shape))
@@ -273,7 +275,7 @@ def test_replicas_that_differ_are_an_error_that_names_both_files(tmp_path: Path)
     other[37, 1] = -other[37, 1]
     ours, theirs = (Tensor.of(lay(tmp_path / n, v, 7, (6, 2))) for n, v in (("ours", values), ("theirs", other)))
     both = replace(ours, replicas=(ours, theirs))
-    with Reader() as reader, pytest.raises(Corrupt, match="ours against .*theirs"):
+    with Reader() as reader, pytest.raises(Corrupt, match=r"ours against .*theirs"):
         list(Transfer(reader, 30).chunks(both))
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader, 30).chunks(replace(ours, replicas=(ours,))))) == values.tobytes()
@@ -292,8 +294,13 @@ def test_replicas_are_compared_by_bits_not_by_value() -> None:
 def test_packed_is_what_numpy_calls_contiguous(data: st.DataObject) -> None:
     values = data.draw(arrays([DTYPES["int16"]]).filter(lambda a: a.size))
     offset, strides = data.draw(placements(values.shape, 2))
-    laid = np.ndarray(values.shape, values.dtype, bytes(offset + sum(n * s for n, s in zip(values.shape, strides)) + 2),
-                      offset, strides)  # fmt: skip
+    laid = np.ndarray(
+        values.shape,
+        values.dtype,
+        bytes(offset + sum(n * s for n, s in zip(values.shape, strides, strict=True)) + 2),
+        offset,
+        strides,
+    )
     assert packed(values.shape, strides, 2) == laid.flags.c_contiguous
     assert packed(values.shape, c_strides(values.shape, 2), 2)
 

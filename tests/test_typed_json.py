@@ -1,6 +1,7 @@
 """Typed JSON loses nothing, and neither a hostile value nor a hostile text gets past it."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.typed_json import decode, encode
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from ckpt_formats.values import Global, Record, TensorName, Value
 from held import array, plain
 from typed_values import HALVES, values
 
 HERE = Path("manifest.json")
+
 
 def through_text(value: Value) -> Value:
     return decode(json.loads(json.dumps(encode(value), allow_nan=False)), HERE)
@@ -59,15 +61,27 @@ def test_numpy_arrays_and_scalars_of_every_type_come_back(dtype: np.dtype) -> No
     assert plain(through_text(scalar)) == plain(scalar)
 
 
-@pytest.mark.parametrize("made", [np.array([object()]), np.array([(1, 2)], "i4,i4"), object(), len, 1j.__class__, range(3)],
-                         ids=lambda made: str(type(made)))  # fmt: skip
+@pytest.mark.parametrize(
+    "made",
+    [np.array([object()]), np.array([(1, 2)], "i4,i4"), object(), len, 1j.__class__, range(3)],
+    ids=lambda made: str(type(made)),
+)
 def test_what_has_no_place_is_refused_when_written(made: Any) -> None:
     with pytest.raises(Unsupported):
         encode({"a": [made]})
 
 
-@pytest.mark.parametrize("made", [HALVES, {HALVES: 1, "😀": 2}, Global(HALVES, "x"), TensorName(HALVES),
-                                  Record(Global("a", "b"), kwargs={HALVES: 1})], ids=lambda made: type(made).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "made",
+    [
+        HALVES,
+        {HALVES: 1, "😀": 2},
+        Global(HALVES, "x"),
+        TensorName(HALVES),
+        Record(Global("a", "b"), kwargs={HALVES: 1}),
+    ],
+    ids=lambda made: type(made).__name__,
+)
 def test_a_text_that_json_would_change_is_refused_when_written(made: Value) -> None:
     with pytest.raises(Unsupported, match="two halves"):
         encode([made])
@@ -121,28 +135,69 @@ def test_large_honest_values_pass() -> None:
 
 
 HOSTILE: list[Any] = [
-    {"$unknown": 1}, {"$int": "x"}, {"$int": None}, {"$int": [1]}, {"$float": "zz"}, {"$float": "00"}, {"$float": 1},
-    {"$complex": [1]}, {"$complex": "ab"}, {"$complex": [{}, []]}, {"$bytes": "*"}, {"$bytes": 5}, {"$bytearray": "a"},
-    {"$tuple": 5}, {"$set": [[1]]}, {"$set": [{}]}, {"$frozenset": [[]]}, {"$size": ["a"]}, {"$size": {"a": 1}},
-    {"$size": [None]}, {"$dict": [[1]]}, {"$dict": [[[], 1]]}, {"$dict": 7}, {"$std": {}}, {"$std": []},
-    {"$std": {"class": ["a"], "items": []}}, {"$std": {"class": ["a", 1], "items": []}},
-    {"$std": {"class": ["a", "b"], "items": [[1]]}}, {"$std": {"class": ["a", "b"], "items": 3}},
-    {"$std": {"class": ["a", "b"], "items": [], "attrs": [1]}}, {"$std": {"class": ["a", "b"], "items": [], "factory": 1}},
-    {"$object": {}}, {"$object": {"class": 1}}, {"$object": {"class": ["a", "b", "c"]}},
-    {"$object": {"class": ["a", "b"], "args": 1}}, {"$object": {"class": ["a", "b"], "kwargs": []}},
-    {"$object": {"class": ["a", "b"], "mapping": [1]}}, {"$object": {"class": ["a", "b"], "items": 1}},
-    {"$global": "ab"}, {"$global": ["a", 1]}, {"$global": [None, None]}, {"$tensor": 1}, {"$tensor": ["a"]},
-    {"$array": {}}, {"$array": 1}, {"$array": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}},
-    {"$array": {"dtype": "f4", "shape": [2**62], "data": ""}}, {"$array": {"dtype": "f4", "shape": [-1], "data": "AAAAAA=="}},
-    {"$array": {"dtype": "f4", "shape": [-1, -1], "data": "AAAAAA=="}}, {"$array": {"dtype": "f4", "shape": [1.0], "data": "AAAAAA=="}},
-    {"$array": {"dtype": "f4", "shape": "1", "data": "AAAAAA=="}}, {"$array": {"dtype": "f4,f4", "shape": [1], "data": "AAAAAAAAAAA="}},
-    {"$array": {"dtype": "(1000000000,)f4", "shape": [0], "data": ""}}, {"$array": {"dtype": None, "shape": [0], "data": ""}},
+    {"$unknown": 1},
+    {"$int": "x"},
+    {"$int": None},
+    {"$int": [1]},
+    {"$float": "zz"},
+    {"$float": "00"},
+    {"$float": 1},
+    {"$complex": [1]},
+    {"$complex": "ab"},
+    {"$complex": [{}, []]},
+    {"$bytes": "*"},
+    {"$bytes": 5},
+    {"$bytearray": "a"},
+    {"$tuple": 5},
+    {"$set": [[1]]},
+    {"$set": [{}]},
+    {"$frozenset": [[]]},
+    {"$size": ["a"]},
+    {"$size": {"a": 1}},
+    {"$size": [None]},
+    {"$dict": [[1]]},
+    {"$dict": [[[], 1]]},
+    {"$dict": 7},
+    {"$std": {}},
+    {"$std": []},
+    {"$std": {"class": ["a"], "items": []}},
+    {"$std": {"class": ["a", 1], "items": []}},
+    {"$std": {"class": ["a", "b"], "items": [[1]]}},
+    {"$std": {"class": ["a", "b"], "items": 3}},
+    {"$std": {"class": ["a", "b"], "items": [], "attrs": [1]}},
+    {"$std": {"class": ["a", "b"], "items": [], "factory": 1}},
+    {"$object": {}},
+    {"$object": {"class": 1}},
+    {"$object": {"class": ["a", "b", "c"]}},
+    {"$object": {"class": ["a", "b"], "args": 1}},
+    {"$object": {"class": ["a", "b"], "kwargs": []}},
+    {"$object": {"class": ["a", "b"], "mapping": [1]}},
+    {"$object": {"class": ["a", "b"], "items": 1}},
+    {"$global": "ab"},
+    {"$global": ["a", 1]},
+    {"$global": [None, None]},
+    {"$tensor": 1},
+    {"$tensor": ["a"]},
+    {"$array": {}},
+    {"$array": 1},
+    {"$array": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "f4", "shape": [2**62], "data": ""}},
+    {"$array": {"dtype": "f4", "shape": [-1], "data": "AAAAAA=="}},
+    {"$array": {"dtype": "f4", "shape": [-1, -1], "data": "AAAAAA=="}},
+    {"$array": {"dtype": "f4", "shape": [1.0], "data": "AAAAAA=="}},
+    {"$array": {"dtype": "f4", "shape": "1", "data": "AAAAAA=="}},
+    {"$array": {"dtype": "f4,f4", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "(1000000000,)f4", "shape": [0], "data": ""}},
+    {"$array": {"dtype": None, "shape": [0], "data": ""}},
     {"$array": {"dtype": {"names": ["a"], "formats": ["O"]}, "shape": [0], "data": ""}},
-    {"$array": {"dtype": "U0", "shape": [10**12], "data": ""}}, {"$array": {"dtype": "S", "shape": [2**70], "data": ""}},
-    {"$array": {"dtype": "f4", "shape": [0, 2**70], "data": ""}}, {"$array": {"dtype": "f4", "shape": [0] * 100, "data": ""}},
-    {"$array": {"dtype": "nonsense", "shape": [0], "data": ""}}, {"$array": {"dtype": "f4", "shape": [1], "data": 4}},
+    {"$array": {"dtype": "U0", "shape": [10**12], "data": ""}},
+    {"$array": {"dtype": "S", "shape": [2**70], "data": ""}},
+    {"$array": {"dtype": "f4", "shape": [0, 2**70], "data": ""}},
+    {"$array": {"dtype": "f4", "shape": [0] * 100, "data": ""}},
+    {"$array": {"dtype": "nonsense", "shape": [0], "data": ""}},
+    {"$array": {"dtype": "f4", "shape": [1], "data": 4}},
     {"$array": {"dtype": "int4", "shape": [1], "data": "AA=="}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("said", HOSTILE, ids=str)
@@ -153,11 +208,19 @@ def test_what_encode_never_wrote_is_corrupt(said: Any, wrap: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [200, 450, 599, 900, 5000])
-@pytest.mark.parametrize("wrap", [
-    lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: {"$tuple": [inner]}, lambda inner: {"$set": [inner]},
-    lambda inner: {"$dict": [[1, inner]]}, lambda inner: {"$object": {"class": ["a", "b"], "state": inner}},
-    lambda inner: {"$std": {"class": ["a", "b"], "items": [[inner, 1]]}}, lambda inner: {"$complex": [inner, 1]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: [inner],
+        lambda inner: {"a": inner},
+        lambda inner: {"$tuple": [inner]},
+        lambda inner: {"$set": [inner]},
+        lambda inner: {"$dict": [[1, inner]]},
+        lambda inner: {"$object": {"class": ["a", "b"], "state": inner}},
+        lambda inner: {"$std": {"class": ["a", "b"], "items": [[inner, 1]]}},
+        lambda inner: {"$complex": [inner, 1]},
+    ],
+)
 def test_nesting_without_end_is_corrupt(depth: int, wrap: Any) -> None:
     said: Any = {"$tuple": []}
     for _ in range(depth):
@@ -167,18 +230,55 @@ def test_nesting_without_end_is_corrupt(depth: int, wrap: Any) -> None:
 
 
 json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(allow_nan=False), st.sampled_from(["", "a", "f4", "AAAA"])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 5),
+        st.floats(allow_nan=False),
+        st.sampled_from(["", "a", "f4", "AAAA"]),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
             st.sampled_from(
-                ["a", "$int", "$float", "$complex", "$bytes", "$bytearray", "$size", "$std", "$tuple", "$dict", "$set",
-                 "$frozenset", "$tensor", "$global", "$object", "$array", "$x", "class", "items", "state", "dtype", "shape",
-                 "data", "args", "kwargs", "mapping", "new", "attrs", "factory"]),
-            inner, max_size=3),
+                [
+                    "a",
+                    "$int",
+                    "$float",
+                    "$complex",
+                    "$bytes",
+                    "$bytearray",
+                    "$size",
+                    "$std",
+                    "$tuple",
+                    "$dict",
+                    "$set",
+                    "$frozenset",
+                    "$tensor",
+                    "$global",
+                    "$object",
+                    "$array",
+                    "$x",
+                    "class",
+                    "items",
+                    "state",
+                    "dtype",
+                    "shape",
+                    "data",
+                    "args",
+                    "kwargs",
+                    "mapping",
+                    "new",
+                    "attrs",
+                    "factory",
+                ]
+            ),
+            inner,
+            max_size=3,
+        ),
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(json_values)
@@ -187,7 +287,5 @@ def test_any_json_is_a_value_or_corrupt(said: Any) -> None:
         value = decode(said, HERE)
     except Corrupt:
         return
-    try:
+    with suppress(Unsafe, Unsupported):
         assert plain(through_text(value)) == plain(value)
-    except CkptError as error:
-        assert isinstance(error, (Unsafe, Unsupported))

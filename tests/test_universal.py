@@ -44,7 +44,9 @@ def assert_same(made: Checkpoint, source: Checkpoint) -> None:
         assert (made.parameters[name].name, made.parameters[name].role) == (name, expected.role)
         assert list(made.parameters[name].states) == list(expected.states)
         assert plain(dict(made.parameters[name].values)) == plain(dict(expected.values))
-    assert [(plain(dict(g.options)), g.names) for g in made.groups] == [(plain(dict(g.options)), g.names) for g in source.groups]
+    assert [(plain(dict(g.options)), g.names) for g in made.groups] == [
+        (plain(dict(g.options)), g.names) for g in source.groups
+    ]
     assert plain(dict(made.extras)) == plain(dict(source.extras))
     assert made.aliases == source.aliases
     assert made.origin == source.origin
@@ -61,7 +63,9 @@ plain_values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), n
 @st.composite
 def parameters(draw: st.DrawFn, name: str) -> Parameter:
     role = draw(st.sampled_from(["parameter", "frozen", "buffer", "extra"]))
-    states = draw(st.dictionaries(st.sampled_from(["fp32", "param", "exp_avg", "a b", "é"]), arrays(), min_size=1, max_size=3))
+    states = draw(
+        st.dictionaries(st.sampled_from(["fp32", "param", "exp_avg", "a b", "é"]), arrays(), min_size=1, max_size=3)
+    )
     if "fp32" in states and draw(st.booleans()):
         dtype = DTYPES[draw(st.sampled_from(["bfloat16", "float16", "float8_e4m3fn", "float32"]))]
         if states["fp32"].dtype.name in ("float32", "float64"):
@@ -168,7 +172,22 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
 
 
 def test_names_become_files_that_stay_inside_and_apart(tmp_path: Path) -> None:
-    tricky = ["../../escape", "/etc/passwd", "a/b", "a_b", "A_b", "", ".", "..", "\0", "x" * 5000, "a\nb", "ünï", "con", "é\u202e"]
+    tricky = [
+        "../../escape",
+        "/etc/passwd",
+        "a/b",
+        "a_b",
+        "A_b",
+        "",
+        ".",
+        "..",
+        "\0",
+        "x" * 5000,
+        "a\nb",
+        "ünï",
+        "con",
+        "é\u202e",
+    ]
     source = checkpoint([parameter(name, {"param": np.float32(i).reshape(())}) for i, name in enumerate(tricky)])
     assert_same(write(source, tmp_path / "target"), source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
@@ -185,10 +204,15 @@ def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: 
     assert load_file(file)["param"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("bad", [
-    parameter("w", {"param": np.zeros(2, np.complex128)}), parameter("w", {"__metadata__": np.zeros(2)}),
-    parameter("w", {"\ud800": np.zeros(2)}),
-], ids=["complex128", "a state called __metadata__", "a state with half a character"])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        parameter("w", {"param": np.zeros(2, np.complex128)}),
+        parameter("w", {"__metadata__": np.zeros(2)}),
+        parameter("w", {"\ud800": np.zeros(2)}),
+    ],
+    ids=["complex128", "a state called __metadata__", "a state with half a character"],
+)
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(bad: Parameter, tmp_path: Path) -> None:
     with pytest.raises(Unsupported):
         Universal().plan(checkpoint([bad]), Goal(tmp_path / "target"))
@@ -207,29 +231,63 @@ def test_the_content_id_does_not_depend_on_order_origin_or_storage(source: Check
 
 
 CHANGES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "a bit": lambda c: replace(c, parameters={**c.parameters, "alone": parameter("alone", {
-        "param": _flipped(read(c.parameters["alone"].states["param"])),
-        "exp_avg": read(c.parameters["alone"].states["exp_avg"])}, step=3)}),
-    "a name": lambda c: replace(c, parameters={**{n: p for n, p in c.parameters.items() if n != "frozen"},
-                                               "frozen2": replace(c.parameters["frozen"], name="frozen2")}),
-    "a role": lambda c: replace(c, parameters={**c.parameters, "frozen": replace(c.parameters["frozen"], role="buffer")}),
+    "a bit": lambda c: replace(
+        c,
+        parameters={
+            **c.parameters,
+            "alone": parameter(
+                "alone",
+                {
+                    "param": _flipped(read(c.parameters["alone"].states["param"])),
+                    "exp_avg": read(c.parameters["alone"].states["exp_avg"]),
+                },
+                step=3,
+            ),
+        },
+    ),
+    "a name": lambda c: replace(
+        c,
+        parameters={
+            **{n: p for n, p in c.parameters.items() if n != "frozen"},
+            "frozen2": replace(c.parameters["frozen"], name="frozen2"),
+        },
+    ),
+    "a role": lambda c: replace(
+        c, parameters={**c.parameters, "frozen": replace(c.parameters["frozen"], role="buffer")}
+    ),
     "a parameter less": lambda c: replace(c, parameters={n: p for n, p in c.parameters.items() if n != "frozen"}),
-    "a state less": lambda c: replace(c, parameters={**c.parameters, "layers.1.w": replace(
-        c.parameters["layers.1.w"], states={"fp32": c.parameters["layers.1.w"].states["fp32"]})}),
-    "a shape": lambda c: replace(c, parameters={**c.parameters, "empty": parameter(
-        "empty", {"param": np.zeros((4, 0), np.float32)}, "buffer")}),
-    "a type": lambda c: replace(c, parameters={**c.parameters, "empty": parameter(
-        "empty", {"param": np.zeros((0, 4), np.float16)}, "buffer")}),
-    "a value": lambda c: replace(c, parameters={**c.parameters, "alone": replace(c.parameters["alone"], values={"step": 4})}),
-    "the type of a value": lambda c: replace(c, parameters={**c.parameters, "alone": replace(
-        c.parameters["alone"], values={"step": 3.0})}),
-    "an option": lambda c: replace(c, groups=(replace(c.groups[0], options={"lr": 2e-3, "betas": (0.9, 0.95)}), c.groups[1])),
-    "the order of a group": lambda c: replace(c, groups=(replace(c.groups[0], names=c.groups[0].names[::-1]), c.groups[1])),
+    "a state less": lambda c: replace(
+        c,
+        parameters={
+            **c.parameters,
+            "layers.1.w": replace(
+                c.parameters["layers.1.w"], states={"fp32": c.parameters["layers.1.w"].states["fp32"]}
+            ),
+        },
+    ),
+    "a shape": lambda c: replace(
+        c, parameters={**c.parameters, "empty": parameter("empty", {"param": np.zeros((4, 0), np.float32)}, "buffer")}
+    ),
+    "a type": lambda c: replace(
+        c, parameters={**c.parameters, "empty": parameter("empty", {"param": np.zeros((0, 4), np.float16)}, "buffer")}
+    ),
+    "a value": lambda c: replace(
+        c, parameters={**c.parameters, "alone": replace(c.parameters["alone"], values={"step": 4})}
+    ),
+    "the type of a value": lambda c: replace(
+        c, parameters={**c.parameters, "alone": replace(c.parameters["alone"], values={"step": 3.0})}
+    ),
+    "an option": lambda c: replace(
+        c, groups=(replace(c.groups[0], options={"lr": 2e-3, "betas": (0.9, 0.95)}), c.groups[1])
+    ),
+    "the order of a group": lambda c: replace(
+        c, groups=(replace(c.groups[0], names=c.groups[0].names[::-1]), c.groups[1])
+    ),
     "the order of groups": lambda c: replace(c, groups=c.groups[::-1]),
     "an alias": lambda c: replace(c, aliases={"head.w": "alone"}),
     "an extra": lambda c: replace(c, extras={**c.extras, "epoch": 3}),
     "the type of an extra": lambda c: replace(c, extras={**c.extras, "epoch": True}),
-}  # fmt: skip
+}
 
 
 def _flipped(values: np.ndarray) -> np.ndarray:
@@ -245,7 +303,7 @@ def test_the_content_id_changes_with_everything_that_is_content(kind: str, tmp_p
 
 
 def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
-    """Every bit flipped, every byte removed or doubled, every end cut off; in the first line every byte put for every other."""
+    """Every bit flipped, byte removed or doubled, end cut off; in the first line every byte put for every other."""
     write(checkpoint([parameter("w", {"param": np.zeros(1, np.int8)})]), tmp_path / "target")
     path = tmp_path / "target" / manifest.NAME
     good = path.read_bytes()
@@ -253,7 +311,11 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     changed = {good[:i] + bytes([good[i] ^ 1 << bit]) + good[i + 1 :] for i in range(len(good)) for bit in range(8)}
     changed |= {good[:i] + bytes([byte]) + good[i + 1 :] for i in range(first) for byte in range(256)}
     changed |= {good[:i] + good[i + 1 :] for i in range(len(good))} | {good[:i] for i in range(len(good))}
-    changed |= {good[:i] + good[i : i + 1] + good[i:] for i in range(len(good))} | {good + b"\n", good + b" ", b"\xef\xbb\xbf" + good}
+    changed |= {good[:i] + good[i : i + 1] + good[i:] for i in range(len(good))} | {
+        good + b"\n",
+        good + b" ",
+        b"\xef\xbb\xbf" + good,
+    }
     for bad in changed - {good}:
         path.write_bytes(bad)
         with pytest.raises(Corrupt):
@@ -264,10 +326,14 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_of_a_parameter_file_is_found_and_never_copied(tmp_path: Path) -> None:
     master = np.arange(3, dtype=np.float32)
-    source = checkpoint([
-        parameter("w", {"fp32": master, "param": master.astype(DTYPES["bfloat16"]), "exp_avg": master.astype(np.float16)}),
-        parameter("other", {"fp32": master, "param": np.zeros(3, np.float16)}),
-    ])  # fmt: skip
+    source = checkpoint(
+        [
+            parameter(
+                "w", {"fp32": master, "param": master.astype(DTYPES["bfloat16"]), "exp_avg": master.astype(np.float16)}
+            ),
+            parameter("other", {"fp32": master, "param": np.zeros(3, np.float16)}),
+        ]
+    )
     made = write(source, tmp_path / "target")
     assert [f.kind for f in examine(made, EFFORT)] == ["copy"]
     for shard in made.shards:
@@ -307,7 +373,12 @@ def identity(said: Any) -> str:
     """The content id, by its definition in docs/format.md."""
     content = {
         "parameters": sorted(
-            [p["name"], p["role"], sorted([k, t["dtype"], t["shape"], t["values"]] for k, t in p["states"].items()), p["values"]]
+            [
+                p["name"],
+                p["role"],
+                sorted([k, t["dtype"], t["shape"], t["values"]] for k, t in p["states"].items()),
+                p["values"],
+            ]
             for p in said["parameters"]
         ),
         "groups": said["groups"],
@@ -355,31 +426,63 @@ def without(*keys: str) -> Edit:
 
 
 HOSTILE: dict[str, tuple[Edit, type[CkptError] | tuple[type[CkptError], ...]]] = {
-    **{f"a file name {name!r:.30}": (entry(lambda e, name=name: e.update(file=name)), Corrupt)
-       for name in ["../x.safetensors", "/etc/passwd", "parameters/../../x.safetensors", "parameters/a/b.safetensors",
-                    "parameters/.safetensors", "parameters/..safetensors", "x.safetensors", "parameters/A.safetensors",
-                    "parameters/a.safetensors\n", "parameters/a\0.safetensors", "parameters/" + "a" * 200 + ".safetensors",
-                    "extras/../parameters/a.safetensors", "", "parameters\\a.safetensors", "other/a.safetensors"]},
+    **{
+        f"a file name {name!r:.30}": (entry(lambda e, name=name: e.update(file=name)), Corrupt)
+        for name in [
+            "../x.safetensors",
+            "/etc/passwd",
+            "parameters/../../x.safetensors",
+            "parameters/a/b.safetensors",
+            "parameters/.safetensors",
+            "parameters/..safetensors",
+            "x.safetensors",
+            "parameters/A.safetensors",
+            "parameters/a.safetensors\n",
+            "parameters/a\0.safetensors",
+            "parameters/" + "a" * 200 + ".safetensors",
+            "extras/../parameters/a.safetensors",
+            "",
+            "parameters\\a.safetensors",
+            "other/a.safetensors",
+        ]
+    },
     "no file": (entry(lambda e: e.update(file="parameters/a.safetensors")), Incomplete),
-    **{f"{key} = {value!r:.25}": (entry(lambda e, key=key, value=value: e.update({key: value})), Corrupt)
-       for key, values in {"nbytes": [-1, 1.5, "9", None, True, 2**70, 10**30, [1]], "name": [1, None, ["a"]],
-                           "role": ["x", 1, None, []], "header": ["", "xxh3-128:zz", 5, "crc32:00000000"],
-                           "states": [{}, [], None, {"a": 1}, {"a": {}}], "values": [[], {"$x": 1}, None]}.items()
-       for value in values},
-    **{f"state {key} = {value!r:.25}": (state("fp32", **{key: value}), Corrupt)
-       for key, values in {"dtype": ["complex128x", 1, None, [], "object"], "shape": [[-1], [2**70], "3", [1.5], [True], None, [1] * 65,
-                           [2**40, 2**40]], "offset": [-1, 2**70, "0", None, 1.5, 10**30], "nbytes": [-1, 11, 13, 2**62, "12", None],
-                           "stored": ["", None, 1], "values": ["", None, 1], "base": [1, [], "nothing", "fp32"],
-                           "codec": [1, [], {}, {"name": 1}]}.items()
-       for value in values},
+    **{
+        f"{key} = {value!r:.25}": (entry(lambda e, key=key, value=value: e.update({key: value})), Corrupt)
+        for key, values in {
+            "nbytes": [-1, 1.5, "9", None, True, 2**70, 10**30, [1]],
+            "name": [1, None, ["a"]],
+            "role": ["x", 1, None, []],
+            "header": ["", "xxh3-128:zz", 5, "crc32:00000000"],
+            "states": [{}, [], None, {"a": 1}, {"a": {}}],
+            "values": [[], {"$x": 1}, None],
+        }.items()
+        for value in values
+    },
+    **{
+        f"state {key} = {value!r:.25}": (state("fp32", **{key: value}), Corrupt)
+        for key, values in {
+            "dtype": ["complex128x", 1, None, [], "object"],
+            "shape": [[-1], [2**70], "3", [1.5], [True], None, [1] * 65, [2**40, 2**40]],
+            "offset": [-1, 2**70, "0", None, 1.5, 10**30],
+            "nbytes": [-1, 11, 13, 2**62, "12", None],
+            "stored": ["", None, 1],
+            "values": ["", None, 1],
+            "base": [1, [], "nothing", "fp32"],
+            "codec": [1, [], {}, {"name": 1}],
+        }.items()
+        for value in values
+    },
     "an unknown codec": (state("fp32", codec={"name": "zstd", "level": 3}), Unsupported),
     "an unknown codec of a copy": (state("param", codec={"name": "shiny"}), Unsupported),
     "a codec with unknown options": (state("param", codec={"name": "rounded", "mode": "up"}), Unsupported),
     "a base that is itself a copy": (state("param", base="param"), Corrupt),
     "a base of another shape": (state("param", shape=[4]), Corrupt),
     "a copy without base": (without("parameters", 0, "states", "param", "base"), Corrupt),  # type: ignore[arg-type]
-    "states that overlap": (lambda s: s["parameters"][0]["states"]["exp_avg"].update(
-        offset=s["parameters"][0]["states"]["fp32"]["offset"]), Corrupt),
+    "states that overlap": (
+        lambda s: s["parameters"][0]["states"]["exp_avg"].update(offset=s["parameters"][0]["states"]["fp32"]["offset"]),
+        Corrupt,
+    ),
     "states with a hole": (lambda s: s["parameters"][0]["states"].pop("exp_avg"), Corrupt),
     "a state in the header": (state("fp32", offset=0), Corrupt),
     "a name twice": (lambda s: s["parameters"][1].update(name=s["parameters"][0]["name"]), Corrupt),
@@ -392,10 +495,15 @@ HOSTILE: dict[str, tuple[Edit, type[CkptError] | tuple[type[CkptError], ...]]] =
     "deep JSON": (lambda s: s.update(extras={"a": deep(400)}), Corrupt),
     "deeper JSON": (lambda s: s.update(extras={"a": deep(900)}), Corrupt),
     "an alias that hides a parameter": (lambda s: s["aliases"].update(w="other"), Corrupt),
-    **{f"no {key}": (without(key), Corrupt) for key in
-       ["format", "content", "origin", "groups", "aliases", "extras", "parameters", "written_by"]},
-    **{f"{key} = {value!r}": (lambda s, key=key, value=value: s.update({key: value}), Corrupt)
-       for key in ["origin", "groups", "aliases", "extras", "parameters"] for value in [None, 1, "x", True]},
+    **{
+        f"no {key}": (without(key), Corrupt)
+        for key in ["format", "content", "origin", "groups", "aliases", "extras", "parameters", "written_by"]
+    },
+    **{
+        f"{key} = {value!r}": (lambda s, key=key, value=value: s.update({key: value}), Corrupt)
+        for key in ["origin", "groups", "aliases", "extras", "parameters"]
+        for value in [None, 1, "x", True]
+    },
     "a group of a number": (lambda s: s.update(groups=[5]), Corrupt),
     "a group without parameters": (lambda s: s.update(groups=[{"options": {}}]), Corrupt),
     "a group of numbers": (lambda s: s.update(groups=[{"options": {}, "parameters": [1]}]), Corrupt),
@@ -409,7 +517,7 @@ HOSTILE: dict[str, tuple[Edit, type[CkptError] | tuple[type[CkptError], ...]]] =
     "extras that are no mapping": (lambda s: s.update(extras={"$tuple": []}), Corrupt),
     "options that are no mapping": (lambda s: s.update(groups=[{"options": {"$set": []}, "parameters": []}]), Corrupt),
     "values that are no mapping": (entry(lambda e: e.update(values={"$tuple": []})), Corrupt),
-}  # fmt: skip
+}
 
 
 def small() -> Checkpoint:
@@ -442,10 +550,22 @@ def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, written: Pa
         Universal().read(target, Options())
 
 
-@pytest.mark.parametrize("text", [
-    b"", b"{", b"[]", b"null", b"{}\n", b'{"checksum":"xxh3-128:0"}', b"\xff\xfe", b"\x80\x02}q\x00.", b"PK\x03\x04",
-    b"[" * 100_000, b'{"a":' * 100_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"{}\n",
+        b'{"checksum":"xxh3-128:0"}',
+        b"\xff\xfe",
+        b"\x80\x02}q\x00.",
+        b"PK\x03\x04",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
 def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_bytes(text)
     with pytest.raises(Corrupt):
@@ -461,7 +581,9 @@ def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_p
 def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_path: Path) -> None:
     good = (written / manifest.NAME).read_bytes()
     body = good[good.index(b"\n") + 1 :].replace(twice, twice * 2, 1)
-    (tmp_path / manifest.NAME).write_bytes(b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body)
+    (tmp_path / manifest.NAME).write_bytes(
+        b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
+    )
     with pytest.raises(Corrupt, match="twice"):
         Universal().read(tmp_path, Options())
 

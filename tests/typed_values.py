@@ -43,10 +43,20 @@ def numpy_values(draw: st.DrawFn) -> Any:
 
 
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-(2**200), 2**200), floats, st.complex_numbers(), texts,
-    st.binary(max_size=9), st.binary(max_size=9).map(bytearray), globals_, st.builds(TensorName, texts),
-    st.lists(st.integers(0, 2**62), max_size=3).map(Size), numpy_values(),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    floats,
+    st.complex_numbers(),
+    texts,
+    st.binary(max_size=9),
+    st.binary(max_size=9).map(bytearray),
+    globals_,
+    st.builds(TensorName, texts),
+    st.lists(st.integers(0, 2**62), max_size=3).map(Size),
+    numpy_values(),
+)
 
 hashable = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), floats, texts, st.binary(max_size=5), globals_),
@@ -67,10 +77,15 @@ def containers(inner: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
     pairs = st.lists(st.tuples(hashable, inner), max_size=3)
     named = st.dictionaries(texts, inner, max_size=3)
     return st.one_of(
-        several, several.map(tuple), named, st.dictionaries(hashable, inner, max_size=3), st.sets(hashable, max_size=3),
-        st.frozensets(hashable, max_size=3), st.builds(std_dict, globals_, st.none() | globals_, pairs, named),
+        several,
+        several.map(tuple),
+        named,
+        st.dictionaries(hashable, inner, max_size=3),
+        st.sets(hashable, max_size=3),
+        st.frozensets(hashable, max_size=3),
+        st.builds(std_dict, globals_, st.none() | globals_, pairs, named),
         st.builds(Record, globals_, several.map(tuple), named, inner, several, pairs, st.booleans()),
-    )  # fmt: skip
+    )
 
 
 values = st.recursive(leaves, containers, max_leaves=12)

@@ -64,6 +64,17 @@ def resume_all(jobs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(report.read_text()) for report in reports]
 
 
+def to_universal(steps: Mapping[Path, Path]) -> dict[Path, str | None]:
+    """Let DeepSpeed's own converter turn folders of a step into universal ones; how it failed, where it did."""
+    jobs = [(step, out, out.with_name(f"{out.name}.json")) for step, out in steps.items()]
+    for _, out, _ in jobs:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    listed = jobs[0][2].with_suffix(".jobs")
+    listed.write_text(json.dumps(jobs, default=str))
+    _script("to_universal.py", [str(listed)], len(jobs))
+    return {step: json.loads(log.read_text())["failure"] for step, _, log in jobs}
+
+
 def _script(name: str, arguments: list[str], count: int) -> None:
     command = [sys.executable, str(HERE / name), *arguments]
     try:

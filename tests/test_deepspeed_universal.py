@@ -1,0 +1,458 @@
+"""DeepSpeed's universal folders: real ones read as their source, ours read back whole, and what is refused."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Origin
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.layout import Rule
+from ckpt_formats.registry import detect, format_named, open_checkpoint, writable
+from ckpt_formats.tensor import read
+from damage import SAMPLES, ckpt
+from held import checkpoint, parameter
+
+ZERO1, ZERO3 = "zero1-bf16-dp2", "zero3-bf16-dp4-tied-frozen"
+PIPELINE = "bf16opt-tp2-pp2"
+
+
+def source(name: str) -> Checkpoint:
+    return open_checkpoint(next(SAMPLES.glob(f"deepspeed-*-{name}")))
+
+
+def theirs(name: str) -> Path:
+    """What DeepSpeed's own converter made of a sample."""
+    return next(SAMPLES.glob(f"ds_to_universal-*-{name}"))
+
+
+def step_in(folder: Path) -> Path:
+    return next(folder.glob("*_universal/"))
+
+
+def write(checkpoint: Checkpoint, folder: Path, **degrees: Any) -> Checkpoint:
+    goal = Goal(folder, Degrees(**degrees))
+    copy(checkpoint, writable("deepspeed-universal"), goal, "", Effort())
+    return open_checkpoint(folder)
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Every bit of every tensor of the model, and every plain value, by name."""
+    return {
+        p.name: (
+            p.role,
+            dict(p.values),
+            {s: (t.dtype.name, t.shape, read(t).tobytes()) for s, t in p.states.items()},
+        )
+        for p in checkpoint.parameters.values()
+        if p.role != "extra"
+    }
+
+
+def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
+    assert contents(found) == contents(expected)
+    assert list(found.parameters) == list(expected.parameters)
+    assert found.groups == expected.groups
+    assert found.aliases == expected.aliases
+    assert found.extras.keys() == expected.extras.keys() - {"ranks"}
+
+
+# Material
+
+
+def trained(*names: str) -> Checkpoint:
+    """A small model in memory, all of it trained by Adam."""
+    random = np.random.default_rng(1)
+
+    def values() -> np.ndarray:
+        return random.standard_normal((4, 6)).astype(np.float32)
+
+    parameters = []
+    for name in names:
+        master = values()
+        states = {"fp32": master, "param": master, "exp_avg": values(), "exp_avg_sq": values()}
+        parameters.append(parameter(name, states, step=3))
+    groups = (Group({"lr": 1.0, "betas": (0.9, 0.95)}, names),)
+    return checkpoint(parameters, groups, origin=Origin("held", "1.0", 3, {}))
+
+
+def plan(made: Checkpoint, tmp_path: Path, **degrees: Any) -> tuple[Any, ...]:
+    return writable("deepspeed-universal").plan(made, Goal(tmp_path / "u", Degrees(**degrees)))
+
+
+def copied(tmp_path: Path, round_robin: bool = False) -> Path:
+    """A copy of the folder of their step, which claims to come from round-robin gradients if asked to."""
+    folder = tmp_path / "step_universal"
+    shutil.copytree(step_in(theirs(ZERO1)), folder)
+    if round_robin:
+
+        def claim(root: dict) -> None:
+            root["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+
+        change(folder / "mp_rank_00_model_states.pt", claim)
+    return folder
+
+
+def change(file: Path, how: Callable[[Any], Any]) -> None:
+    """Change what a file holds."""
+    root = torch.load(file, weights_only=False)
+    how(root)
+    torch.save(root, file)
+
+
+def exchange(folder: Path, layer: str) -> None:
+    """Give two parameters each other's master."""
+    one, other = (folder / "zero" / f"blocks.{i}.{layer}.weight" / "fp32.pt" for i in (0, 1))
+    one.rename(folder / "held")
+    other.rename(one)
+    (folder / "held").rename(other)
+
+
+# Reading theirs
+
+
+@pytest.mark.parametrize("name", [ZERO1, ZERO3])
+def test_what_their_converter_made_is_read_as_its_source(name: str) -> None:
+    found, expected = open_checkpoint(theirs(name)), source(name)
+    assert_same(found, expected)
+    assert found.origin == expected.origin
+    assert examine(found, Effort()) == []
+
+
+def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> None:
+    above = tmp_path / "run"
+    shutil.copytree(theirs(ZERO1), above)
+    assert detect(above).name == detect(step_in(above)).name == "deepspeed-universal"
+    shutil.copytree(next(SAMPLES.glob(f"deepspeed-*-{ZERO1}")), above, dirs_exist_ok=True)
+    assert detect(above).name == "deepspeed"  # the run's own checkpoints hold more
+    assert detect(step_in(above)).name == "deepspeed-universal"
+
+
+def test_their_copies_of_buffers_do_not_shadow_the_buffers() -> None:
+    found = open_checkpoint(theirs(ZERO1))
+    assert (step_in(theirs(ZERO1)) / "zero" / "places").is_dir()
+    assert found.parameters["places"].role == "buffer"
+    assert found.parameters["places"].weight.dtype == np.int64
+    assert any("`places`" in notice for notice in found.notices)
+    assert not open_checkpoint(theirs(ZERO3)).notices
+
+
+def test_optimizer_states_that_their_converter_lost_are_named(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+
+    def amsgrad(root: dict) -> None:
+        root["param_groups"][0]["amsgrad"] = True
+
+    change(folder / "zero" / "optimizer_state.pt", amsgrad)
+    assert any("max_exp_avg_sq" in notice for notice in open_checkpoint(folder).notices)
+
+
+# Writing ours
+
+
+@pytest.mark.parametrize("name", [ZERO1, ZERO3, PIPELINE])
+def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
+    expected = source(name)
+    found = write(expected, tmp_path / "u")
+    assert_same(found, expected)
+    assert found.origin.layout["dp"] == expected.origin.layout["dp"]
+    assert found.origin.layout.get("pipeline") == expected.origin.layout.get("pipeline")
+    assert examine(found, Effort()) == []
+    assert (tmp_path / "u" / "latest_universal").read_text() == step_in(tmp_path / "u").name
+
+
+def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) -> None:
+    expected = source(PIPELINE)
+    found = write(expected, tmp_path / "u", tp=2)
+    assert len(list(step_in(tmp_path / "u").glob("mp_rank_*"))) == 2
+    assert contents(found) == contents(expected)
+
+
+def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
+    first = write(source(ZERO1), tmp_path / "a")
+    copy(first, writable("deepspeed"), Goal(tmp_path / "b", Degrees(dp=3, zero=3)), "", Effort())
+    last = write(open_checkpoint(tmp_path / "b"), tmp_path / "c", zero=2)
+    assert_same(last, source(ZERO1))
+
+
+def test_only_what_is_trained_has_a_folder(tmp_path: Path) -> None:
+    expected = source(ZERO3)
+    write(expected, tmp_path / "u")
+    held = {path.name for path in (step_in(tmp_path / "u") / "zero").iterdir()}
+    trained = {name for name, p in expected.parameters.items() if p.role == "parameter"}
+    assert expected.aliases
+    assert {p.role for p in expected.parameters.values()} >= {"frozen", "buffer"}
+    assert held == trained | {"optimizer_state.pt"}
+
+
+def test_there_are_no_tensors_beside_the_parameters(tmp_path: Path) -> None:
+    write(source(ZERO3), tmp_path / "u")
+    step = step_in(tmp_path / "u")
+    assert (step / "zero" / "optimizer_state.pt").stat().st_size < 10_000
+    assert (step / "zero_pp_rank_0_mp_rank_00_model_states.pt").stat().st_size < 20_000
+    with_weights = torch.load(step / "mp_rank_00_model_states.pt", weights_only=False)
+    assert with_weights["module"]["position.weight"].shape == source(ZERO3).parameters["position.weight"].weight.shape
+
+
+def test_for_stage_3_only_options_that_all_groups_share_are_written(tmp_path: Path) -> None:
+    write(source(ZERO1), tmp_path / "u")
+    saved = torch.load(step_in(tmp_path / "u") / "zero" / "optimizer_state.pt", weights_only=False)
+    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.1, 0.0]
+    for group in saved["optimizer_state_dict"]["param_groups"]:
+        assert "weight_decay" not in group
+        assert group["betas"] == (0.9, 0.95)
+    assert saved["optimizer_state_dict"]["state"][0]["step"] == 5
+
+
+@pytest.mark.parametrize("name", ["a/b.weight", "café [0] *", "x" * 200, "tensor.with.dots", "a\\b", "-"])
+def test_odd_names_are_folders_like_any_other(name: str, tmp_path: Path) -> None:
+    expected = trained(name, "plain")
+    assert contents(write(expected, tmp_path / "u")) == contents(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "a/../../x", "/x", "a//b", "", ".", "..", "./x", "fp32.pt", "optimizer_state.pt", "a\0b", "x" * 300],
+)
+def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="name of a folder"):
+        plan(trained(name, "plain"), tmp_path)
+
+
+def test_no_name_of_a_state_leads_elsewhere(tmp_path: Path) -> None:
+    made = trained("w")
+    states = {**made.parameters["w"].states, "../../x": made.parameters["w"].states["exp_avg"]}
+    with pytest.raises(Unsupported, match="name of a folder"):
+        plan(replace(made, parameters={"w": replace(made.parameters["w"], states=states)}), tmp_path)
+
+
+def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
+    made = trained("w", "v")
+    w, v = made.parameters["w"], made.parameters["v"]
+    alone = {s: t for s, t in w.states.items() if s != "exp_avg_sq"}
+    counting = {name: replace(p, values={**p.values, "mu_product": 0.5}) for name, p in made.parameters.items()}
+    one_each = tuple(Group({"lr": 1.0}, (name,)) for name in ("w", "v"))
+    return {
+        "stage 0": (made, 0, "stage 0"),
+        "Muon": (replace(made, groups=(Group({"lr": 1.0, "use_muon": True}, ("w", "v")),)), None, "Muon"),
+        "a scalar that is no step": (replace(made, parameters=counting), None, "no place"),
+        "no groups": (replace(made, groups=()), None, "group"),
+        "two steps at stage 3": (
+            replace(made, parameters={"w": w, "v": replace(v, values={"step": 4})}, groups=one_each),
+            3,
+            "stage 3: it knows one step",
+        ),
+        "one moment at stage 3": (
+            replace(trained("w"), parameters={"w": replace(w, states=alone)}),
+            3,
+            "stage 3: it needs exactly",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _of_other_optimizers())
+def test_what_deepspeed_could_not_load_is_refused(name: str, tmp_path: Path) -> None:
+    made, zero, says = _of_other_optimizers()[name]
+    with pytest.raises(Unsupported, match=says):
+        plan(made, tmp_path, zero=zero)
+
+
+def test_without_adams_moments_it_is_for_stages_1_and_2_only(tmp_path: Path) -> None:
+    made = trained("w")
+    states = {s: t for s, t in made.parameters["w"].states.items() if s != "exp_avg_sq"}
+    sgd = replace(made, parameters={"w": replace(made.parameters["w"], states=states)})
+    files = [Path(part.file).name for part in plan(sgd, tmp_path)]
+    assert "mp_rank_00_model_states.pt" in files
+    assert not any(file.startswith("zero_pp_rank") for file in files)
+
+
+def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
+    made = trained("row", "qkv", "swiglu", "word", "norm", "column")
+    rules = (
+        Rule("row", axis=1),
+        Rule("qkv", fused=(2, 1, 1)),
+        Rule("swiglu", fused=2),
+        Rule("word", vocabulary=4),
+        Rule("norm", "replicated"),
+        Rule("column"),
+    )
+    parts = writable("deepspeed-universal").plan(made, Goal(tmp_path, rules=rules))
+    found = {Path(p.file).parent.name: p.what["tree"] for p in parts if p.file.endswith("/fp32.pt")}
+    entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in found.items()}
+    sub_shape = entries["qkv"].pop("sub_param_shape")
+    assert (sub_shape.cls.name, sub_shape.get("shape"), sub_shape.get("partition_dim")) == (
+        "SubparamShape", ((2, 1, 1), 6), 0,
+    )  # fmt: skip
+    assert entries == {
+        "row": {"cat_dim": 1},
+        "qkv": {},
+        "swiglu": {"cat_dim": 0, "param_n_sub_params": 2},
+        "word": {"cat_dim": 0, "vocab_tensor": True},
+        "norm": {},
+        "column": {"cat_dim": 0},
+    }
+
+
+def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> None:
+    done = ckpt("convert", next(SAMPLES.glob(f"deepspeed-*-{ZERO1}")), tmp_path / "u", "--to", "deepspeed-universal")
+    assert done.code == 0, done.err
+    assert ckpt("verify", tmp_path / "u").code == 0
+    made = trained("w")
+    config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    losses = format_named("deepspeed-universal").losses(replace(made, extras={"ds_config": config}), ())  # type: ignore[attr-defined]
+    assert "round_robin_gradients" in losses[0]
+
+
+# Round-robin gradients
+
+
+def test_a_conversion_of_round_robin_gradients_is_recognised(tmp_path: Path) -> None:
+    folder = copied(tmp_path, round_robin=True)
+    exchange(folder, "norm1")
+    with pytest.raises(Corrupt, match="made by DeepSpeed's converter from a run with round_robin_gradients") as caught:
+        open_checkpoint(folder)
+    assert "masters of 2 parameters (`blocks.0.norm1.weight`, `blocks.1.norm1.weight`)" in caught.value.what
+    assert "Convert the original checkpoint" in (caught.value.hint or "")
+    for command in (("verify", folder), ("convert", folder, tmp_path / "out")):
+        done = ckpt(*command)
+        assert done.code == 20
+        assert "round_robin_gradients" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_right_folder_of_such_a_run_is_not_accused(tmp_path: Path) -> None:
+    folder = copied(tmp_path, round_robin=True)
+    assert contents(open_checkpoint(folder)) == contents(source(ZERO1))
+    written = tmp_path / "ours"
+    assert contents(write(open_checkpoint(folder), written)) == contents(source(ZERO1))
+    # Ours keeps the order of the groups, though the configuration still speaks of round robin.
+    assert open_checkpoint(written).groups == open_checkpoint(folder).groups
+
+
+def test_masters_without_weights_to_hold_them_against_are_refused_of_such_a_run(tmp_path: Path) -> None:
+    folder = copied(tmp_path, round_robin=True)
+
+    def drop(root: dict) -> None:
+        root["module"] = None
+
+    change(folder / "mp_rank_00_model_states.pt", drop)
+    for name in ("drift", "places", "seen"):
+        shutil.rmtree(folder / "zero" / name)
+    with pytest.raises(Corrupt, match="no weights here to tell by"):
+        open_checkpoint(folder)
+
+
+def test_damage_is_called_damage(tmp_path: Path) -> None:
+    folder = copied(tmp_path, round_robin=True)
+    file = folder / "zero" / "norm.weight" / "fp32.pt"
+    values = torch.load(file, weights_only=False)["param"].detach().numpy().tobytes()
+    held = bytearray(file.read_bytes())
+    held[held.index(values) + 3] ^= 4
+    file.write_bytes(held)
+    done = ckpt("verify", folder)
+    assert done.code == 20
+    assert "crc32" in done.err + done.out
+    assert "round_robin" not in done.err + done.out
+
+
+def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    for file in folder.glob("zero/*/fp32.pt"):
+        change(file, lambda root: root["param"].data.add_(1))
+    with pytest.raises(Corrupt, match="do not round to the weights in the model's files") as caught:
+        open_checkpoint(folder)
+    assert "mixed" in (caught.value.hint or "")
+
+
+def test_a_few_masters_that_differ_are_for_verify_to_tell(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    exchange(folder, "norm1")
+    findings = examine(open_checkpoint(folder), Effort())
+    assert {(f.kind, f.tensors[0]) for f in findings} == {
+        ("copy", "blocks.0.norm1.weight"),
+        ("copy", "blocks.1.norm1.weight"),
+    }
+
+
+# Broken and hostile folders
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return harm
+
+
+def _save(name: str, value: object) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        torch.save(value, folder / name)
+
+    return harm
+
+
+def _many_ranks(folder: Path) -> None:
+    change(folder / "zero" / "optimizer_state.pt", lambda root: root.update(partition_count=[1 << 60, 1 << 60]))
+
+
+HARMS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
+    "a parameter's folder is gone": (_remove("zero/norm.weight"), Incomplete, "`norm.weight` has no folder"),
+    "a master is gone": (_remove("zero/norm.weight/fp32.pt"), Incomplete, "no fp32.pt"),
+    "the model's file is gone": (_remove("mp_rank_00_model_states.pt"), Incomplete, "model files"),
+    "a folder that nobody knows": (_save("zero/stranger/fp32.pt", {"param": torch.ones(3)}), Corrupt, "`stranger`"),
+    "another shape": (_save("zero/norm.weight/exp_avg.pt", {"param": torch.ones(3)}), Corrupt, "shape"),
+    "flat, but of another size": (_save("zero/norm.weight/fp32.pt", torch.ones(3)), Corrupt, "shape"),
+    "a master without a shape": (_save("zero/norm.weight/fp32.pt", {"param": torch.tensor(1.0)}), Corrupt, "shape"),
+    "no tensor": (_save("zero/norm.weight/exp_avg.pt", {"param": "text"}), Corrupt, "expected a tensor"),
+    "no `param`": (_save("zero/norm.weight/exp_avg.pt", {}), Corrupt, "'param'"),
+    "a step that is text": (_save("zero/norm.weight/step.pt", "five"), Corrupt, "expected a tensor"),
+    "experts without a number": (
+        _save("zero/norm.weight/fp32.pt", {"param": torch.ones(32), "is_expert_param": True}), Corrupt, "shape",
+    ),
+    "experts of another number": (
+        _save("zero/norm.weight/fp32.pt", {"param": torch.ones(32), "is_expert_param": True, "ep_num_experts": 4}),
+        Corrupt,
+        "4 experts",
+    ),
+    "the optimizer's file is a list": (_save("zero/optimizer_state.pt", [1]), Corrupt, "entry"),
+    "groups are missing": (_save("zero/optimizer_state.pt", {"param_groups": [{}]}), Corrupt, "groups"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_broken_folder_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    harm, kind, says = HARMS[name]
+    folder = copied(tmp_path)
+    harm(folder)
+    with pytest.raises(kind, match=says):
+        open_checkpoint(folder)
+
+
+def test_an_absurd_number_of_ranks_takes_no_time(tmp_path: Path) -> None:
+    folder = copied(tmp_path, round_robin=True)
+    _many_ranks(folder)
+    assert open_checkpoint(folder).groups
+
+
+@pytest.mark.parametrize("tag", ["../elsewhere", "..", "", "a/b", "\0", "gone"])
+def test_latest_names_a_folder_beside_it_or_nothing(tag: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_universal").write_text(tag)
+    with pytest.raises(CkptError):
+        open_checkpoint(tmp_path)
+
+
+def test_links_in_place_of_parameters_are_not_followed(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    (folder / "zero" / "norm.weight").rename(tmp_path / "outside")
+    (folder / "zero" / "norm.weight").symlink_to(tmp_path / "outside")
+    with pytest.raises(Incomplete, match="no folder"):
+        open_checkpoint(folder)

@@ -1,0 +1,384 @@
+"""Model weights in safetensors, against the library of the format: both ways, in one file and in many."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file, save_model
+
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.safetensors import INDEX, Safetensors
+from ckpt_formats.safetensors_file import Slot, header_bytes, read_header
+from ckpt_formats.tensor import read
+from held import SHAPES, STORABLE, array, arrays, checkpoint, contents, everything, folder, parameter
+
+EFFORT = Effort(2, 1 << 20)
+
+
+def write(source: Checkpoint, target: Path, shard_nbytes: int = 5 << 30) -> Checkpoint:
+    copy(source, Safetensors(), Goal(target, shard_nbytes=shard_nbytes), "", EFFORT)
+    return Safetensors().read(target, Options())
+
+
+def raw(values: torch.Tensor) -> bytes:
+    flat = values.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def to_torch(values: np.ndarray) -> torch.Tensor:
+    made = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, values.dtype.name))
+    return made[: values.size].reshape(values.shape).clone()
+
+
+def all_types() -> dict[str, np.ndarray]:
+    return {f"{dtype.name}{shape}": array(dtype, shape) for dtype in STORABLE for shape in SHAPES}
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+    state = {name: to_torch(values) for name, values in all_types().items()}
+    save_file(state, tmp_path / "theirs.safetensors", {"format": "pt", "note": "kept"})
+    made = open_checkpoint(tmp_path / "theirs.safetensors")
+    assert {n: v[2] for (n, _), v in contents(made).items()} == {n: raw(t) for n, t in state.items()}
+    assert made.extras == {"note": "kept"}
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    source = checkpoint([parameter(name, {MODEL: values}) for name, values in all_types().items()])
+    for target in (tmp_path / "file.safetensors", tmp_path / "folder"):
+        made = write(source, target)
+        assert contents(made) == contents(source)
+        loaded = load_file(target if target.is_file() else target / "model.safetensors")
+        for name, values in all_types().items():
+            assert (str(loaded[name].dtype)[6:], tuple(loaded[name].shape)) == (values.dtype.name, values.shape)
+            assert raw(loaded[name]) == values.tobytes()
+
+
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), arrays(), max_size=6),
+    st.integers(1, 300),
+)
+def test_any_cut_into_shards_holds_everything_once(held: dict[str, np.ndarray], size: int) -> None:
+    held.pop("__metadata__", None)
+    source = checkpoint([parameter(name, {MODEL: values}) for name, values in held.items()])
+    with folder() as at:
+        made = write(source, at / "target", size)
+        assert contents(made) == contents(source)
+        files = sorted((at / "target").glob("*.safetensors"))
+        loaded = [load_file(file) for file in files]
+        assert {n: raw(t) for one in loaded for n, t in one.items()} == {n: v.tobytes() for n, v in held.items()}
+        assert sum(map(len, loaded)) == len(held)
+        for one in loaded:
+            assert len(one) <= 1 or sum(len(raw(t)) for t in one.values()) <= size
+        if len(files) > 1:
+            said = json.loads((at / "target" / INDEX).read_text())
+            assert said["weight_map"] == {n: f.name for f, one in zip(files, loaded, strict=True) for n in one}
+            assert said["metadata"]["total_size"] == sum(v.nbytes for v in held.values())
+            assert [f.name for f in files] == [
+                f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+            ]
+        else:
+            assert [f.name for f in files] == ["model.safetensors"]
+
+
+def test_only_the_models_tensors_are_written_and_the_rest_is_said_to_be_lost(tmp_path: Path) -> None:
+    source = everything()
+    made = write(source, tmp_path / "target")
+    assert {n for n, _ in contents(made)} == {n for n, p in source.parameters.items() if p.role != "extra"}
+    assert {n: v for (n, _), v in contents(made).items()} == {
+        n: v for (n, s), v in contents(source).items() if s == "param" and source.parameters[n].role != "extra"
+    }
+    lost = " ".join(Safetensors().losses(source, Safetensors().plan(source, Goal(tmp_path / "t"))))
+    assert all(word in lost for word in ("fp32", "exp_avg", "epoch", "note", "nested"))
+    assert Safetensors().losses(made, Safetensors().plan(made, Goal(tmp_path / "t"))) == ()
+
+
+def test_masters_stand_in_where_there_is_no_copy(tmp_path: Path) -> None:
+    master = array(np.dtype("f4"), (3,))
+    made = write(checkpoint([parameter("w", {"fp32": master, "exp_avg": master * 0})]), tmp_path / "target")
+    assert read(made.parameters["w"].states[MODEL]).tobytes() == master.tobytes()
+
+
+def test_tied_tensors_are_named_as_the_ecosystem_names_them(tmp_path: Path) -> None:
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    net["b"].weight = net["a"].weight
+    save_model(net, str(tmp_path / "theirs.safetensors"))
+    theirs = open_checkpoint(tmp_path / "theirs.safetensors")
+    assert dict(theirs.aliases) in ({"b.weight": "a.weight"}, {"a.weight": "b.weight"})
+    write(theirs, tmp_path / "ours.safetensors")
+    fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    fresh["b"].weight = fresh["a"].weight
+    from safetensors.torch import load_model
+
+    assert load_model(fresh, tmp_path / "ours.safetensors") == (set(), [])
+    assert {n: raw(t) for n, t in fresh.state_dict().items()} == {n: raw(t) for n, t in net.state_dict().items()}
+    assert open_checkpoint(tmp_path / "ours.safetensors").aliases == theirs.aliases
+
+
+def test_tied_tensors_stay_tied_in_shards(tmp_path: Path) -> None:
+    made = write(everything(), tmp_path / "target", 40)
+    assert len(made.shards) > 1
+    assert made.aliases == everything().aliases
+
+
+def shards(at: Path) -> tuple[Path, dict[str, str]]:
+    """A folder such as transformers saves, with other files in it."""
+    held = {f"w{i}": torch.full((4,), float(i)) for i in range(6)}
+    where = {}
+    for i in range(3):
+        name = f"model-{i + 1:05}-of-00003.safetensors"
+        part = dict(list(held.items())[2 * i : 2 * i + 2])
+        save_file(part, at / name, {"format": "pt"})
+        where |= dict.fromkeys(part, name)
+    (at / INDEX).write_text(json.dumps({"metadata": {"total_size": 96}, "weight_map": where}))
+    (at / "config.json").write_text("{}")
+    (at / "tokenizer.json").write_text("{}")
+    return at, where
+
+
+@pytest.mark.parametrize("ask", [lambda at: at, lambda at: at / INDEX], ids=["folder", "index"])
+def test_a_folder_of_shards_reads_by_itself_or_by_its_index(ask: Callable[[Path], Path], tmp_path: Path) -> None:
+    at, where = shards(tmp_path)
+    assert detect(ask(at)).name == "safetensors"
+    made = open_checkpoint(ask(at))
+    assert list(made.parameters) == list(where)
+    assert [read(p.states[MODEL])[0] for p in made.parameters.values()] == list(range(6))
+    assert len(made.shards) == 3
+
+
+def test_one_of_the_shards_reads_alone_when_asked_for(tmp_path: Path) -> None:
+    at, _ = shards(tmp_path)
+    assert list(open_checkpoint(at / "model-00002-of-00003.safetensors").parameters) == ["w2", "w3"]
+
+
+def say(at: Path, said: Any) -> None:
+    (at / INDEX).write_text(said if isinstance(said, str) else json.dumps(said))
+
+
+INDEX_DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError]]] = {
+    "a shard is missing": (lambda at, where: (at / where["w5"]).unlink(), Incomplete),
+    "a shard is cut": (lambda at, where: os.truncate(at / where["w5"], 100), Corrupt),
+    "a shard is empty": (lambda at, where: (at / where["w5"]).write_bytes(b""), Corrupt),
+    "a shard is a folder": (lambda at, where: [(at / where["w5"]).unlink(), (at / where["w5"]).mkdir()], Incomplete),
+    "a tensor is elsewhere": (lambda at, where: say(at, {"weight_map": {**where, "w0": where["w5"]}}), Incomplete),
+    "a tensor is nowhere": (lambda at, where: say(at, {"weight_map": {**where, "w9": where["w5"]}}), Incomplete),
+    "a tensor is not listed": (
+        lambda at, where: say(at, {"weight_map": {k: v for k, v in where.items() if k != "w0"}}),
+        Incomplete,
+    ),
+    "a tensor is in two files": (
+        lambda at, where: save_file({"w0": torch.ones(4), "w5": torch.ones(4), "w4": torch.ones(4)}, at / where["w5"]),
+        Corrupt,
+    ),
+    "a path out": (lambda at, where: say(at, {"weight_map": {**where, "w0": "../secret.safetensors"}}), Unsafe),
+    "an absolute path": (lambda at, where: say(at, {"weight_map": {**where, "w0": "/etc/passwd"}}), Unsafe),
+    "the folder": (lambda at, where: say(at, {"weight_map": {**where, "w0": "."}}), Unsafe),
+    "the folder above": (lambda at, where: say(at, {"weight_map": {**where, "w0": ".."}}), Unsafe),
+    "no name": (lambda at, where: say(at, {"weight_map": {**where, "w0": ""}}), Incomplete),
+    "a name with a null": (lambda at, where: say(at, {"weight_map": {**where, "w0": "a\0b"}}), (Incomplete, Unsafe)),
+    "a name of absurd length": (
+        lambda at, where: say(at, {"weight_map": {**where, "w0": "a" * 5000}}),
+        (Incomplete, Unsafe, NotFound),
+    ),
+    "half a character": (lambda at, where: say(at, {"weight_map": {**where, "w0": "\ud800"}}), (Incomplete, Unsafe)),
+    "the index itself": (lambda at, where: say(at, {"weight_map": {**where, "w0": INDEX}}), Corrupt),
+    "a number": (lambda at, where: say(at, {"weight_map": {**where, "w0": 5}}), Corrupt),
+    "a list": (lambda at, where: say(at, {"weight_map": list(where)}), Corrupt),
+    "no map": (lambda at, where: say(at, {"metadata": {}}), Corrupt),
+    "not an object": (lambda at, where: say(at, "[]"), Corrupt),
+    "not JSON": (lambda at, where: say(at, "{"), Corrupt),
+    "a key twice": (lambda at, where: say(at, '{"weight_map": {"a": "x", "a": "y"}}'), Corrupt),
+    "nested without end": (lambda at, where: say(at, "[" * 100_000), Corrupt),
+    "no index, and a shard is missing": (
+        lambda at, where: [(at / INDEX).unlink(), (at / where["w5"]).unlink()],
+        Incomplete,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INDEX_DAMAGE)
+def test_an_index_that_does_not_fit_its_files_is_refused(kind: str, tmp_path: Path) -> None:
+    damage, expected = INDEX_DAMAGE[kind]
+    at, where = shards(tmp_path)
+    open_checkpoint(at)
+    damage(at, where)
+    with pytest.raises(expected):
+        open_checkpoint(at)
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": list(shape) if isinstance(shape, tuple) else shape,
+        "data_offsets": list(offsets) if isinstance(offsets, tuple) else offsets,
+    }
+
+
+HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
+    "nothing": (b"", Corrupt),
+    "seven bytes": (b"\0" * 7, Corrupt),
+    "a header of no bytes": (file_of(b""), Corrupt),
+    "a header of one byte": (file_of(b"{"), Corrupt),
+    "a header longer than the file": (file_of({}, length=1000), Corrupt),
+    "a header of 2**63 bytes": (file_of({}, length=2**63), Corrupt),
+    "a header of 2**64 - 1 bytes": (file_of({}, length=2**64 - 1), Corrupt),
+    "a header that is a list": (file_of([]), Corrupt),
+    "a header that is no JSON": (file_of(b"{]"), Corrupt),
+    "a header that is no UTF-8": (file_of(b'{"\xff": 1}'), Corrupt),
+    "a header with a byte order mark": (file_of(b"\xef\xbb\xbf{}"), Corrupt),
+    "a key twice": (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)), Corrupt),
+    "nested without end": (file_of(b'{"a":' * 50_000), Corrupt),
+    "a number without end": (
+        file_of(b'{"a":{"dtype":"F32","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,8]}}', bytes(8)),
+        Corrupt,
+    ),
+    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), Corrupt),
+    "metadata that is a list": (file_of({"__metadata__": ["a"]}), Corrupt),
+    "an entry that is a list": (file_of({"a": [1]}), Corrupt),
+    "an entry without shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), Corrupt),
+    "an unknown type": (file_of({"a": entry("F128")}, bytes(8)), Unsupported),
+    "a type that is a list": (file_of({"a": entry(["F32"])}, bytes(8)), Unsupported),
+    "a type of less than a byte": (file_of({"a": entry("F4", (4,), (0, 2))}, bytes(2)), Unsupported),
+    "a shape below zero": (file_of({"a": entry(shape=(-2,))}, bytes(8)), Corrupt),
+    "a shape of minus times minus": (file_of({"a": entry(shape=(-2, -1))}, bytes(8)), Corrupt),
+    "a shape of fractions": (file_of({"a": entry(shape=[2.0])}, bytes(8)), Corrupt),
+    "a shape of true": (file_of({"a": entry("F64", [True])}, bytes(8)), Corrupt),
+    "a shape that is a number": (file_of({"a": entry(shape=2)}, bytes(8)), Corrupt),
+    "a shape that overflows": (file_of({"a": entry(shape=(2**33, 2**33))}, bytes(8)), Corrupt),
+    "a shape that overflows to zero": (file_of({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), Corrupt),
+    "a shape of a hundred axes": (file_of({"a": entry(shape=(1,) * 100, offsets=(0, 4))}, bytes(4)), Corrupt),
+    "offsets below zero": (file_of({"a": entry(offsets=(-8, 0))}, bytes(8)), Corrupt),
+    "offsets the wrong way round": (file_of({"a": entry(offsets=(8, 0))}, bytes(8)), Corrupt),
+    "offsets beyond the file": (file_of({"a": entry(offsets=(8, 16))}, bytes(8)), Corrupt),
+    "offsets of another size": (file_of({"a": entry(offsets=(0, 12))}, bytes(12)), Corrupt),
+    "three offsets": (file_of({"a": entry(offsets=(0, 4, 8))}, bytes(8)), Corrupt),
+    "an offset that is a text": (file_of({"a": entry(offsets=["0", 8])}, bytes(8)), Corrupt),
+    "entries that overlap": (file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), Corrupt),
+    "entries in one place": (file_of({"a": entry(), "b": entry()}, bytes(8)), Corrupt),
+    "a hole between entries": (file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)), Corrupt),
+    "a hole before": (file_of({"a": entry(offsets=(4, 12))}, bytes(12)), Corrupt),
+    "an empty tensor beyond the end": (file_of({"a": entry(shape=(0,), offsets=(90, 90))}), Corrupt),
+    "data cut short": (file_of({"a": entry()}, bytes(7)), Corrupt),
+    "data appended": (file_of({"a": entry()}, bytes(9)), Corrupt),
+    "data without entries": (file_of({}, bytes(5)), Corrupt),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_header_is_refused_in_the_right_words(kind: str, tmp_path: Path) -> None:
+    content, expected = HOSTILE[kind]
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(expected, match=r"file\.safetensors"):
+        open_checkpoint(path)
+
+
+@given(st.data())
+def test_a_file_changed_anywhere_in_its_header_is_refused_or_still_safe(data: st.DataObject) -> None:
+    """There is no checksum; but no byte of a header makes us read outside the file, or fail in other words."""
+    with folder() as at:
+        path = at / "file.safetensors"
+        save_file({"a": torch.arange(4), "b": torch.ones(2, 3)}, path, {"format": "pt"})
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, len(content) - 57))] = data.draw(st.integers(0, 255))
+        path.write_bytes(bytes(content))
+        try:
+            made = open_checkpoint(path)
+        except CkptError:
+            return
+        assert sum(len(v[2]) for v in contents(made).values()) == 32 + 24
+
+
+def test_a_file_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    save_file({"a": torch.arange(4), "b": torch.ones(2, 3)}, path)
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(Corrupt):
+            open_checkpoint(path)
+
+
+def test_the_smallest_file_is_a_checkpoint_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.safetensors"
+    path.write_bytes(file_of({}))
+    assert open_checkpoint(path).parameters == {}
+    assert load_file(path) == {}
+    made = write(checkpoint([]), tmp_path / "ours.safetensors")
+    assert made.parameters == {}
+    assert load_file(tmp_path / "ours.safetensors") == {}
+
+
+@pytest.mark.parametrize("names", [["__metadata__"], ["w\ud800"]])
+def test_names_that_the_format_cannot_hold_are_refused_before_anything_is_written(
+    names: list[str], tmp_path: Path
+) -> None:
+    source = checkpoint([parameter(name, {MODEL: np.zeros(2, np.float32)}) for name in names])
+    with pytest.raises(Unsupported):
+        copy(source, Safetensors(), Goal(tmp_path / "target"), "", EFFORT)
+    held = checkpoint([parameter("w", {MODEL: np.zeros(2, np.complex128)})])
+    with pytest.raises(Unsupported, match="complex128"):
+        copy(held, Safetensors(), Goal(tmp_path / "target"), "", EFFORT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_target_that_is_a_file_is_one_file_however_large(tmp_path: Path) -> None:
+    made = write(everything(), tmp_path / "x.safetensors", 1)
+    assert (tmp_path / "x.safetensors").is_file()
+    assert contents(made).keys() == {(n, MODEL) for n, p in everything().parameters.items() if p.role != "extra"}
+    with pytest.raises(OutputError):
+        write(everything(), tmp_path / "x.safetensors")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(st.characters(exclude_categories=["Cs"]), max_size=5), st.sampled_from(list(SAFETENSORS_TAGS))
+        ),
+        max_size=4,
+        unique_by=lambda pair: pair[0],
+    ),
+    st.integers(0, 3000),
+)
+def test_a_header_keeps_the_room_it_was_given(pairs: list[tuple[str, str]], room: int) -> None:
+    from ckpt_formats.dtypes import DTYPES
+
+    slots = [Slot(name, DTYPES[tag], (0,), 0) for name, tag in pairs if name != "__metadata__"]
+    room = room // 64 * 64
+    head = header_bytes(slots, {"a": "b"}, room)
+    assert len(head) >= room
+    assert len(head) % 64 == 0
+    assert len(header_bytes(slots, {"a": "b"}, len(head))) == len(head)
+    with folder() as at:
+        (at / "f").write_bytes(head)
+        found = read_header(at / "f")
+        assert {n: t.dtype.name for n, t in found.tensors.items()} == {n: d for n, d in pairs if n != "__metadata__"}
+
+
+def test_reading_a_file_opens_its_header_only(tmp_path: Path) -> None:
+    """A sparse file of 64 GiB is read in no time."""
+    path = tmp_path / "file.safetensors"
+    head = file_of({"a": entry("U8", (1 << 36,), (0, 1 << 36))})
+    path.write_bytes(head)
+    os.truncate(path, len(head) + (1 << 36))
+    made = open_checkpoint(path)
+    assert made.parameters["a"].nbytes == 1 << 36
+    assert replace(made, parameters={}).shards[0].nbytes == len(head) + (1 << 36)

@@ -1,0 +1,137 @@
+"""Fewer tensors, fewer states, another element type: lazy, and exactly what was asked for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_cli.pipeline import Effort, check_whole, copy
+from ckpt_cli.selection import cast, model_only, only
+from ckpt_formats.base import MASTER, MODEL, Goal, Options
+from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, is_float
+from ckpt_formats.errors import BadRules, NotFound, Unsafe, Unsupported
+from ckpt_formats.tensor import read
+from ckpt_formats.universal import Universal
+from held import bits, contents, everything, folder
+
+SOURCE = everything()
+MODEL_NAMES = [name for name, p in SOURCE.parameters.items() if p.role != "extra"]
+CHOICES = ["layers", r"\.w$", "alone", "^frozen$", "count|empty", "e", r"layers\.0"]
+patterns = st.lists(st.sampled_from(CHOICES), max_size=3)
+
+
+def matching(chosen: list[str]) -> set[str]:
+    import re
+
+    return {name for name in MODEL_NAMES if any(re.search(pattern, name) for pattern in chosen)}
+
+
+@given(patterns, patterns)
+def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: list[str]) -> None:
+    made = only(SOURCE, keep, drop)
+    expected = (matching(keep) if keep else set(MODEL_NAMES)) - matching(drop)
+    assert {name for name, p in made.parameters.items() if p.role != "extra"} == expected
+    assert [n for n in SOURCE.parameters if n in made.parameters] == list(made.parameters), "in the same order"
+    assert all(made.parameters[name] is SOURCE.parameters[name] for name in expected), "and untouched"
+    assert made.extras == SOURCE.extras
+    assert "rng/cpu" in made.parameters, "extras stay"
+    assert [g.options for g in made.groups] == [g.options for g in SOURCE.groups]
+    assert [g.names for g in made.groups] == [tuple(n for n in g.names if n in expected) for g in SOURCE.groups]
+    assert set(made.aliases.values()) <= expected
+    check_whole(made)
+
+
+@given(patterns.filter(len))
+def test_keeping_and_skipping_the_same_are_complements(chosen: list[str]) -> None:
+    kept, skipped = only(SOURCE, chosen, []), only(SOURCE, [], chosen)
+    both = [set(contents(half)) for half in (kept, skipped)]
+    assert both[0] | both[1] == set(contents(SOURCE))
+    assert {name for name, _ in both[0] & both[1]} == {"rng/cpu"}
+
+
+@given(patterns, patterns)
+def test_choosing_twice_is_choosing_once(keep: list[str], drop: list[str]) -> None:
+    once = only(SOURCE, keep, drop)
+    left = [p for p in keep if any(__import__("re").search(p, n) for n in once.parameters)]
+    if left == keep:
+        assert only(once, keep, []).parameters == once.parameters
+
+
+@pytest.mark.parametrize("side", ["keep", "drop"])
+def test_a_pattern_that_matches_nothing_is_surely_mistyped(side: str) -> None:
+    given = (["layer.0", "nothing"], []) if side == "keep" else ([], ["nothing"])
+    with pytest.raises(NotFound, match=r"nothing|layer\.0"):
+        only(SOURCE, *given)
+
+
+def test_patterns_that_are_none_or_never_end_are_refused() -> None:
+    with pytest.raises(BadRules, match="not a regular expression"):
+        only(SOURCE, ["("], [])
+    with pytest.raises(Unsafe):
+        only(SOURCE, [], ["(a+)+$"])
+
+
+def test_the_model_alone_has_its_weights_and_nothing_else() -> None:
+    made = model_only(SOURCE)
+    assert list(made.parameters) == MODEL_NAMES
+    for name, p in made.parameters.items():
+        assert list(p.states) == [MODEL]
+        assert p.values == {}
+        assert p.role == SOURCE.parameters[name].role
+        assert bits(read(p.states[MODEL])) == bits(read(SOURCE.parameters[name].weight))
+    assert (made.groups, made.extras, made.aliases) == ((), {}, SOURCE.aliases)
+    assert contents(model_only(made)) == contents(made)
+
+
+@pytest.mark.parametrize("name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d))])
+def test_weights_are_the_masters_rounded_and_all_else_stays(name: str) -> None:
+    dtype = DTYPES[SHORT_NAMES.get(name, name)]
+    made = cast(SOURCE, name)
+    before, after = contents(SOURCE), contents(made)
+    assert after.keys() == before.keys()
+    for (parameter, state), found in after.items():
+        original = SOURCE.parameters[parameter]
+        weight = original.states.get(MASTER, original.weight)
+        if state == MODEL and original.role != "extra" and is_float(weight.dtype):
+            with np.errstate(all="ignore"):
+                assert found == bits(read(weight).astype(dtype))
+        else:
+            assert found == before[parameter, state]
+    assert contents(cast(made, name)) == after
+
+
+def test_casting_to_what_it_is_changes_nothing() -> None:
+    source = model_only(SOURCE)
+    for name in {p.weight.dtype.name for p in source.parameters.values() if is_float(p.weight.dtype)}:
+        chosen = [n for n, p in source.parameters.items() if p.weight.dtype.name == name]
+        made = only(cast(source, name), [f"^{n}$" for n in chosen], [])
+        assert contents(made) == {key: value for key, value in contents(source).items() if key[0] in chosen}
+
+
+@pytest.mark.parametrize("name", ["int8", "bool", "complex64", "nonsense", "", "FP32"])
+def test_what_is_no_float_is_not_a_precision(name: str) -> None:
+    with pytest.raises(Unsupported, match="not a floating-point type"):
+        cast(SOURCE, name)
+
+
+@given(patterns, st.sampled_from(["bf16", "fp16", "fp32", "float8_e4m3fn"]), st.booleans())
+def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) -> None:
+    made = cast(only(SOURCE, [], drop), name)
+    if alone:
+        made = model_only(made)
+    with folder() as at:
+        copy(made, Universal(), Goal(at / "target"), "", Effort(1, 1 << 16))
+        assert contents(Universal().read(at / "target", Options())) == contents(made)
+
+
+def test_no_data_is_read(tmp_path: Path) -> None:
+    """The files may be noise of the right size."""
+    copy(SOURCE, Universal(), Goal(tmp_path / "source"), "", Effort(1))
+    opened = Universal().read(tmp_path / "source", Options())
+    for shard in opened.shards:
+        shard.path.unlink()
+    made = cast(model_only(only(opened, ["layers"], [])), "bf16")
+    check_whole(made)
+    assert [p.weight.dtype.name for p in made.parameters.values()] == ["bfloat16"] * 2
