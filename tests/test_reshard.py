@@ -21,7 +21,6 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_codecs import Rounded
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Options, Origin, Parameter
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Unsupported
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import Array, read
 from ckpt_formats.torchfile import TensorRef, open_file, tensor_of
