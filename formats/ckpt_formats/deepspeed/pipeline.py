@@ -59,12 +59,14 @@ class Pipeline:
         last = len(self.stages) - 1
         users: dict[str, tuple[int, ...]] = {}
         for key, old in self.users.items():
-            held = {s for s, stage in enumerate(stages) if set(self.tied.get(key, ())) & set(stage)}
-            for stage in old:
-                if not set(self.tied.get(key, ())) & set(self.stages[stage]):
-                    if stage != last:
-                        raise Unsupported(f"tied module `{key}` is used on stage {stage} by a layer without a file")
-                    held.add(pp - 1)  # the last layer of all, a function
+            files = set(self.tied.get(key, ()))
+            held = {s for s, stage in enumerate(stages) if files & set(stage)}
+            without = {s for s in old if not files & set(self.stages[s])}
+            if without or len(files) == 1:  # its other user has no file: the last layer of all, a function
+                if without - {last} or last not in old:
+                    where = min(without - {last} or old)
+                    raise Unsupported(f"tied module `{key}` is used on stage {where} by a layer without a file")
+                held.add(pp - 1)
             users[key] = tuple(sorted(held))
         return Pipeline(stages, self.tied, users)
 

@@ -43,7 +43,7 @@ _NAME = re.compile(r"(?:(?!\.{0,2}(?:/|\Z))[^/\\]+(?:/|\Z))+\Z")
 _AHEAD = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, like storages, for the same reason
 class Member:
     """One file in the archive."""
 

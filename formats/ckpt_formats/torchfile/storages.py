@@ -60,7 +60,9 @@ class Places(Protocol):
         """Byte offset of a storage in the file, and its checksum if the file has one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Storages and tensor references are not frozen, though nothing changes them: there is one for every
+# tensor of a file, and freezing would take a fifth of the time in which a file opens.
+@dataclass(slots=True, eq=False)
 class Storage:
     """A run of elements in a file. Its place in the file is looked up when it is first asked for."""
 
@@ -102,7 +104,7 @@ class StorageSlice:
     numel: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TensorRef:
     """A tensor in a file: elements of a storage. Law: all of them lie inside it."""
 
