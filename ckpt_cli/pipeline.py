@@ -111,12 +111,12 @@ def _write_all(
         with Reader() as reader:
             try:
                 receipt = format.write(stage.data, part, Transfer(reader, effort.slab, count))
-                stage.flush(receipt)  # while the other workers go on, rather than all at the end
-                return receipt
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(show(p.name) for p in part.parameters[:1])}"
                 raise
+        stage.flush(receipt)  # while the other workers go on, rather than all at the end
+        return receipt
 
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
         try:
