@@ -30,6 +30,9 @@ class Job:
     stage: int
     dp: int
     tp: int | None = None
+    pp: int | None = None
+    firsts: tuple[int, ...] | None = None
+    """The first layer of each pipeline stage, as the engine's uniform partition has it."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the engine's own kind that differ from the source's, beside these."""
 
@@ -39,8 +42,8 @@ class Job:
 
     @property
     def changes(self) -> dict[str, Any]:
-        tp = {} if self.tp is None else {"tp": self.tp}
-        return {"stage": self.stage, "dp": self.dp, **tp, **self.options}
+        cuts = {key: degree for key, degree in (("tp", self.tp), ("pp", self.pp)) if degree is not None}
+        return {"stage": self.stage, "dp": self.dp, **cuts, **self.options}
 
     @property
     def vocab_rows(self) -> int | None:
@@ -54,7 +57,8 @@ class Job:
 
     @property
     def same_layout(self) -> bool:
-        return self.same_arithmetic and (self.stage, self.dp) == (self.source.stage, self.source.dp)
+        same_stages = self.pp in (None, self.source.pp)
+        return self.same_arithmetic and same_stages and (self.stage, self.dp) == (self.source.stage, self.source.dp)
 
     @property
     def same_steps(self) -> bool:
@@ -62,8 +66,8 @@ class Job:
         return self.source.dtype != "fp16" or (self.stage == 0) == (self.source.stage == 0)
 
     def __str__(self) -> str:
-        tp = "" if self.tp is None else f"_tp{self.tp}"
-        return f"{self.kind}-to-z{self.stage}_dp{self.dp}{tp}"
+        cuts = "".join(f"_{key}{n}" for key, n in (("tp", self.tp), ("pp", self.pp)) if n is not None)
+        return f"{self.kind}-to-z{self.stage}_dp{self.dp}{cuts}"
 
 
 REDUCE_ALL = {"zero": {"reduce_scatter": False}}
@@ -121,6 +125,14 @@ CONTAINERS = [
     Job("z1_bf16_dp2_rich_client_state", 2, 4),
     Job("z3_bf16_dp2_rich_client_state", 3, 1),
 ]
+PIPELINES = [
+    Job("z1_bf16_pp2_dp2", 1, 2, pp=2),
+    Job("z1_bf16_pp2_dp2", 1, 1, pp=2),
+    Job("z1_bf16_pp2_dp2", 1, 2, pp=1),
+    Job("z1_bf16_pp4_dp1", 1, 1, pp=2, firsts=(0, 4)),
+    Job("z1_bf16opt_tp2_pp2_dp1", 1, 2, 1, 2),
+    Job("z0_fp32_pp2_dp1_untied", 0, 2, pp=2),
+]
 TENSOR_PARALLEL = [
     Job("z1_bf16_megatron_dp2", 3, 4),
     Job("z1_bf16_megatron_dp2", 1, 2, 2),
@@ -136,7 +148,15 @@ TENSOR_PARALLEL = [
     Job("z1_bf16_autotp2_dp2", 1, 4, 1, {"autotp": False}),
     Job("z3_bf16_autotp2_dp2", 3, 1, 2),
 ]
-JOBS = [*EVERY_STAGE_AND_DEGREE, *OTHER_TYPES, *MODELS_AND_GROUPS, *OPTIMIZERS, *CONTAINERS, *TENSOR_PARALLEL]
+JOBS = [
+    *EVERY_STAGE_AND_DEGREE,
+    *OTHER_TYPES,
+    *MODELS_AND_GROUPS,
+    *OPTIMIZERS,
+    *CONTAINERS,
+    *PIPELINES,
+    *TENSOR_PARALLEL,
+]
 
 
 @dataclass(frozen=True)
@@ -161,7 +181,7 @@ def resumed(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     listed = []
     for job in JOBS:
         target, truth = out / str(job), zoo / job.kind / "truth.pt"
-        goal = Goal(target, Degrees(dp=job.dp, tp=job.tp, zero=job.stage), vocab_rows=job.vocab_rows)
+        goal = Goal(target, Degrees(job.dp, job.tp, job.pp, job.stage, job.firsts), vocab_rows=job.vocab_rows)
         copy(open_checkpoint(zoo / job.kind / "ckpt"), writable("deepspeed"), goal, "", Effort())
         tag, report = (target / "latest").read_text(), out / f"{job}.json"
         named = {"checkpoint": target, "tag": tag, "kind": job.kind, "truth": truth, "report": report}
