@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ckpt_cli.executors import results
+from ckpt_cli.interrupts import deferred, heed
 from ckpt_cli.pipeline import Effort, Moved
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
@@ -37,6 +38,16 @@ def amount(checkpoint: Checkpoint) -> int:
 
 def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
+    with deferred() as asked:
+
+        def count(nbytes: int) -> None:
+            heed(asked)
+            moved(nbytes)
+
+        return _examine(checkpoint, effort, count)
+
+
+def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)

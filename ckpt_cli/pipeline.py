@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli.executors import results
+from ckpt_cli.interrupts import deferred, heed
 from ckpt_cli.staging import FULL, Staging, check_target, staging
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError
@@ -56,8 +57,7 @@ def copy(
 ) -> Outcome:
     """Write `source` again. `choices` tells this request from another on the same source."""
     parts, target = plan(source, format, goal), goal.target
-    stop = threading.Event()
-    with staging(target) as stage:
+    with staging(target) as stage, deferred() as stop:
         try:
             stage.begin(_plan_id(source, format, goal, choices))
             done = {receipt.file: receipt for receipt in stage.receipts()}
@@ -67,8 +67,10 @@ def copy(
             for receipt in _write_all(stage, format, todo, effort, stop, moved):
                 stage.note(receipt)
                 done[receipt.file] = receipt
+                heed(stop)
             receipts = [done[part.file] for part in parts]
             checksums = _settle(receipts)
+            heed(stop)
             format.commit(stage.data, source, receipts)
             stage.publish(format.product(target))
         except OSError as error:
@@ -103,8 +105,7 @@ def _write_all(
     stage: Staging, format: WritableFormat, parts: Iterable[Part], effort: Effort, stop: threading.Event, moved: Moved
 ) -> Iterable[Receipt]:
     def count(nbytes: int) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
+        heed(stop)
         moved(nbytes)
 
     def write(part: Part) -> Receipt:

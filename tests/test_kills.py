@@ -74,12 +74,18 @@ class Work:
         journal = self.stage / "journal.jsonl"
         return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
 
-    def wait_for(self, running: "subprocess.Popen[str]", moment: Callable[[], bool]) -> None:
-        until = time.monotonic() + 30
-        while not moment():
-            assert running.poll() is None, "it ended before its moment came"
-            assert time.monotonic() < until
-            time.sleep(0.001)
+    def begin_until(self, moment: Callable[[], bool]) -> "subprocess.Popen[str]":
+        """A run that has come to a moment; on a busy machine it may be over before we look, and is begun again."""
+        for _ in range(20):
+            running, until = self.begin(), time.monotonic() + 60
+            while running.poll() is None and time.monotonic() < until:
+                if moment():
+                    return running
+                time.sleep(0.001)
+            running.kill()
+            running.communicate()
+            self.remove()
+        raise AssertionError("every run ended before its moment came")
 
 
 def assert_absent_or_whole(work: Work, good: dict[str, str]) -> bool:
@@ -130,10 +136,9 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(
     sent: signal.Signals, share: float, source: Path, tmp_path: Path
 ) -> None:
     work = Work(source, tmp_path, "universal")
-    running = work.begin()
-    work.wait_for(running, lambda: work.lines() > share * TENSORS)
+    running = work.begin_until(lambda: work.lines() > share * TENSORS)
     running.send_signal(sent)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=120)
     assert running.returncode == 130
     assert out == ""
     assert "interrupted" in err
@@ -148,12 +153,11 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(
 
 def test_an_impatient_interrupt_is_heeded_too(source: Path, tmp_path: Path) -> None:
     work = Work(source, tmp_path, "universal")
-    running = work.begin()
-    work.wait_for(running, lambda: work.lines() > 10)
+    running = work.begin_until(lambda: work.lines() > 10)
     for _ in range(3):
         running.send_signal(signal.SIGINT)
         time.sleep(0.002)
-    running.communicate(timeout=30)
+    running.communicate(timeout=120)
     assert running.returncode in (130, -signal.SIGINT, 1)
     assert not work.target.exists()
     assert work.finish() > 0
@@ -170,11 +174,10 @@ def test_interrupted_at_random_moments_the_target_is_absent_or_whole(
     codes = []
     for i in range(12):
         work.remove()
-        running = work.begin()
-        work.wait_for(running, work.stage.exists)
+        running = work.begin_until(work.stage.exists)
         time.sleep(seconds * 0.8 * (i + rng.random()) / 12)
         running.send_signal(sent)
-        _, err = running.communicate(timeout=30)
+        _, err = running.communicate(timeout=120)
         codes.append(running.returncode)
         assert "Traceback" not in err
         if not assert_absent_or_whole(work, good):
@@ -188,8 +191,7 @@ def test_a_changed_source_is_not_mixed_with_what_was_written(source: Path, tmp_p
     own = tmp_path / "model.pt"
     shutil.copyfile(source, own)
     work = Work(own, tmp_path, "universal")
-    running = work.begin()
-    work.wait_for(running, lambda: work.lines() > TENSORS // 3)
+    running = work.begin_until(lambda: work.lines() > TENSORS // 3)
     running.kill()
     running.communicate()
     assert not work.target.exists()
@@ -199,8 +201,7 @@ def test_a_changed_source_is_not_mixed_with_what_was_written(source: Path, tmp_p
 
 def test_another_request_does_not_go_on_with_this_one(source: Path, tmp_path: Path) -> None:
     work = Work(source, tmp_path, "universal")
-    running = work.begin()
-    work.wait_for(running, lambda: work.lines() > TENSORS // 3)
+    running = work.begin_until(lambda: work.lines() > TENSORS // 3)
     running.kill()
     running.communicate()
     done = ckpt("convert", source, work.target, "--dtype", "bf16", "--json")

@@ -1,0 +1,41 @@
+"""Ctrl-C at a place of our choosing.
+
+Python raises KeyboardInterrupt wherever the main thread is, also where it holds
+a lock that a worker waits for; then both would wait for ever. So while workers
+run, an interrupt is a fact that they look at between two slabs.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def deferred() -> Iterator[threading.Event]:
+    """Within, SIGINT or SIGTERM only sets the event. A second one ends the process as a crash would: nothing is lost."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # signals come to the main thread only
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def heed(asked: threading.Event) -> None:
+    """Raises KeyboardInterrupt if somebody asked for it."""
+    if asked.is_set():
+        raise KeyboardInterrupt
