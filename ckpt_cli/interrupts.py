@@ -15,7 +15,7 @@ from types import FrameType
 
 @contextmanager
 def deferred() -> Iterator[threading.Event]:
-    """Within, SIGINT or SIGTERM only sets the event. A second one ends the process as a crash would: nothing is lost."""
+    """Within, SIGINT or SIGTERM only sets the event. A second one ends the process, as a crash would."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked  # signals come to the main thread only
