@@ -1,6 +1,7 @@
 """The one pipeline behind every command that writes: plan, write the parts, settle, commit, publish."""
 
 import hashlib
+import resource
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,12 @@ class Effort:
     workers: int = 2
     memory: int = 256 << 20
     """Bytes of tensor data held at once, by all workers together."""
+
+    @property
+    def files(self) -> int:
+        """Files that one worker may keep open to read, so that all together stay within the process's limit."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(1, min(64, (limit - 24) // self.workers - 1)) if limit != resource.RLIM_INFINITY else 64
 
     @property
     def slab(self) -> int:
@@ -109,7 +116,7 @@ def _write_all(
         moved(nbytes)
 
     def write(part: Part) -> Receipt:
-        with Reader() as reader:
+        with Reader(most_files=effort.files) as reader:
             try:
                 receipt = format.write(stage.data, part, Transfer(reader, effort.slab, count))
             except CkptError as error:

@@ -55,8 +55,9 @@ class Evidence:
 class Reader:
     """Reads ranges of files, and gathers evidence of what it read. Not for sharing between threads."""
 
-    def __init__(self, *, check: bool = True) -> None:
+    def __init__(self, *, check: bool = True, most_files: int = 64) -> None:
         self._check = check
+        self._most_files = most_files
         self._files: dict[Path, int] = {}
         self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
 
@@ -99,7 +100,7 @@ class Reader:
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
-            if len(self._files) >= 64:
+            if len(self._files) >= self._most_files:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         return self._files[path]
