@@ -60,10 +60,19 @@ def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, 
 
 
 def copy(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, moved: Moved = lambda n: None
+    source: Checkpoint,
+    format: WritableFormat,
+    goal: Goal,
+    choices: str,
+    effort: Effort,
+    moved: Moved = lambda n: None,
+    parts: tuple[Part, ...] | None = None,
 ) -> Outcome:
-    """Write `source` again. `choices` tells this request from another on the same source."""
-    parts, target = plan(source, format, goal), goal.target
+    """Write `source` again. `choices` tells this request from another on the same source.
+
+    `parts` are those of `plan`, from whoever has made it already.
+    """
+    parts, target = plan(source, format, goal) if parts is None else parts, goal.target
     with staging(target) as stage, deferred() as stop:
         try:
             stage.begin(_plan_id(source, format, goal, choices))

@@ -55,5 +55,5 @@ def run(
     report.say_losses(format, source, parts)
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
-        outcome = pipeline.copy(source, format, goal, choices, effort, moved)
+        outcome = pipeline.copy(source, format, goal, choices, effort, moved, parts)
     report.outcome(outcome, time.monotonic() - began, as_json)
