@@ -6,7 +6,7 @@ it saved. All jobs run in one process (see `engines.launch`).
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Job:
     stage: int
     dp: int
     tp: int | None = None
+    _: KW_ONLY
     pp: int | None = None
     firsts: tuple[int, ...] | None = None
     """The first layer of each pipeline stage, as the engine's uniform partition has it."""
@@ -130,7 +131,7 @@ PIPELINES = [
     Job("z1_bf16_pp2_dp2", 1, 1, pp=2),
     Job("z1_bf16_pp2_dp2", 1, 2, pp=1),
     Job("z1_bf16_pp4_dp1", 1, 1, pp=2, firsts=(0, 4)),
-    Job("z1_bf16opt_tp2_pp2_dp1", 1, 2, 1, 2),
+    Job("z1_bf16opt_tp2_pp2_dp1", 1, 2, 1, pp=2),
     Job("z0_fp32_pp2_dp1_untied", 0, 2, pp=2),
 ]
 TENSOR_PARALLEL = [
@@ -145,7 +146,7 @@ TENSOR_PARALLEL = [
     Job("z1_fp32_tp2_dp2_untied", 0, 2, 1),
     Job("z2_bf16_autotp2_dp2", 1, 2, 2),
     Job("z1_bf16_autotp2_dp2", 2, 1, 4),
-    Job("z1_bf16_autotp2_dp2", 1, 4, 1, {"autotp": False}),
+    Job("z1_bf16_autotp2_dp2", 1, 4, 1, options={"autotp": False}),
     Job("z3_bf16_autotp2_dp2", 3, 1, 2),
 ]
 JOBS = [
