@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -64,11 +66,27 @@ def effort(command: F) -> F:
     return workers(memory(command))
 
 
-def rules(command: F) -> F:
-    """`--rules`, of every command that reads a checkpoint."""
-    return click.option(
-        "--rules",
-        "rules_file",
-        type=click.Path(dir_okay=False, readable=False),
-        help="TOML file that says how tensor-parallel tensors are cut.",
-    )(command)
+@dataclass(frozen=True)
+class Reading:
+    """What the user says of the source: files, by the options that name them."""
+
+    rules: str | None = None
+    param_order: str | None = None
+    shapes: str | None = None
+
+
+def reading(command: F) -> F:
+    """The options of every command that reads a checkpoint, which it gets as one `Reading`."""
+
+    @wraps(command)
+    def gathered(*args: Any, rules: str | None, param_order: str | None, shapes: str | None, **others: Any) -> Any:
+        return command(*args, reading=Reading(rules, param_order, shapes), **others)
+
+    file = click.Path(dir_okay=False, readable=False)
+    for option in (
+        click.option("--shapes", metavar="CHECKPOINT", help="Whose shapes to use, where files hold flat slices only."),
+        click.option("--param-order", type=file, help="File that names the optimizer's parameters in order."),
+        click.option("--rules", type=file, help="TOML file that says how tensor-parallel tensors are cut."),
+    ):
+        gathered = option(gathered)
+    return cast(F, gathered)

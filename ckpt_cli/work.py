@@ -7,23 +7,44 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_cli import pipeline, report
+from ckpt_cli.options import Reading
 from ckpt_cli.pipeline import Effort
 from ckpt_cli.progress import progress
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
-from ckpt_formats.errors import Unsupported
+from ckpt_formats.errors import BadRules, Unsupported
+from ckpt_formats.files import read_whole
 from ckpt_formats.layout import Rule
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 
-
-def open_source(path: str, rules_file: str | None) -> Checkpoint:
-    """The checkpoint at a path, with the user's rules before its own."""
-    return open_checkpoint(Path(path), Options(rules_of(rules_file)))
+_MOST_ORDER = 1 << 28
+"""Bytes of a file of names."""
 
 
-def rules_of(rules_file: str | None) -> tuple[Rule, ...]:
+def open_source(path: str, reading: Reading) -> Checkpoint:
+    """The checkpoint at a path, read as the user says."""
+    shapes = Path(reading.shapes) if reading.shapes else None
+    return open_checkpoint(Path(path), Options(rules_of(reading), order_of(reading), shapes))
+
+
+def rules_of(reading: Reading) -> tuple[Rule, ...]:
     """The rules of the user's file, if there is one."""
-    return read_rules(Path(rules_file)) if rules_file else ()
+    return read_rules(Path(reading.rules)) if reading.rules else ()
+
+
+def order_of(reading: Reading) -> tuple[str, ...]:
+    """The names in the user's file, if there is one: a JSON list, or a name on each line."""
+    if not reading.param_order:
+        return ()
+    path = Path(reading.param_order)
+    try:
+        text = read_whole(path, _MOST_ORDER).decode("utf-8")
+        names = json.loads(text) if text.lstrip().startswith("[") else [name.strip() for name in text.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise BadRules(f"not a list of names: {error}", where=path) from None
+    if not all(isinstance(name, str) for name in names):
+        raise BadRules("not a list of names: it holds other things", where=path)
+    return tuple(name for name in names if name)
 
 
 def effort_of(workers: int | None, memory: int) -> Effort:
@@ -34,9 +55,10 @@ def effort_of(workers: int | None, memory: int) -> Effort:
     )
 
 
-def choices(rules_file: str | None, *others: object) -> str:
+def choices(reading: Reading, *others: object) -> str:
     """What the user chose, as a text: another choice is another piece of work, which cannot go on with this one."""
-    return json.dumps([rules_file and Path(rules_file).read_text("utf-8"), *others])
+    files = (file and Path(file).read_text("utf-8") for file in (reading.rules, reading.param_order))
+    return json.dumps([*files, reading.shapes, *others])
 
 
 def check_degrees(format: WritableFormat, degrees: Degrees) -> None:

@@ -2,8 +2,9 @@
 
 import click
 
-from ckpt_cli.options import Bytes, as_json, common, effort, rules
+from ckpt_cli.options import Bytes, Reading, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
+from ckpt_formats.state_keys import STYLES
 
 
 @click.command()
@@ -28,9 +29,14 @@ from ckpt_formats.registry import FORMATS
     show_default=True,
     help="Largest file, where a format cuts into several.",
 )
+@click.option(
+    "--keys",
+    type=click.Choice(list(STYLES)),
+    help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 @effort
-@rules
+@reading
 @as_json
 @common
 def convert(
@@ -42,10 +48,11 @@ def convert(
     model_only: bool,
     dtype: str | None,
     shard_size: int,
+    keys: str | None,
     dry_run: bool,
     workers: int | None,
     memory: int,
-    rules_file: str | None,
+    reading: Reading,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE again as TARGET, in another format.
@@ -69,7 +76,7 @@ def convert(
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
 
-    checkpoint = work.open_source(source, rules_file)
+    checkpoint = work.open_source(source, reading)
     if only or skip:
         checkpoint = selection.only(checkpoint, only, skip)
     if model_only:
@@ -77,11 +84,14 @@ def convert(
     if dtype:
         checkpoint = selection.cast(checkpoint, dtype)
     report.say_notices(checkpoint)
-    format, goal = writable(format_name), Goal(Path(target), shard_nbytes=shard_size)
+    format, goal = (
+        writable(format_name),
+        Goal(Path(target), shard_nbytes=shard_size, keys=STYLES[keys] if keys else None),
+    )
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)
         report.say_losses(format, checkpoint, parts)
         report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
-    choices = work.choices(rules_file, only, skip, model_only, dtype)
+    choices = work.choices(reading, only, skip, model_only, dtype, keys)
     work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)

@@ -2,17 +2,17 @@
 
 import click
 
-from ckpt_cli.options import as_json, common, rules
+from ckpt_cli.options import Reading, as_json, common, reading
 
 
 @click.command()
 @click.argument("path", type=click.Path(readable=False))
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
-@rules
+@reading
 @as_json
 @common
-def inspect(path: str, depth: int | None, extras: bool, rules_file: str | None, as_json: bool) -> None:
+def inspect(path: str, depth: int | None, extras: bool, reading: Reading, as_json: bool) -> None:
     """Show what the checkpoint at PATH is: engine, layout, step, parameters, optimizer, extras.
 
     Only headers are read, so it takes no longer on terabytes.
@@ -25,7 +25,7 @@ def inspect(path: str, depth: int | None, extras: bool, rules_file: str | None, 
     """
     from ckpt_cli import picture, work
 
-    checkpoint = work.open_source(path, rules_file)
+    checkpoint = work.open_source(path, reading)
     if as_json:
         picture.print_json(checkpoint)
     else:

@@ -2,8 +2,9 @@
 
 import click
 
-from ckpt_cli.options import MOST_RANKS, Numbers, as_json, common, effort, rules
+from ckpt_cli.options import MOST_RANKS, Numbers, Reading, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
+from ckpt_formats.state_keys import STYLES
 
 
 @click.command()
@@ -22,9 +23,14 @@ from ckpt_formats.registry import FORMATS
 )
 @click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage.")
 @click.option("--to", "format_name", type=click.Choice(list(FORMATS)), help="Format.  [default: the source's own]")
+@click.option(
+    "--keys",
+    type=click.Choice(list(STYLES)),
+    help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
 @effort
-@rules
+@reading
 @as_json
 @common
 def reshard(
@@ -37,10 +43,11 @@ def reshard(
     vocab_rows: int | None,
     zero: int | None,
     format_name: str | None,
+    keys: str | None,
     dry_run: bool,
     workers: int | None,
     memory: int,
-    rules_file: str | None,
+    reading: Reading,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE again as TARGET, for another number of ranks or ZeRO stage.
@@ -61,10 +68,16 @@ def reshard(
     from ckpt_formats.base import Degrees, Goal
     from ckpt_formats.registry import detect, writable
 
-    checkpoint = work.open_source(source, rules_file)
+    checkpoint = work.open_source(source, reading)
     format = writable(format_name or detect(Path(source)).name)
     pp = len(stages) if stages and pp is None else pp
-    goal = Goal(Path(target), Degrees(dp, tp, pp, zero, stages), work.rules_of(rules_file), vocab_rows)
+    goal = Goal(
+        Path(target),
+        Degrees(dp, tp, pp, zero, stages),
+        work.rules_of(reading),
+        vocab_rows,
+        keys=STYLES[keys] if keys else None,
+    )
     work.check_degrees(format, goal.degrees)
     report.say_notices(checkpoint)
     if dry_run:
@@ -73,4 +86,4 @@ def reshard(
         picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
         return
     effort = work.effort_of(workers, memory)
-    work.run(checkpoint, format, goal, work.choices(rules_file), effort, "resharding", as_json)
+    work.run(checkpoint, format, goal, work.choices(reading, keys), effort, "resharding", as_json)

@@ -2,16 +2,16 @@
 
 import click
 
-from ckpt_cli.options import as_json, common, effort, rules
+from ckpt_cli.options import Reading, as_json, common, effort, reading
 
 
 @click.command()
 @click.argument("path", type=click.Path(readable=False))
 @effort
-@rules
+@reading
 @as_json
 @common
-def verify(path: str, workers: int | None, memory: int, rules_file: str | None, as_json: bool) -> None:
+def verify(path: str, workers: int | None, memory: int, reading: Reading, as_json: bool) -> None:
     """Read all of the checkpoint at PATH and check everything that can be checked.
 
     That all ranks' files are there and belong together; that every tensor is
@@ -30,7 +30,7 @@ def verify(path: str, workers: int | None, memory: int, rules_file: str | None, 
     from ckpt_cli.checks import amount, examine
     from ckpt_cli.progress import progress
 
-    checkpoint = work.open_source(path, rules_file)
+    checkpoint = work.open_source(path, reading)
     report.say_notices(checkpoint)
     began = time.monotonic()
     with progress("verifying", amount(checkpoint)) as moved:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ckpt_formats.files import Evidence, Seal
 from ckpt_formats.layout import Rule
+from ckpt_formats.state_keys import StateKeys
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
@@ -115,6 +116,10 @@ class Options:
     """What a reader may need to be told."""
 
     rules: tuple[Rule, ...] = ()
+    order: tuple[str, ...] = ()
+    """The names of the parameters that an optimizer knows by number, from 0 on."""
+    shapes: Path | None = None
+    """Another checkpoint of the same model, where the one to be read holds flat slices without their shapes."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ class Goal:
     """Rows of the vocabulary's tables with their padding; None: as the source has them."""
     shard_nbytes: int = 5 << 30
     """About how large the files become, in formats that cut a model into several."""
+    keys: StateKeys | None = None
+    """How a tree of state dicts is to be keyed; None: as the source was."""
 
 
 @dataclass(frozen=True)

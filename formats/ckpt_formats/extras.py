@@ -36,10 +36,10 @@ class _Lift:
         self._names: dict[int, tuple[Value, str]] = {}
 
     def __call__(self, value: Value, name: str) -> Value:
-        if not isinstance(value, (TensorRef, Storage, StorageSlice)):
+        if not isinstance(value, (TensorRef, Tensor, Storage, StorageSlice)):
             return value
         if id(value) not in self._names:
-            free = next(n for n in _numbered(name) if n not in self._parameters)
+            free = next(n for n in numbered(name) if n not in self._parameters)
             self._parameters[free] = Parameter(free, "extra", {MODEL: _tensor(value)})
             self._names[id(value)] = (value, free)  # the value is kept, so that its id stays its own
         return TensorName(self._names[id(value)][1])
@@ -90,7 +90,9 @@ class _Walk:
         return value if isinstance(value, Size) else self._leaf(value, name)
 
 
-def _tensor(value: TensorRef | Storage | StorageSlice) -> Tensor:
+def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, TensorRef):
         return tensor_of(value)
     storage, start, numel = (
@@ -102,6 +104,7 @@ def _tensor(value: TensorRef | Storage | StorageSlice) -> Tensor:
     return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 
-def _numbered(name: str) -> Iterator[str]:
+def numbered(name: str) -> Iterator[str]:
+    """The name, then the name with a number, and so on: for the first that is free."""
     yield name
     yield from (f"{name}~{i}" for i in count(1))

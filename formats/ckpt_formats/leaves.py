@@ -1,0 +1,66 @@
+"""Tensors at the leaves of a tree of values, and names for them."""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.torchfile import TensorRef, tensor_of
+from ckpt_formats.values import Value
+
+Leaf: TypeAlias = TensorRef | Tensor
+"""A tensor of one file, or one that was put together from several."""
+
+_MOST_DEPTH = 50
+
+
+def tensor_leaf(leaf: Leaf) -> Tensor:
+    """The lazy tensor that a leaf stands for."""
+    return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
+
+
+def has_tensor(value: Value) -> bool:
+    """In it or in dicts in it. On a stack of our own, and each dict once: a file may nest and share without end."""
+    seen, waiting = set(), [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Leaf):
+            return True
+        if isinstance(one, dict) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one.values()
+    return False
+
+
+def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:
+    """Tensors by dotted names. Raises `Corrupt` if they are nested without end."""
+    if depth > _MOST_DEPTH:
+        raise Corrupt("dicts are nested too deeply to be a model")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Leaf):
+            yield name, value
+        elif isinstance(value, dict) and has_tensor(value):
+            yield from named_leaves(value, f"{name}.", depth + 1)
+
+
+def between(tree: Mapping[Value, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    """What lies between the tensors and is none."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and has_tensor(value):
+            yield from between(value, f"{prefix}{key}.")
+        elif not isinstance(value, Leaf):
+            yield f"{prefix}{key}", value
+
+
+def ties(found: Mapping[str, Leaf]) -> dict[str, str]:
+    """Names of the same elements of one storage as an earlier name."""
+    first: dict[tuple[object, ...], str] = {}
+    aliases = {}
+    for name, leaf in found.items():
+        if isinstance(leaf, Tensor):
+            continue
+        place = (leaf.storage.path, leaf.storage.key, leaf.dtype, leaf.offset, leaf.shape, leaf.strides)
+        if leaf.size and first.setdefault(place, name) != name:
+            aliases[name] = first[place]
+    return aliases

@@ -1,0 +1,163 @@
+"""An optimizer's state dict, told to the names of the model's tensors.
+
+States are keyed by FQN, by number (the parameter's place in the groups), or flat:
+
+    {'state': {fqn: {'exp_avg': tensor, ...}}, 'param_groups': [{'lr': ..., 'params': [fqn, ...]}, ...]}
+    {'state': {0: {'exp_avg': tensor, ...}},   'param_groups': [{'lr': ..., 'params': [0, ...]}, ...]}
+    {'state.<fqn>.exp_avg': tensor, 'param_groups.<fqn>.lr': ...}
+
+Source: torch.optim.Optimizer.state_dict, torch.distributed.checkpoint.state_dict.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_formats.base import Group
+from ckpt_formats.leaves import Leaf, has_tensor, tensor_leaf
+from ckpt_formats.numbering import Named, Run, Slot, one_way
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.typed_json import encode
+from ckpt_formats.values import Value
+
+_FLAT = ("state", "param_groups")
+
+
+@dataclass(frozen=True)
+class Matched:
+    """An optimizer whose states have found their parameters."""
+
+    groups: tuple[Group, ...]
+    states: Mapping[str, dict[str, Tensor]]
+    values: Mapping[str, dict[str, Value]]
+
+
+def is_optimizer(value: Value) -> bool:
+    """Is it the state dict of an optimizer, nested or flat?"""
+    return _is_nested(value) or is_flat(value)
+
+
+def is_flat(value: Value) -> bool:
+    """Is it a flattened state dict of an optimizer?"""
+    if not isinstance(value, dict) or not value:
+        return False
+    parts = [key.partition(".") if isinstance(key, str) else ("", "", "") for key in value]
+    return all(head in _FLAT and rest for head, _, rest in parts) and any(head == "state" for head, _, _ in parts)
+
+
+def match(
+    optimizer: Mapping[str, Value], names: Iterable[str], trainable: Sequence[Named], order: Sequence[str] = ()
+) -> Matched | None:
+    """States by name, or by number if there is exactly one way to name them; None if not.
+
+    `names` are those of all the model's tensors, `trainable` those that an
+    optimizer may have in the model's order. `order` is what the user says of
+    the parameters that are numbered: their names, from number 0 on.
+    """
+    known = set(names)
+    if is_flat(optimizer):
+        nested = _nested(optimizer, known)
+        return None if nested is None else _match(*nested, known, trainable, order)
+    return _match(optimizer.get("state", {}), optimizer["param_groups"], known, trainable, order)
+
+
+def _match(
+    keyed: Mapping[Value, Mapping[str, Value]],
+    listed: Sequence[Mapping[str, Value]],
+    names: set[str],
+    trainable: Sequence[Named],
+    order: Sequence[str],
+) -> Matched | None:
+    if not all(isinstance(group.get("params"), list) for group in listed):
+        return None
+    members = [list(group["params"]) for group in listed]
+    titles = _titles(keyed, listed, members, trainable, order)
+    if titles is None or not set(titles.values()) <= names:
+        return None
+    if not (set(keyed) | {key for group in members for key in group}) <= titles.keys():
+        return None
+    states: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, dict[str, Value]] = {}
+    for key, state in keyed.items():
+        tensors = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
+        states[titles[key]] = tensors
+        values[titles[key]] = {str(k): v for k, v in state.items() if str(k) not in tensors}
+    groups = (
+        Group(
+            {str(k): v for k, v in group.items() if k not in ("params", "param_names")},
+            tuple(titles[key] for key in keys),
+        )
+        for group, keys in zip(listed, members, strict=True)
+    )
+    return Matched(tuple(groups), states, values)
+
+
+def _titles(
+    keyed: Mapping[Value, Mapping[str, Value]],
+    listed: Sequence[Mapping[str, Value]],
+    members: Sequence[Sequence[Value]],
+    trainable: Sequence[Named],
+    order: Sequence[str],
+) -> dict[Value, str] | None:
+    """The name behind each key; None if that cannot be told."""
+    titles: dict[Value, str] = {key: key for group in members for key in group if isinstance(key, str)}
+    stated = [group.get("param_names", ()) for group in listed]
+    if all(isinstance(said, list) and len(said) == len(group) for said, group in zip(stated, members, strict=True)):
+        pairs = (pair for said, group in zip(stated, members, strict=True) for pair in zip(group, said, strict=True))
+        return dict(pairs)
+    if titles:
+        return titles
+    numbers = [key for group in members for key in group]
+    if order:
+        whole = all(isinstance(key, int) and 0 <= key < len(order) for key in numbers)
+        return {key: order[key] for key in numbers} if whole else None
+    runs = [Run(tuple(Slot(None, _shaped(keyed.get(key, {}))) for key in group)) for group in members]
+    matches = one_way(runs, trainable)
+    return None if matches is None else {members[found.run][found.start]: found.name for found in matches}
+
+
+def _shaped(state: Mapping[str, Value]) -> dict[str, Tensor]:
+    """Those states that have the parameter's shape: all but counters."""
+    tensors = {str(key): tensor_leaf(value) for key, value in state.items() if isinstance(value, Leaf)}
+    return {key: tensor for key, tensor in tensors.items() if key != "step"}
+
+
+def _nested(
+    flat: Mapping[str, Value], names: set[str]
+) -> tuple[dict[Value, dict[str, Value]], list[dict[str, Value]]] | None:
+    """States and groups of a flat dict; None if it speaks of a name that the model does not have.
+
+    Parameters with the same options are one group, in the order in which the dict has them.
+    """
+    states: dict[Value, dict[str, Value]] = {}
+    options: dict[str, dict[str, Value]] = {}
+    for key, value in flat.items():
+        head, _, rest = key.partition(".")
+        name = rest.rpartition(".")[0]
+        while name and name not in names:  # the longest name that is known: names of states may have dots, too
+            name = name.rpartition(".")[0]
+        if not name:
+            return None
+        found = states if head == "state" else options
+        found.setdefault(name, {})[rest[len(name) + 1 :]] = value
+    groups: list[dict[str, Value]] = []
+    alike: dict[str, dict[str, Value]] = {}
+    for name, said in options.items():
+        mark = json.dumps([(option, _mark(value)) for option, value in sorted(said.items())])
+        if mark not in alike:
+            alike[mark] = {**said, "params": []}
+            groups.append(alike[mark])
+        alike[mark]["params"].append(name)
+    return states, groups
+
+
+def _mark(value: Value) -> Value:
+    return f"tensor {id(value)}" if has_tensor(value) else encode(value)
+
+
+def _is_nested(value: Value) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
+        return False
+    if not set(value) <= {"state", "param_groups"} or not isinstance(value.get("state", {}), dict):
+        return False
+    return all(isinstance(one, dict) for one in (*value["param_groups"], *value.get("state", {}).values()))

@@ -1,0 +1,114 @@
+"""A checkpoint as the tree of state dicts that a PyTorch training script loads.
+
+The model's tensors are what the optimizer updates: the masters, where there are
+any, since a script under mixed precision keeps its parameters in full and
+rounds them as it computes. What the tree has no place for is in our own record
+(`own_record`), under a key that no script asks for.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
+from ckpt_formats.extras import lower
+from ckpt_formats.own_record import KEY, record_of
+from ckpt_formats.state_keys import StateKeys, keys_of
+from ckpt_formats.tensor import Held, Tensor
+from ckpt_formats.training_state import RESERVED
+from ckpt_formats.values import TensorName, Value, tensor_names
+
+_ADAM: Mapping[str, Value] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Options of torch.optim.AdamW beside its numbers, as PyTorch 2.7 and later have them."""
+
+
+def state_tree(source: Checkpoint, keys: StateKeys) -> dict[str, Value]:
+    """Nested dicts and lists with `Tensor`s at the leaves, keyed as asked."""
+    weights = {name: _trained(p) for name, p in source.parameters.items() if p.role != "extra"}
+    model = weights | {alias: weights[name] for alias, name in source.aliases.items() if name in weights}
+    tree: dict[str, Value] = dict(model) if keys.model is None else {keys.model: model}
+    optimizer = _flat(source) if keys.flat else _nested(source)
+    if optimizer:
+        tree[keys.optimizer or "optim"] = optimizer
+    shown = {key: value for key, value in source.extras.items() if _fits(key, value, tree, keys)}
+    tree |= {key: lower(value, source.parameters) for key, value in shown.items()}
+    return {**tree, KEY: record_of(source, shown)}
+
+
+def added_options(source: Checkpoint) -> tuple[str, ...]:
+    """Options that PyTorch's AdamW wants of each group, which the source does not speak of."""
+    adam = any({"exp_avg", "exp_avg_sq"} <= p.states.keys() for p in source.parameters.values())
+    if not adam or not source.groups or keys_of(source.origin.layout.get("keys")) is not None:
+        return ()
+    return tuple(key for key in _ADAM if not all(key in group.options for group in source.groups))
+
+
+def _trained(parameter: Parameter) -> Tensor:
+    return parameter.states.get(MASTER, parameter.weight)
+
+
+def _states(parameter: Parameter) -> dict[str, Value]:
+    """A parameter's own entry: tensors, which are counters too, since PyTorch loads into tensors."""
+    states: dict[str, Value] = {s: replace(t) for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
+    for key, value in parameter.values.items():
+        counts = key == "step" and type(value) in (int, float)
+        states[key] = Tensor.of(Held(np.asarray(value, np.float32))) if counts else value
+    return states
+
+
+def _groups(source: Checkpoint) -> Iterator[tuple[Group, dict[str, Value]]]:
+    added = {key: _ADAM[key] for key in added_options(source)}
+    for group in source.groups:
+        yield group, {**added, **{key: lower(value, source.parameters) for key, value in group.options.items()}}
+
+
+def _nested(source: Checkpoint) -> dict[str, Value]:
+    states = {name: held for name, p in source.parameters.items() if p.role != "extra" and (held := _states(p))}
+    groups = [{**options, "params": list(group.names)} for group, options in _groups(source)]
+    return {"state": lower(states, source.parameters), "param_groups": groups} if states or groups else {}
+
+
+def _flat(source: Checkpoint) -> dict[str, Value]:
+    states = (
+        (f"state.{name}.{state}", lower(held, source.parameters))
+        for name, parameter in source.parameters.items()
+        if parameter.role != "extra"
+        for state, held in _states(parameter).items()
+    )
+    options = (
+        (f"param_groups.{name}.{key}", value)
+        for group, said in _groups(source)
+        for name in group.names
+        for key, value in said.items()
+    )
+    return dict(chain(states, options))
+
+
+def _fits(key: str, value: Value, tree: Mapping[str, Value], keys: StateKeys) -> bool:
+    """Can it stand at the top level, and be told from all else there?"""
+    if key in tree or key == KEY or key in RESERVED or not _is_plain(value):
+        return False
+    bare = isinstance(value, TensorName) or (keys.optimizer is None and any(tensor_names(value)))
+    return not (keys.model is None and bare)
+
+
+def _is_plain(value: Value, depth: int = 0) -> bool:
+    """Does it survive being flattened to one item for each leaf? Then dicts have texts for keys, and are not empty."""
+    if depth > 20:
+        return False
+    if type(value) is dict:
+        named = all(type(key) is str and key and "." not in key for key in value)
+        return named and bool(value) and all(_is_plain(item, depth + 1) for item in value.values())
+    if type(value) in (list, tuple):
+        return all(_is_plain(item, depth + 1) for item in value)
+    return value is None or type(value) in (bool, int, float, str, TensorName)

@@ -1,0 +1,144 @@
+"""Trees of state dicts: what is written as one is read as what it was, however it is keyed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_formats.base import Checkpoint, Origin
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.own_record import KEY
+from ckpt_formats.state_keys import STYLES, StateKeys, keys_of
+from ckpt_formats.state_tree import added_options, state_tree
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.training_state import training_state
+from held import array, checkpoint, contents, everything, plain, tensor
+
+F32 = DTYPES["float32"]
+WHERE = Path("/tree")
+
+
+def again(source: Checkpoint, keys: StateKeys, **changes: Any) -> Checkpoint:
+    """A checkpoint that went through a tree."""
+    found = training_state({**state_tree(source, keys), **changes}, WHERE)
+    origin = found.origin or Origin("none")
+    return Checkpoint(WHERE, origin, found.parameters, found.groups, found.extras, found.aliases)
+
+
+def said(source: Checkpoint) -> Any:
+    """All of a checkpoint but its tensors."""
+    layout = {key: value for key, value in source.origin.layout.items() if key != "keys"}
+    return plain(
+        {
+            "roles": {p.name: p.role for p in source.parameters.values()},
+            "values": {p.name: dict(p.values) for p in source.parameters.values()},
+            "groups": [[dict(g.options), list(g.names)] for g in source.groups],
+            "extras": dict(sorted(source.extras.items())),
+            "aliases": dict(source.aliases),
+            "origin": [source.origin.engine, source.origin.version, source.origin.step, layout],
+        }
+    )
+
+
+@pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
+def test_a_checkpoint_survives_being_a_tree(keys: StateKeys) -> None:
+    source = everything()
+    found = again(source, keys)
+    assert contents(found) == contents(source)
+    assert said(found) == said(source)
+
+
+@pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
+def test_without_our_record_scripts_find_masters_counters_and_groups(keys: StateKeys) -> None:
+    source = everything()
+    tree = state_tree(source, keys)
+    del tree[KEY]
+    model = tree if keys.model is None else tree[keys.model]
+    assert contents(checkpoint_of(model["layers.0.w"])) == contents(
+        checkpoint_of(source.parameters["layers.0.w"].states["fp32"])
+    )
+    assert model["head.w"] is model["layers.0.w"]
+    optimizer = tree[str(keys.optimizer)]
+    step = optimizer["state.alone.step"] if keys.flat else optimizer["state"]["alone"]["step"]
+    assert (step.shape, step.dtype) == ((), F32)
+    found = training_state(tree, WHERE)
+    assert found.keys == keys
+    assert [set(group.names) for group in found.groups] == [{"layers.0.w", "alone"}, {"layers.1.w"}]
+    assert found.groups[1].options["lr"] == 0.5
+
+
+def checkpoint_of(one: Tensor) -> Checkpoint:
+    from ckpt_formats.base import Parameter
+
+    return checkpoint([Parameter("one", "parameter", {"param": one})])
+
+
+def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
+    values = {name: tensor(array(F32, (2,), i)) for i, name in enumerate(("a", "a.b", "a.b.c"))}
+    optimizer = {
+        "state.a.exp_avg": tensor(array(F32, (2,), 3)),
+        "state.a.b.inner.exp_avg": tensor(array(F32, (2,), 4)),
+        "state.a.b.c.exp_avg": tensor(array(F32, (2,), 5)),
+        "param_groups.a.lr": 1.0,
+        "param_groups.a.b.lr": 2.0,
+        "param_groups.a.b.c.lr": 1.0,
+    }
+    found = training_state({**values, "optimizer": optimizer, "train_state": {"step": 9}}, WHERE)
+    assert {name: set(p.states) for name, p in found.parameters.items()} == {
+        "a": {"param", "exp_avg"},
+        "a.b": {"param", "inner.exp_avg"},
+        "a.b.c": {"param", "exp_avg"},
+    }
+    assert [group.names for group in found.groups] == [("a", "a.b.c"), ("a.b",)]
+    assert (found.step, found.keys) == (9, StateKeys(None, "optimizer", True))
+
+
+def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
+    model = {name: tensor(array(F32, (3,), i)) for i, name in enumerate("abc")}
+    moments = [tensor(array(F32, (3,), 10 + i)) for i in range(2)]
+    optimizer = {"state": {i: {"exp_avg": m} for i, m in enumerate(moments)}, "param_groups": [{"params": [0, 1]}]}
+    tree = {"model": model, "optimizer": optimizer}
+    unnamed = training_state(tree, WHERE)
+    assert not unnamed.groups
+    assert unnamed.notices
+    assert "optimizer" in unnamed.extras
+    found = training_state(tree, WHERE, ("c", "a"))
+    assert found.groups[0].names == ("c", "a")
+    assert found.parameters["c"].states["exp_avg"] is moments[0]
+    assert training_state(tree, WHERE, ("c",)).notices, "an order too short names nothing"
+
+
+def test_a_dict_of_tensors_beside_a_model_at_the_top_is_no_part_of_it() -> None:
+    w, cpu = tensor(array(F32, (2,))), tensor(array(DTYPES["uint8"], (5,)))
+    optimizer = {"state": {"w": {"exp_avg": w}}, "param_groups": [{"params": ["w"]}]}
+    found = training_state({"w": w, "optimizer": optimizer, "rng": {"cpu": cpu}}, WHERE)
+    assert {name: p.role for name, p in found.parameters.items()} == {"w": "parameter", "rng/cpu": "extra"}
+
+
+@pytest.mark.parametrize("broken", ['{"version": 2}', "{}", "[", '{"version": 1, "origin": 3}'])
+def test_a_damaged_record_is_an_error(broken: str) -> None:
+    with pytest.raises(Corrupt):
+        again(everything(), STYLES["nested"], **{KEY: {"record": broken}})
+
+
+def test_options_are_added_for_adam_of_other_engines_alone() -> None:
+    moments = {"param": array(F32, (2,)), "exp_avg": array(F32, (2,)), "exp_avg_sq": array(F32, (2,))}
+    from ckpt_formats.base import Group
+    from held import parameter
+
+    group = Group({"lr": 0.1, "amsgrad": True}, ("w",))
+    foreign = checkpoint([parameter("w", moments, step=1)], (group,))
+    assert "amsgrad" not in added_options(foreign)
+    assert "fused" in added_options(foreign)
+    options = state_tree(foreign, STYLES["nested"])["optim"]["param_groups"][0]
+    assert options["amsgrad"] is True
+    assert options["decoupled_weight_decay"] is True
+    ours = checkpoint([parameter("w", moments)], (group,), origin=Origin("dcp", layout={"keys": StateKeys().to_json()}))
+    assert added_options(ours) == ()
+
+
+@pytest.mark.parametrize("other", [None, 3, {}, {"model": 1, "optimizer": None, "flat": False}, {"model": "m"}])
+def test_what_is_no_keying_is_none(other: Any) -> None:
+    assert keys_of(other) is None
+    assert keys_of(StateKeys().to_json()) == StateKeys()
