@@ -14,6 +14,8 @@
 Only `ckpt_cli.main` turns them into messages and exit codes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -64,3 +66,16 @@ class Locked(OutputError):
 
 class NoSpace(OutputError):
     """The disk that holds the target is full."""
+
+
+@contextmanager
+def form_of(what: str, where: Path) -> Iterator[None]:
+    """The last net below a reader of foreign trees: what they lack or hold otherwise becomes `Corrupt`."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Corrupt(
+            f"the files lack the form of {what} ({type(error).__name__}: {str(error)[:100]})",
+            where=where,
+            hint="Run again with -v to see where reading stopped.",
+        ) from error

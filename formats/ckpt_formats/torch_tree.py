@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.base import Parameter, Part, Receipt
 from ckpt_formats.files import write_sealed
 from ckpt_formats.tensor import Tensor
-from ckpt_formats.torchfile import layout_file
+from ckpt_formats.torchfile import FileLayout, layout_file
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
 
@@ -20,7 +20,7 @@ def tree_part(
     """The part that writes a tree. Raises `Unsupported` for values that PyTorch cannot hold."""
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
-    return Part(file, tuple(parameters), {"tree": tree}, layout.nbytes, role, rank or {}, tensors)
+    return Part(file, tuple(parameters), {"layout": layout}, layout.nbytes, role, rank or {}, tensors)
 
 
 def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,6 +34,6 @@ def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tree(folder: Path, part: Part, transfer: Transfer) -> Receipt:
     """Write the file, front to back."""
-    layout = layout_file(part.what["tree"], _STEM)
+    layout: FileLayout = part.what["layout"]
     seal = write_sealed(folder, part.file, layout.stream(transfer.chunks))
     return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())

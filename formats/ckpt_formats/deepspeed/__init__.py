@@ -12,10 +12,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Goal, Options, Origin, Parameter, Part, Receipt, WritableFormat
+from ckpt_formats.base import Checkpoint, Goal, Options, Origin, Part, Receipt, WritableFormat
 from ckpt_formats.deepspeed.carried import carry
 from ckpt_formats.deepspeed.folder import has_latest, is_step, list_folder, step_of
-from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
+from ckpt_formats.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.deepspeed.one_run import check_one_run
 from ckpt_formats.deepspeed.pipeline import find_pipeline
 from ckpt_formats.deepspeed.rank import read_ranks
@@ -24,7 +24,7 @@ from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
 from ckpt_formats.deepspeed.target import settle_target
 from ckpt_formats.deepspeed.weights import tied_layers
 from ckpt_formats.deepspeed.write_parts import parts
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.errors import form_of
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.torch_tree import write_tree
@@ -42,14 +42,8 @@ class DeepSpeed(WritableFormat):
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         folder = list_folder(step_of(path))
-        try:
+        with form_of("a DeepSpeed checkpoint", folder.path):
             return _read(path, open_step(folder), options)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Corrupt(
-                f"the files lack the form of a DeepSpeed checkpoint ({type(error).__name__}: {str(error)[:100]})",
-                where=folder.path,
-                hint="Run again with -v to see where reading stopped.",
-            ) from error
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(parts(settle_target(source, goal)))
@@ -72,12 +66,7 @@ class DeepSpeed(WritableFormat):
 
 def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     ranks = read_ranks(step)
-    stages: list[dict[str, Parameter]] = []
-    for stage in range(step.pp):
-        row = ranks[stage * step.tp : (stage + 1) * step.tp]
-        layout = Layout((*options.rules, *own_rules(step, stage * step.tp)))
-        names = dict.fromkeys(name for rank in row for name in rank.parameters)
-        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
     parameters, tied = merge_stages(stages)
     check_one_run(parameters, step.folder.path)
     models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}

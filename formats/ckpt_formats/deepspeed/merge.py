@@ -1,6 +1,6 @@
 """From what each model-parallel rank has to whole tensors: tensor-parallel shards by rule, stages side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_formats.base import Group, Parameter
@@ -8,6 +8,16 @@ from ckpt_formats.deepspeed.rank import Rank
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.layout import Layout, Rule, merge
 from ckpt_formats.tensor import Tensor
+
+
+def merge_rows(ranks: Sequence[Rank], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
+    """The parameters of each pipeline stage: `tp` ranks one after another, by the layout that holds at the first."""
+    stages = []
+    for first in range(0, len(ranks), tp):
+        row, layout = ranks[first : first + tp], layout_at(first)
+        names = dict.fromkeys(name for rank in row for name in rank.parameters)
+        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    return stages
 
 
 def everywhere(name: str, ranks: Sequence[Rank]) -> list[Parameter]:

@@ -16,7 +16,7 @@ from ckpt_formats.deepspeed.folder import step_of
 from ckpt_formats.deepspeed_universal.folder import LATEST, has_latest, is_universal, list_universal
 from ckpt_formats.deepspeed_universal.read import read_universal
 from ckpt_formats.deepspeed_universal.write import MODEL_FILE, parts, settle
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.errors import form_of
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
 
@@ -31,14 +31,8 @@ class DeepSpeedUniversal(WritableFormat):
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         folder = list_universal(step_of(path, LATEST, is_universal))
-        try:
+        with form_of("a universal checkpoint", folder.path):
             return read_universal(path, folder, options)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Corrupt(
-                f"the files lack the form of a universal checkpoint ({type(error).__name__}: {str(error)[:100]})",
-                where=folder.path,
-                hint="Run again with -v to see where reading stopped.",
-            ) from error
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(parts(settle(source, goal), goal))

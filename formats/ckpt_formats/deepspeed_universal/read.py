@@ -13,7 +13,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Options, Origin, Parameter, Role, Shard
 from ckpt_formats.deepspeed import notices_of, origin_of, own_rules
 from ckpt_formats.deepspeed.carried import carry
-from ckpt_formats.deepspeed.merge import everywhere, merge_groups, merge_ranks, merge_stages
+from ckpt_formats.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.deepspeed.partitions import gathered
 from ckpt_formats.deepspeed.pipeline import pipeline_of
 from ckpt_formats.deepspeed.rank import Rank
@@ -39,12 +39,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
     """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
     step, optimizer = open_step(folder.models), open_file(folder.optimizer)
     ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
-    stages: list[dict[str, Parameter]] = []
-    for stage in range(step.pp):
-        row = ranks[stage * step.tp : (stage + 1) * step.tp]
-        layout = Layout((*options.rules, *own_rules(step, stage * step.tp)))
-        names = dict.fromkeys(name for rank in row for name in rank.parameters)
-        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
     merged, tied = merge_stages(stages)
     trained = {name: p for name, p in merged.items() if p.role == "parameter"}
     aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in merged}
