@@ -7,10 +7,9 @@ by name, since another layout makes it untrue.
 from collections.abc import Mapping
 
 from ckpt_formats.base import Parameter
-from ckpt_formats.errors import CkptError
 from ckpt_formats.extras import lift
 from ckpt_formats.torchfile import TorchFile
-from ckpt_formats.typed_json import encode
+from ckpt_formats.typed_json import same
 from ckpt_formats.values import Value
 
 _LAYOUT_OF_MODEL = {
@@ -91,13 +90,5 @@ def _add(
     parameters: dict[str, Parameter],
 ) -> None:
     for key, value in items.items():
-        if target is first or key not in first or not _same(value, first[key]):
+        if target is first or key not in first or not same(value, first[key]):
             target[key] = lift(value, f"{prefix}{key}", parameters)
-
-
-def _same(value: Value, other: Value) -> bool:
-    """Equal as typed JSON; values with tensors never are, since only their bytes could tell."""
-    try:
-        return bool(encode(value) == encode(other))
-    except CkptError:
-        return False
