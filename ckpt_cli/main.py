@@ -28,6 +28,7 @@ COMMANDS = {
     "reshard": "ckpt_cli.commands.reshard:reshard",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
+    "diff": "ckpt_cli.commands.diff:diff",
 }
 
 EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
@@ -43,6 +44,8 @@ EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
 }
 """First match counts, so a kind stands before the kind that it is a case of."""
 
+FAULT = 70
+"""Our own, or of a machine without memory. (sysexits.h: EX_SOFTWARE.)"""
 INTERRUPTED = 130
 
 _MOST_SAID = 1000
@@ -66,19 +69,20 @@ class Commands(click.Group):
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
-    """Convert, inspect and verify the checkpoints of distributed training.
+    """Convert, reshard, compare and verify the checkpoints of distributed training.
 
     No engine, no GPU and no process group is needed; nothing in a file is ever
     run; nothing is written that was not checked.
 
     \b
     Exit codes:
-       0  done                        21  refused as unsafe
-       1  an error of our own         22  not supported
-       2  wrong usage                 23  rules do not fit
-      10  not found, not recognised   28  disk full; run again to go on
-      11  target is being written     30  target cannot be written
+       0  done                        22  not supported
+       1  diff: they differ           23  rules do not fit
+       2  wrong usage                 28  disk full; run again to go on
+      10  not found, not recognised   30  target cannot be written
+      11  target is being written     70  a fault of ckpt, or no memory
       20  damaged or incomplete      130  interrupted; run again to go on
+      21  refused as unsafe
     """
 
 
@@ -109,13 +113,13 @@ def run() -> None:
         code = report(_of_system(error))
     except MemoryError:
         click.echo("error: not enough memory\nhint: give a smaller --memory, or fewer --workers", err=True)
-        code = 1
+        code = FAULT
     except Exception as error:
         if verbose:
             raise
         click.echo(f"error: {type(error).__name__}: {show(str(error))}", err=True)
         click.echo("hint: this is a fault of ckpt; run again with -v, and report what it prints", err=True)
-        code = 1
+        code = FAULT
     sys.exit(code)
 
 

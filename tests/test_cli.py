@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click import Context
 
-from ckpt_cli.main import COMMANDS, EXIT_CODES, INTERRUPTED, cli, exit_code
+from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli, exit_code
 from ckpt_formats import errors
 from ckpt_formats.errors import CkptError
 from damage import HOSTILE_NAMES, SAMPLES, ckpt
@@ -85,7 +85,7 @@ def test_the_table_is_complete_and_in_the_help() -> None:
     public = {kind for kind in kinds_of_error() if kind.__module__ == errors.__name__}
     assert set(EXIT_CODES) == public
     listed = {int(code) for code in re.findall(r"(?:^|\s)(\d+)  [a-z]", ckpt("--help").out)}
-    assert listed == {0, 1, 2, INTERRUPTED} | {code for code, _ in EXIT_CODES.values()}
+    assert listed == {0, 1, 2, FAULT, INTERRUPTED} | {code for code, _ in EXIT_CODES.values()}
 
 
 WRONG = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckpt_cli.checks import examine
-from ckpt_cli.main import COMMANDS, EXIT_CODES, INTERRUPTED, cli
+from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_cli.pipeline import Effort, copy, plan
 from ckpt_cli.selection import cast
 from ckpt_formats import registry
@@ -93,7 +93,7 @@ def test_the_readme_shows_every_command():
 
 
 def test_the_readme_lists_every_exit_code():
-    codes = {0, 1, 2, INTERRUPTED, *(code for code, _ in EXIT_CODES.values())}
+    codes = {0, 1, 2, FAULT, INTERRUPTED, *(code for code, _ in EXIT_CODES.values())}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
 
 

@@ -1,0 +1,193 @@
+"""`ckpt diff`: what it says is what NumPy says, across formats, and its exit code tells the same from the different."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_cli.difference_report import grouped, layer_of
+from ckpt_cli.differences import Differences, Pair, Sums, compare, sums_of
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import Checkpoint, Goal, Group, Origin
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.registry import writable
+from damage import SAMPLES, ckpt
+from held import FLOATS, SHAPES, array, checkpoint, everything, parameter
+
+F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
+EFFORT = Effort(2, 1 << 20)
+
+
+def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
+    copy(source, writable(to), Goal(target), "", EFFORT)
+    return target
+
+
+def of(first: Checkpoint, second: Checkpoint, **options: Any) -> Differences:
+    return compare(first, second, EFFORT, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_differs_from_itself_whatever_its_bits(dtype: Any, shape: Any) -> None:
+    values = array(dtype, shape)
+    sums = sums_of(values, values.copy())
+    assert (sums.elements, sums.changed, sums.largest, sums.rms) == (values.size, 0, 0.0, 0.0)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.integers(0, 9))
+def test_sums_are_those_of_numpy(numbers: list[float], seed: int) -> None:
+    a = np.array(numbers, np.float32)
+    b = a + np.random.default_rng(seed).choice([0, 0, 1e-3, -7], a.size).astype(np.float32)
+    found, off = sums_of(a, b), b.astype(float) - a.astype(float)
+    assert found.changed == int((a.view(np.uint32) != b.view(np.uint32)).sum())
+    assert found.largest == abs(off).max()
+    assert found.rms == pytest.approx(np.sqrt((off**2).mean()), rel=1e-12)
+    if norm := np.linalg.norm(a.astype(float)):
+        assert found.relative == pytest.approx(np.linalg.norm(off) / norm, rel=1e-9)
+
+
+def test_sums_add_up_over_blocks() -> None:
+    a, b = (np.random.default_rng(seed).normal(size=1000).astype(np.float32) for seed in (0, 1))
+    whole, parts = sums_of(a, b), sums_of(a[:300], b[:300]) + sums_of(a[300:], b[300:])
+    assert (parts.elements, parts.changed, parts.largest) == (whole.elements, whole.changed, whole.largest)
+    for name in ("rms", "relative", "cosine"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+def test_signs_of_zero_and_payloads_of_nan_are_differences() -> None:
+    zeros = sums_of(np.zeros(2, np.float32), np.array([0.0, -0.0], np.float32))
+    assert (zeros.changed, zeros.largest) == (1, 0.0)
+    nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
+    payloads = sums_of(nans, nans[::-1].copy())
+    assert (payloads.changed, payloads.not_finite, payloads.largest) == (2, 2, 0.0)
+
+
+def test_an_overflow_of_the_difference_is_told_not_raised() -> None:
+    top = np.array([np.finfo(np.float64).max])
+    assert sums_of(top, -top).largest == np.inf
+
+
+def test_each_kind_of_difference_has_its_name() -> None:
+    def one(name: str, shape: tuple[int, ...], dtype: Any = F32, seed: int = 0) -> Any:
+        return parameter(name, {"param": array(dtype, shape, seed)})
+
+    first = checkpoint([one("same", (3,)), one("bits", (9,)), one("shape", (3,)), one("gone", (3,))])
+    second = checkpoint([one("same", (3,)), one("bits", (9,), seed=1), one("shape", (4,)), one("new", (3,))])
+    kinds = {pair.name: pair.kind for pair in of(first, second).pairs}
+    assert kinds == {"same": "equal", "bits": "changed", "shape": "reshaped", "gone": "missing", "new": "added"}
+
+
+def test_a_master_is_compared_with_a_weight_of_its_type_and_a_copy_with_a_copy() -> None:
+    master = np.array([1.0, 2.0, 1.00390625], np.float32)
+    both = checkpoint([parameter("w", {"fp32": master, "param": master.astype(BF16)})])
+    alone = checkpoint([parameter("w", {"param": master})])
+    pairs = {pair.state: pair.kind for pair in of(both, alone).pairs}
+    assert pairs == {"weight": "equal", "param": "missing"}
+    low = checkpoint([parameter("w", {"param": master.astype(BF16)})])
+    (pair,) = of(alone, low).pairs
+    assert (pair.kind, pair.what, pair.sums.changed) == ("retyped", "float32 -> bfloat16", 1)
+
+
+def test_counters_options_and_extras_are_compared_however_they_are_kept() -> None:
+    def made(step: Any, lr: float, epoch: int, steps: int) -> Checkpoint:
+        states: dict[str, Any] = {"param": array(F32, (2,))}
+        values = {}
+        if isinstance(step, np.ndarray):
+            states["step"] = step
+        else:
+            values["step"] = step
+        one = parameter("w", states, **values)
+        return checkpoint([one], (Group({"lr": lr}, ("w",)),), {"epoch": epoch}, origin=Origin("x", step=steps))
+
+    same = of(made(3, 0.1, 1, 5), made(np.array(3.0, np.float32), 0.1, 1, 5))
+    assert same.same
+    found = of(made(3, 0.1, 1, 5), made(4, 0.2, 2, 6))
+    assert not found.same
+    assert not found.same_step
+    assert [value.partition(":")[0] for value in found.values] == [
+        "step of 1 parameters, such as `w`", "option of the optimizer for 1 parameters, lr", "extras/epoch",
+    ]  # fmt: skip
+    assert of(made(3, 0.1, 1, 5), made(4, 0.2, 2, 6), tensors_only=True).same
+
+
+def test_a_tied_name_is_compared_with_the_tensor_of_its_own() -> None:
+    w = {"param": array(F32, (2,))}
+    tied = checkpoint([parameter("embed", w)], aliases={"head": "embed"})
+    apart = checkpoint([parameter("embed", w), parameter("head", w)])
+    assert of(tied, apart).same
+
+
+@pytest.mark.parametrize("to", ["universal", "torch"])
+def test_the_same_state_in_other_formats_is_the_same(to: str, tmp_path: Path) -> None:
+    source = written(everything(), tmp_path / "a")
+    other = written(everything(), tmp_path / ("b.pt" if to == "torch" else "b"), to)
+    done = ckpt("diff", source, other)
+    assert done.code == 0, done.out + done.err
+    assert "the same: " in done.err
+
+
+def test_engines_and_degrees_do_not_count(tmp_path: Path) -> None:
+    sample = next(SAMPLES.glob("deepspeed-*"))
+    done = ckpt("reshard", sample, tmp_path / "other", "--dp", 3, "--zero", 3)
+    assert done.code == 0, done.err
+    done = ckpt("diff", sample, tmp_path / "other", "--tensors-only")
+    assert done.code == 0, done.out + done.err
+
+
+def test_the_command_tells_what_changed(tmp_path: Path) -> None:
+    source = everything()
+    states = {"fp32": np.full(4, 7, np.float32), "param": array(BF16, (4,), 2)}
+    weight = parameter("layers.1.w", states, step=4)
+    changed = replace(source, parameters={**source.parameters, "layers.1.w": weight})
+    a, b = written(source, tmp_path / "a"), written(changed, tmp_path / "b")
+    done = ckpt("diff", a, b, "--by", "layer")
+    assert done.code == 1
+    assert "layers.1.w weight" in done.out
+    assert "by layer" in done.out
+    assert "different: 1 of " in done.err
+    told = json.loads(ckpt("diff", a, b, "--json", "--by", "state").out)
+    assert [(t["name"], t["state"]) for t in told["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "weight")]
+    assert not told["same"]
+    assert {row["state"] for row in told["groups"]} >= {"weight", "exp_avg"}
+    assert ckpt("diff", a, b, "--skip", "layers.1").code == 0
+    assert ckpt("diff", a, b, "--only", "nothing").code == 10
+    assert ckpt("diff", a, tmp_path / "none").code == 10
+
+
+def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
+    values = np.arange(1, 5, dtype=np.float32)
+    a = written(checkpoint([parameter(f"w{i}", {"param": values}) for i in range(4)]), tmp_path / "a")
+    b = written(checkpoint([parameter(f"w{i}", {"param": values + i}) for i in range(4)]), tmp_path / "b")
+    rows = ckpt("diff", a, b, "--sort", "max", "--top", 2).out.splitlines()
+    assert [row.split()[-2] for row in rows[1:3]] == ["w3", "w2"]
+    assert "1 more" in rows[3]
+    assert [r.split()[-2] for r in ckpt("diff", a, b, "--sort", "name", "--top", 0).out.splitlines()[1:]] == [
+        "w1", "w2", "w3",
+    ]  # fmt: skip
+
+
+def test_groups_have_the_norm_of_all_their_tensors() -> None:
+    pairs = [Pair("a.0.w", "weight", "changed", "", Sums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
+    pairs.append(Pair("a.0.b", "weight", "changed", "", Sums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
+    ((name, total),) = grouped(pairs, "layer")
+    assert (name, total.relative, total.largest) == ("a.0", 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.11.mlp.up.weight", "model.layers.11"),
+        ("h.0.attn.1.w", "h.0"),
+        ("embed.weight", "embed"),
+        ("head", "head"),
+        ("3.weight", "3"),
+    ],
+)
+def test_a_layer_is_a_name_up_to_its_first_number(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
