@@ -1,5 +1,7 @@
 """Trees of state dicts: what is written as one is read as what it was, however it is keyed."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +111,44 @@ def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
     assert training_state(tree, WHERE, ("c",)).notices, "an order too short names nothing"
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [{"params": [[0]]}],
+        [{"params": [{}]}],
+        [{"params": 3}],
+        [{}],
+        [{"params": [0], "param_names": [[]]}],
+        [{"params": ["unknown"]}],
+        [{"params": [5]}],
+        [{"params": ["w", 0]}],
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_cannot_be_told_to_names_is_carried_as_it_is(groups: Any) -> None:
+    w = tensor(array(F32, (2,)))
+    optimizer = {"state": {0: {"exp_avg": w}}, "param_groups": groups}
+    found = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE)
+    assert (found.groups, set(found.extras)) == ((), {"optimizer"})
+    assert found.notices
+
+
 def test_a_dict_of_tensors_beside_a_model_at_the_top_is_no_part_of_it() -> None:
     w, cpu = tensor(array(F32, (2,))), tensor(array(DTYPES["uint8"], (5,)))
     optimizer = {"state": {"w": {"exp_avg": w}}, "param_groups": [{"params": ["w"]}]}
     found = training_state({"w": w, "optimizer": optimizer, "rng": {"cpu": cpu}}, WHERE)
     assert {name: p.role for name, p in found.parameters.items()} == {"w": "parameter", "rng/cpu": "extra"}
+
+
+@pytest.mark.parametrize("field", json.loads(state_tree(everything(), STYLES["nested"])[KEY]["record"]))
+@pytest.mark.parametrize("value", [None, 3, "text", [1], [["x"]], {"w": 1}, {"layers.0.w": [2]}], ids=repr)
+def test_a_record_with_other_things_in_it_is_an_error_or_harmless(field: str, value: Any) -> None:
+    entry = state_tree(everything(), STYLES["nested"])[KEY]
+    said = json.loads(entry["record"]) | {field: value}
+    with suppress(Corrupt):
+        found = again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(said)}})
+        assert all(isinstance(name, str) for group in found.groups for name in group.names)
+        contents(found)
 
 
 @pytest.mark.parametrize("broken", ['{"version": 2}', "{}", "[", '{"version": 1, "origin": 3}'])

@@ -4,6 +4,7 @@ States are keyed by FQN, by number (the parameter's place in the groups), or fla
 
     {'state': {fqn: {'exp_avg': tensor, ...}}, 'param_groups': [{'lr': ..., 'params': [fqn, ...]}, ...]}
     {'state': {0: {'exp_avg': tensor, ...}},   'param_groups': [{'lr': ..., 'params': [0, ...]}, ...]}
+    {'state': {'0': {...}},                    'param_groups': [{'lr': ..., 'params': [0, ...]}, ...]}
     {'state.<fqn>.exp_avg': tensor, 'param_groups.<fqn>.lr': ...}
 
 Source: torch.optim.Optimizer.state_dict, torch.distributed.checkpoint.state_dict.
@@ -71,8 +72,11 @@ def _match(
     if not all(isinstance(group.get("params"), list) for group in listed):
         return None
     members = [list(group["params"]) for group in listed]
+    if not all(isinstance(key, (str, int)) for group in members for key in group):
+        return None
+    keyed = _as_numbers(keyed, {key for group in members for key in group})
     titles = _titles(keyed, listed, members, trainable, order)
-    if titles is None or not set(titles.values()) <= names:
+    if titles is None or not all(isinstance(name, str) and name in names for name in titles.values()):
         return None
     if not (set(keyed) | {key for group in members for key in group}) <= titles.keys():
         return None
@@ -90,6 +94,12 @@ def _match(
         for group, keys in zip(listed, members, strict=True)
     )
     return Matched(tuple(groups), states, values)
+
+
+def _as_numbers(keyed: Mapping[Value, Mapping[str, Value]], members: set[Value]) -> Mapping[Value, Mapping[str, Value]]:
+    """States by the numbers that the groups list. DCP makes strings of all keys of dicts, but not of lists' items."""
+    named = {str(member): member for member in members if type(member) is int}
+    return {named.get(key, key) if isinstance(key, str) else key: state for key, state in keyed.items()}
 
 
 def _titles(

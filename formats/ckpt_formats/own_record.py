@@ -18,7 +18,9 @@ from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Origin, Paramete
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.leaves import Leaf, tensor_leaf
+from ckpt_formats.safetensors_file import natural
 from ckpt_formats.sorted_state import TrainingState
+from ckpt_formats.state_keys import StateKeys
 from ckpt_formats.tensor import Decoded, Fragment, Tensor
 from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import Value, tensor_names
@@ -70,45 +72,62 @@ def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -
             raise Corrupt(f"has a record of version {said['version']!r:.20}, which is unknown", where=where)
         tensors = {name: _leaf(leaf) for name, leaf in entry.get("tensors", {}).items()}
         copies = {name: _leaf(leaf) for name, leaf in entry.get("copies", {}).items()}
-        values = decode(said["values"], where)
-        engine, version, step, layout = said["origin"]
-        origin = Origin(engine, version, step, {**decode(layout, where), "keys": found.keys.to_json()})
+        origin = _origin(said["origin"], found.keys, where)
         aliases = {alias: name for alias, name in said["aliases"].items() if name in found.parameters}
-        parameters = {
-            name: _restored(parameter, said, copies, values)
-            for name, parameter in found.parameters.items()
-            if name not in aliases
-        }
+        values, masters = decode(said["values"], where), frozenset(said["masters"])
+        parameters = {name: p for name, p in found.parameters.items() if name not in aliases}
+        for name in parameters.keys() & said["roles"].keys():
+            own = _without(parameters[name], values.get(name, {}))
+            if name in masters:
+                own = _as_master(own, copies.get(name), said["rounded"].get(name))
+            parameters[name] = replace(own, role=_ROLES[said["roles"][name]])
         parameters |= {name: Parameter(name, "extra", {MODEL: tensor}) for name, tensor in tensors.items()}
-        groups = tuple(Group(decode(options, where), tuple(names)) for options, names in said["groups"])
+        groups = tuple(Group(decode(options, where), _texts(names)) for options, names in said["groups"])
         extras = {**found.extras, **decode(said["extras"], where)}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(f"its record is not as ckpt writes it: {error!r:.200}", where=where) from None
-    every = {**found.aliases, **aliases}
-    return replace(found, parameters=parameters, groups=groups, extras=extras, aliases=every, step=step, origin=origin)
+    return replace(
+        found,
+        parameters=parameters,
+        groups=groups,
+        extras=extras,
+        aliases={**found.aliases, **aliases},
+        step=origin.step,
+        origin=origin,
+    )
 
 
-def _restored(
-    parameter: Parameter, said: Mapping[str, Any], copies: Mapping[str, Tensor], values: Mapping[str, Value]
-) -> Parameter:
-    name = parameter.name
-    if name not in said["roles"]:
-        return parameter
-    kept = values.get(name, {})
-    states = {state: tensor for state, tensor in parameter.states.items() if state not in kept}
-    if name in said["masters"]:
-        master = states.pop(MODEL)
-        states = {MASTER: master, **states}
-        if name in copies:
-            states[MODEL] = copies[name]
-        elif name in said["rounded"]:
-            states[MODEL] = _rounded(master, said["rounded"][name])
-    return Parameter(name, _ROLES[said["roles"][name]], states, kept)
+def _without(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
+    """With plain numbers again in the place of the tensors that stood for them."""
+    states = {state: tensor for state, tensor in parameter.states.items() if state not in values}
+    return Parameter(parameter.name, parameter.role, states, values)
 
 
-def _rounded(master: Tensor, dtype_name: str) -> Tensor:
-    dtype = DTYPES[dtype_name]
-    return Tensor.of(Decoded(Rounded(), replace(master), dtype))
+def _as_master(parameter: Parameter, copy: Tensor | None, rounded: str | None) -> Parameter:
+    """With the model's tensor as the master that it is, and beside it the copy, or what it is rounded to."""
+    states = dict(parameter.states)
+    master = states.pop(MODEL)
+    states = {MASTER: master, **states}
+    if copy is not None:
+        states[MODEL] = copy
+    elif rounded is not None:
+        states[MODEL] = Tensor.of(Decoded(Rounded(), replace(master), DTYPES[rounded]))
+    return replace(parameter, states=states)
+
+
+def _origin(said: Any, keys: StateKeys, where: Path) -> Origin:
+    engine, version, step, layout = said
+    if not isinstance(engine, str) or not (version is None or isinstance(version, str)):
+        raise TypeError("the names of engine and version are not texts")
+    if not (step is None or natural(step)):
+        raise TypeError("the step is not a whole number")
+    return Origin(engine, version, step, {**decode(layout, where), "keys": keys.to_json()})
+
+
+def _texts(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError("not a list of names")
+    return tuple(names)
 
 
 def _is_rounded(parameter: Parameter) -> bool:
