@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 from engines import launch
 from engines.kinds import KINDS
 
+collect_ignore_glob = ["*_jobs/*", "engines/*"]
+"""Scripts for other processes: to look in them for doctests would import the engines here."""
+
 settings.register_profile(
     "ckpt", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

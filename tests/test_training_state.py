@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from ckpt_formats.base import Checkpoint, Origin
+from ckpt_formats.dcp.nesting import flattened
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.errors import BadRules, Corrupt
 from ckpt_formats.own_record import KEY
 from ckpt_formats.state_keys import STYLES, StateKeys, keys_of
 from ckpt_formats.state_tree import added_options, state_tree
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.training_state import training_state
-from held import array, checkpoint, contents, everything, plain, tensor
+from held import array, checkpoint, contents, everything, parameter, plain, tensor
 
 F32 = DTYPES["float32"]
 WHERE = Path("/tree")
@@ -108,7 +109,45 @@ def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
     found = training_state(tree, WHERE, ("c", "a"))
     assert found.groups[0].names == ("c", "a")
     assert found.parameters["c"].states["exp_avg"] is moments[0]
-    assert training_state(tree, WHERE, ("c",)).notices, "an order too short names nothing"
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [(("a",), "names 1"), (("a", "nothing"), "not there"), (("a", "long"), "has \\[3\\]")],
+    ids=str,
+)
+def test_an_order_that_cannot_be_is_an_error(order: tuple[str, ...], says: str) -> None:
+    model = {name: tensor(array(F32, (3,))) for name in "ab"} | {"long": tensor(array(F32, (4,)))}
+    states = {i: {"exp_avg": tensor(array(F32, (3,)))} for i in range(2)}
+    tree = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}
+    with pytest.raises(BadRules, match=says):
+        training_state(tree, WHERE, order)
+
+
+def test_numbers_that_became_texts_are_numbers_again() -> None:
+    w = tensor(array(F32, (3,)))
+    optimizer = {"state": {"0": {"exp_avg": w}}, "param_groups": [{"params": [0]}]}
+    found = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE, ("w",))
+    assert (found.groups[0].names, found.notices) == (("w",), ())
+    assert found.parameters["w"].states["exp_avg"] is w
+
+
+def test_scripts_find_what_they_saved_beside_model_and_optimizer() -> None:
+    beside = {"ema": {"layers.0.w": 0.5, "b": [1, {"x.y": None}]}, "loader": {"rank_0": b"pickled"}}
+    tree = state_tree(checkpoint([], extras=beside), STYLES["nested"])
+    assert {key: value for key, value in tree.items() if key not in (KEY, "model")} == beside
+
+
+@pytest.mark.parametrize(
+    "clash", [{"a": {"b": {"c": 1}, "b.c": 2}}, {"a": {"b": 1}, "a.b": 2}, {"model": 1}, {"model.w": 1}], ids=str
+)
+def test_what_would_flatten_to_a_name_twice_is_carried_in_our_record(clash: dict[str, Any]) -> None:
+    w = parameter("w", {"param": array(F32, (2,))})
+    source = checkpoint([w], extras=clash)
+    tree = state_tree(source, STYLES["nested"])
+    names = [name for name, _, _ in flattened(tree)]
+    assert len(names) == len(set(names))
+    assert again(source, STYLES["nested"]).extras == clash
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
     return _Walk(leaf).walk(value, "", 0)
 
 
+def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
+    """The value with what `leaf` makes of everything in it that is no container."""
+    return _Walk(lambda found, name: leaf(found)).walk(value, "", 0)
+
+
 class _Lift:
     def __init__(self, parameters: dict[str, Parameter]) -> None:
         self._parameters = parameters

@@ -54,13 +54,13 @@ def between(tree: Mapping[Value, Value], prefix: str = "") -> Iterator[tuple[str
 
 
 def ties(found: Mapping[str, Leaf]) -> dict[str, str]:
-    """Names of the same elements of one storage as an earlier name."""
+    """Names of the same elements of one storage, or of the same `Tensor`, as an earlier name."""
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, leaf in found.items():
-        if isinstance(leaf, Tensor):
-            continue
-        place = (leaf.storage.path, leaf.storage.key, leaf.dtype, leaf.offset, leaf.shape, leaf.strides)
+        place: tuple[object, ...] = (id(leaf),)
+        if isinstance(leaf, TensorRef):
+            place = (leaf.storage.path, leaf.storage.key, leaf.dtype, leaf.offset, leaf.shape, leaf.strides)
         if leaf.size and first.setdefault(place, name) != name:
             aliases[name] = first[place]
     return aliases

@@ -100,7 +100,10 @@ def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True)
             ended = choice == 0 and all(run.end == a for run, a in zip(runs, at, strict=True))
             if ended:
                 ways.append([match for match in path if match is not None])
-            if ended or i == len(module) or choice == choices or (choice == 0 and place in dead):
+            # Without this, the equal layers of a deep model would be tried against each other.
+            slots = sum(run.end - a for run, a in zip(runs, at, strict=True) if run.flat is None)
+            late = choice == 0 and slots > len(module) - i
+            if ended or late or i == len(module) or choice == choices or (choice == 0 and place in dead):
                 if len(ways) == known:
                     dead.add(place)
                 if path:

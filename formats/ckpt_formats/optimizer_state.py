@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.base import Group
+from ckpt_formats.errors import BadRules
 from ckpt_formats.leaves import Leaf, has_tensor, tensor_leaf
+from ckpt_formats.naming import show
 from ckpt_formats.numbering import Named, Run, Slot, one_way
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.typed_json import encode
@@ -119,11 +121,35 @@ def _titles(
         return titles
     numbers = [key for group in members for key in group]
     if order:
-        whole = all(isinstance(key, int) and 0 <= key < len(order) for key in numbers)
-        return {key: order[key] for key in numbers} if whole else None
+        return _by_order(numbers, keyed, trainable, order)
     runs = [Run(tuple(Slot(None, _shaped(keyed.get(key, {}))) for key in group)) for group in members]
     matches = one_way(runs, trainable)
     return None if matches is None else {members[found.run][found.start]: found.name for found in matches}
+
+
+def _by_order(
+    numbers: Sequence[Value],
+    keyed: Mapping[Value, Mapping[str, Value]],
+    trainable: Sequence[Named],
+    order: Sequence[str],
+) -> dict[Value, str]:
+    """As the user says. Raises `BadRules` where that cannot be."""
+    shapes = {one.name: one.tensor.shape for one in trainable}
+    for number in numbers:
+        if not isinstance(number, int) or not 0 <= number < len(order):
+            raise BadRules(f"the optimizer has a parameter {number}, but the order names {len(order)}")
+        name = order[number]
+        if name not in shapes:
+            raise BadRules(
+                f"the order says that the optimizer's parameter {number} is `{show(name)}`, which is not there"
+            )
+        for state, tensor in _shaped(keyed.get(number, {})).items():
+            if tensor.shape not in ((), shapes[name]):
+                raise BadRules(
+                    f"the order says that the optimizer's parameter {number} is `{show(name)}`, of shape "
+                    f"{list(shapes[name])}, but its {state} has {list(tensor.shape)}"
+                )
+    return {number: order[number] for number in numbers}
 
 
 def _shaped(state: Mapping[str, Value]) -> dict[str, Tensor]:

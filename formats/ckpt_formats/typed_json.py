@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.dtypes import DTYPES, DType
-from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
 
 _MOST_WRITTEN = 32_000_000
@@ -45,6 +45,14 @@ def decode(said: Any, where: Path) -> Value:
         return _decode(said, 0)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise Corrupt(f"not a typed value: {error}", where=where) from None
+
+
+def same(value: Value, other: Value) -> bool:
+    """Are they equal as typed values? Those with tensors never are, since only their bytes could tell."""
+    try:
+        return bool(encode(value) == encode(other))
+    except CkptError:
+        return False
 
 
 class _Encoder:

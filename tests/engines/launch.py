@@ -41,7 +41,7 @@ def train(kinds: Iterable[str], out: Path) -> None:
     if unknown:
         raise EngineError(f"no such kind: {' '.join(unknown)}")
     if missing:
-        _script("train.py", [str(out), *missing], len(missing))
+        run_script(HERE / "train.py", [str(out), *missing], len(missing))
 
 
 def resume(
@@ -60,7 +60,7 @@ def resume_all(jobs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         report.unlink(missing_ok=True)
     listed = reports[0].with_suffix(".jobs")
     listed.write_text(json.dumps([dict(job) for job in jobs], default=str))
-    _script("resume.py", ["--jobs", str(listed)], len(jobs))
+    run_script(HERE / "resume.py", ["--jobs", str(listed)], len(jobs))
     return [json.loads(report.read_text()) for report in reports]
 
 
@@ -71,12 +71,13 @@ def to_universal(steps: Mapping[Path, Path]) -> dict[Path, str | None]:
         out.parent.mkdir(parents=True, exist_ok=True)
     listed = jobs[0][2].with_suffix(".jobs")
     listed.write_text(json.dumps(jobs, default=str))
-    _script("to_universal.py", [str(listed)], len(jobs))
+    run_script(HERE / "to_universal.py", [str(listed)], len(jobs))
     return {step: json.loads(log.read_text())["failure"] for step, _, log in jobs}
 
 
-def _script(name: str, arguments: list[str], count: int) -> None:
-    command = [sys.executable, str(HERE / name), *arguments]
+def run_script(script: Path, arguments: list[str], count: int) -> None:
+    """Run a script of `count` kinds or jobs to its end. Raises `EngineError` with its log if it fails."""
+    command = [sys.executable, str(script), *arguments]
     try:
         done = subprocess.run(
             command,
@@ -87,6 +88,6 @@ def _script(name: str, arguments: list[str], count: int) -> None:
             timeout=60 + SECONDS_EACH * count,
         )
     except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{name} still runs after {error.timeout:.0f} s") from error
+        raise EngineError(f"{script.name} still runs after {error.timeout:.0f} s") from error
     if done.returncode:
-        raise EngineError(f"{name} exited with {done.returncode}:\n{done.stdout[-8000:]}")
+        raise EngineError(f"{script.name} exited with {done.returncode}:\n{done.stdout[-8000:]}")

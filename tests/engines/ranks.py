@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,32 @@ class RunFailed(Exception):
     """A rank ended badly; the message holds the end of what it printed."""
 
 
-def run(world: int, work: Callable[[], None], log: Path, timeout: float = 120) -> None:
+def join_torch(rank: int, world: int, meeting: str) -> None:
+    """Join the process group in the way of PyTorch alone."""
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+
+
+def join_deepspeed(rank: int, world: int, meeting: str) -> None:
+    """Join the process group in DeepSpeed's way."""
+    import deepspeed
+    import deepspeed.ops
+
+    # DeepSpeed's shared-memory collectives are optional, take minutes to compile and spin on every core.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+
+
+def run(
+    world: int,
+    work: Callable[[], None],
+    log: Path,
+    timeout: float = 120,
+    join: Callable[[int, int, str], None] = join_deepspeed,
+) -> None:
     """Call `work` in `world` processes joined in one process group; what rank r prints goes to `log`/rank{r}.log."""
     log.mkdir(parents=True, exist_ok=True)
     meeting = tempfile.mkdtemp(prefix="ranks-")
@@ -32,19 +58,29 @@ def run(world: int, work: Callable[[], None], log: Path, timeout: float = 120) -
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            _be(rank, world, work, log, meeting)
+            _be(rank, world, work, log, meeting, join)
         children[pid] = rank
     try:
         _wait(dict(children), log, timeout)
     finally:
         for pid in children:
             _end(pid)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         shutil.rmtree(meeting, ignore_errors=True)
 
 
-def _be(rank: int, world: int, work: Callable[[], None], log: Path, meeting: str) -> None:
+def _be(
+    rank: int,
+    world: int,
+    work: Callable[[], None],
+    log: Path,
+    meeting: str,
+    join: Callable[[int, int, str], None],
+) -> None:
     """The life of a child; never returns."""
     code = 1
+    os.setsid()  # what this rank starts, such as Megatron's writers, is ended with it
     try:
         out = os.open(log / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
@@ -52,15 +88,9 @@ def _be(rank: int, world: int, work: Callable[[], None], log: Path, meeting: str
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         # DeepSpeed wants the address of a meeting place to be set even where the ranks meet in a file.
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        import deepspeed
-        import deepspeed.ops
         from torch import distributed
 
-        # DeepSpeed's shared-memory collectives are optional, take minutes to compile and spin on every core.
-        deepspeed.ops.__compatible_ops__ = {}
-        deepspeed.init_distributed(
-            "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-        )
+        join(rank, world, f"file://{meeting}/store")
         work()
         distributed.barrier()
         code = 0

@@ -83,6 +83,7 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
         tuple(shards(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
         notices_of(tied),
+        layout=Layout((*options.rules, *own_rules(step, 0))),
     )
 
 

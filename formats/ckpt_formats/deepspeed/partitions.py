@@ -5,26 +5,10 @@ equal partitions (arXiv 1910.02054); ZeRO-3 cuts every parameter by itself.
 Arithmetic only.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import prod
 
-from ckpt_formats.dtypes import DType
-from ckpt_formats.geometry import Shape, flat_boxes
-from ckpt_formats.tensor import Fragment, Raw, Tensor, join
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rank's vector, and the element of the common flat buffer that it begins at."""
-
-    begin: int
-    vector: Raw
-
-
-def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[Piece]) -> Tensor:
-    """The tensor that occupies the elements from `begin` on of a flat buffer, cut in pieces."""
-    return join(shape, _fragments(shape, begin, pieces), dtype)
+from ckpt_formats.geometry import Shape
 
 
 def starts(shapes: Iterable[Shape], paddings: Sequence[int] | None = None) -> list[int]:
@@ -60,13 +44,3 @@ def gathered(names: Sequence[str], ranks: int) -> list[str]:
     """
     places = dealt([str(i) for i in range(len(names))], ranks)
     return [name for _, name in sorted(zip(map(int, places), names, strict=True))]
-
-
-def _fragments(shape: Shape, begin: int, pieces: Iterable[Piece]) -> Iterator[Fragment]:
-    end = begin + prod(shape)
-    for piece in pieces:
-        low, high = max(begin, piece.begin), min(end, piece.begin + piece.vector.shape[0])
-        at = low - piece.begin
-        for box in flat_boxes(shape, low - begin, max(low, high) - begin):
-            yield Fragment(box, piece.vector.flat(at, at + box.size).shaped(box.shape))
-            at += box.size

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.experts import ExpertNames, expert_ranks
-from ckpt_formats.deepspeed.partitions import Piece, gathered, starts, tensor_in
+from ckpt_formats.deepspeed.partitions import gathered, starts
 from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, shape_of, vector
 from ckpt_formats.errors import Corrupt
+from ckpt_formats.flat import Piece, tensor_in
 from ckpt_formats.geometry import Shape
+from ckpt_formats.safetensors_file import natural
 from ckpt_formats.tensor import Raw, Tensor, with_replicas
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
@@ -186,4 +188,9 @@ def _options(root: dict[Value, Value], g: int, where: Path) -> dict[str, Value]:
 
 def _paddings(root: dict[Value, Value], key: str, g: int | None, where: Path) -> list[int] | None:
     listed = root.get(key)
-    return list(shape_of(listed if g is None else get(listed, g, list, where), where)) if listed else None
+    if not listed:
+        return None
+    paddings = listed if g is None else get(listed, g, list, where)
+    if not isinstance(paddings, list) or not all(map(natural, paddings)):
+        raise Corrupt(f"not a list of paddings: {str(paddings)[:60]}", where=where)
+    return paddings

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from math import prod
 
 from ckpt_formats.base import MASTER, Group
-from ckpt_formats.deepspeed.partitions import Piece, chunk, tensor_in
+from ckpt_formats.deepspeed.partitions import chunk
 from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, vector
 from ckpt_formats.deepspeed.zero12 import stated_shapes
 from ckpt_formats.errors import Corrupt
+from ckpt_formats.flat import Piece, tensor_in
 from ckpt_formats.geometry import Shape
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.torchfile import TorchFile
