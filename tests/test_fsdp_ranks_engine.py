@@ -1,0 +1,214 @@
+"""What real FSDP jobs leave in files of each rank, against what torch itself gathers from the live job."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.tensor import Tensor, read
+from rank_jobs import launch
+from rank_jobs.kinds import KINDS, Kind
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job's files, and what it held."""
+
+    kind: Kind
+    folder: Path
+    truth: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "ckpt"
+
+    @property
+    def named(self) -> bool:
+        """Can its optimizer be told to names?"""
+        return self.kind.optimizer != "none" and (self.kind.orig or self.kind.optimizer == "named")
+
+    def open(self) -> Checkpoint:
+        """With what the user has to say about such files."""
+        order = tuple(n for group in self.truth["groups"] for n in group) if self.kind.optimizer == "raw" else ()
+        return open_checkpoint(self.path, Options(order=order if self.named else (), shapes=self.shapes))
+
+    @property
+    def shapes(self) -> Path | None:
+        """A checkpoint of the same model, with other values."""
+        if self.kind.state != "local":
+            return None
+        path = self.folder / "other.pt"
+        if not path.exists():
+            torch.save({name: torch.zeros_like(tensor) for name, tensor in self.truth["model"].items()}, path)
+        return path
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of every kind. Set CKPT_RANK_JOBS to a folder to keep them between runs."""
+    kept = os.environ.get("CKPT_RANK_JOBS")
+    out = Path(kept) if kept else tmp_path_factory.mktemp("rank_jobs")
+    launch.train(KINDS, out)
+    return out
+
+
+@pytest.fixture(params=KINDS)
+def job(request: pytest.FixtureRequest, jobs: Path) -> Job:
+    folder = jobs / request.param
+    return Job(KINDS[request.param], folder, torch.load(folder / "truth.pt", weights_only=False))
+
+
+def job_of(jobs: Path, name: str) -> Job:
+    return Job(KINDS[name], jobs / name, torch.load(jobs / name / "truth.pt", weights_only=False))
+
+
+def same(tensor: Tensor, expected: torch.Tensor) -> bool:
+    got = torch.from_numpy(np.array(read(tensor)))
+    return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+
+
+def assert_is_the_truth(found: Checkpoint, job: Job) -> None:
+    truth = job.truth
+    for name, expected in truth["model"].items():
+        parameter = found.parameters[found.aliases.get(name, name)]
+        assert same(parameter.states[MODEL], expected), name
+    assert {p.name for p in found.parameters.values() if p.role != "extra"} == truth["model"].keys() - found.aliases
+    for name in truth["buffers"] if job.named else ():
+        assert found.parameters[name].role in ("buffer", "frozen"), name
+    if not job.named:
+        assert not found.groups
+        return
+    for name, states in truth["optim"].items():
+        parameter = found.parameters[found.aliases.get(name, name)]
+        assert parameter.role == "parameter"
+        assert parameter.states.keys() == states.keys() | {MODEL}, name
+        for state, expected in states.items():
+            assert same(parameter.states[state], expected), f"{name}/{state}"
+    assert [list(group.names) for group in found.groups] == [
+        [found.aliases.get(name, name) for name in names] for names in truth["groups"]
+    ]
+
+
+def test_what_we_read_is_what_the_job_held(job):
+    assert detect(job.path).name == "fsdp-ranks"
+    found = job.open()
+    assert_is_the_truth(found, job)
+    assert found.origin.layout["world"] == job.kind.world
+    assert examine(found, Effort()) == []
+
+
+def test_what_we_convert_is_the_same(job, tmp_path):
+    copy(job.open(), writable("universal"), Goal(tmp_path / "u"), "", Effort())
+    found = open_checkpoint(tmp_path / "u")
+    assert_is_the_truth(found, job)
+    assert examine(found, Effort()) == []
+
+
+def test_torch_loads_what_we_convert(job, tmp_path):
+    copy(job.open(), writable("torch"), Goal(tmp_path / "m.pt"), "", Effort())
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    for name, expected in job.truth["model"].items():
+        assert torch.equal(loaded["model"][name], expected), name
+    optimizer = loaded.get("optim", loaded.get("optimizer"))
+    for name, states in job.truth["optim"].items() if job.named else ():
+        for state, expected in states.items():
+            assert torch.equal(optimizer["state"][name][state], expected), f"{name}/{state}"
+
+
+def test_only_headers_are_read(job, monkeypatch):
+    """Opening reads no tensor but the meshes and one step count of each rank: a few bytes of any model."""
+    seen = 0
+
+    def count(file, buffers, offset):
+        nonlocal seen
+        got = preadv(file, buffers, offset)
+        seen += got
+        return got
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", count)
+    job.open()
+    assert seen <= job.kind.world * 200
+
+
+def test_each_rank_is_drawn_at_its_place_in_the_mesh(jobs):
+    shards = job_of(jobs, "fsdp2_tp_2x2").open().shards
+    places = {shard.path.name: dict(shard.rank) for shard in shards if shard.role == "model"}
+    assert places["model_world_size_4_rank_2.pt"] == {"rank": 2, "shards": 1, "tp": 0}
+    assert job_of(jobs, "fsdp2_hsdp_2x2").open().origin.layout["mesh"] == {"replicas": 2, "shards": 2}
+
+
+def test_copies_are_compared(jobs):
+    """Every rank of the other replica, and for plain tensors every rank, is a copy: by what the files say of them."""
+    found = job_of(jobs, "fsdp2_hsdp_2x2").open().parameters
+    assert len(found["embed.weight"].weight.replicas) == 1
+    assert len(found["scale"].weight.replicas) == 3
+    assert len(job_of(jobs, "fsdp1_hsdp_2x2").open().parameters["embed.weight"].weight.replicas) == 1
+    assert len(job_of(jobs, "fsdp2_w2").open().parameters["embed.weight"].weight.replicas) == 0
+
+
+def test_tied_weights_are_one(jobs):
+    found = job_of(jobs, "fsdp2_w2_tied").open()
+    assert dict(found.aliases) == {"head.weight": "embed.weight"}
+
+
+def test_names_are_without_wrappers_and_it_is_said(jobs):
+    for name in ("fsdp2_w4_compiled", "ddp_w2"):
+        job = job_of(jobs, name)
+        found = job.open()
+        assert found.parameters.keys() >= job.truth["model"].keys()
+        assert any("_orig_mod" in notice for notice in found.notices)
+
+
+def test_what_each_rank_has_for_itself_is_carried(job):
+    extras, parameters = job.open().extras, job.open().parameters
+    first = extras if job.kind.saver == "verl" else extras["random_states"]
+    assert first["lr_scheduler"]["last_epoch"] == 3
+    for rank in range(job.kind.world):
+        own = first if rank == 0 else extras["ranks"][str(rank)]
+        own = own if job.kind.saver == "verl" or rank == 0 else own["random_states"]
+        assert read(parameters[own["rng"].name].weight).tolist() == [rank] * 8
+
+
+def test_flat_parameters_without_shapes_say_what_to_pass(jobs):
+    for name in ("fsdp1_local_w2", "fsdp1_local_w2_bare", "fsdp1_local_w3_raw"):
+        with pytest.raises(Unsupported) as caught:
+            open_checkpoint(job_of(jobs, name).path)
+        assert "--shapes" in caught.value.hint
+
+
+def test_shapes_of_another_model_are_refused(jobs):
+    job = job_of(jobs, "fsdp1_local_w2")
+    other = job.folder / "narrow.pt"
+    torch.save({name: tensor.flatten()[:-1] for name, tensor in job.truth["model"].items() if tensor.dim()}, other)
+    with pytest.raises(CkptError, match="elements"):
+        open_checkpoint(job.path, Options(shapes=other))
+
+
+def test_states_of_whole_units_are_carried_as_each_rank_has_them(jobs):
+    job = job_of(jobs, "fsdp1_w2_flat_raw")
+    found = job.open()
+    assert any("use_orig_params" in notice for notice in found.notices)
+    for rank in range(2):
+        theirs = torch.load(job.path / f"optim_world_size_2_rank_{rank}.pt")["state"][0]["exp_avg"]
+        carried = found.extras["ranks"][str(rank)]["optim"]["state"][0]["exp_avg"]
+        assert same(found.parameters[carried.name].weight, theirs)
+
+
+def test_slices_that_are_numbered_without_an_order_are_not_guessed(jobs):
+    job = job_of(jobs, "fsdp1_w2_raw")
+    found = open_checkpoint(job.path)
+    assert not found.groups
+    assert any("--param-order" in notice for notice in found.notices)
+    assert {"0", "1"} == found.extras["ranks"].keys()
