@@ -1,0 +1,151 @@
+"""What the files of a folder are, by their names: as transformers, its Trainer, Accelerate and PEFT write them.
+
+    model.safetensors, or shards and an index    the model; also as pytorch_model.bin
+    adapter_model.safetensors                    an adapter of PEFT
+    pytorch_model_fsdp.bin                       the model, as FSDP gathers it
+    sharded/shard-00001-model-00001-of-00001...  the model, as PyTorch's ranks write it
+    optimizer.pt, scheduler.pt, rng_state.pth    what a run needs to go on (Accelerate: .bin, .pkl)
+    config.json, tokenizer.json, ...             what a model needs beside its weights
+
+Sources: transformers `Trainer._save_checkpoint`, accelerate `checkpointing`, peft `save_pretrained`.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Container = Literal["safetensors", "torch"]
+
+CONFIG = "config.json"
+TRAINER_STATE = "trainer_state.json"
+
+# In the order in which transformers looks for them.
+_ENTRIES: tuple[tuple[str, Container], ...] = (
+    ("model.safetensors", "safetensors"),
+    ("model.safetensors.index.json", "safetensors"),
+    ("adapter_model.safetensors", "safetensors"),
+    ("pytorch_model.bin", "torch"),
+    ("pytorch_model.bin.index.json", "torch"),
+    ("adapter_model.bin", "torch"),
+    ("pytorch_model_fsdp.bin", "torch"),
+)
+_SHARD_OF_A_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+_BY_RANKS = "sharded"
+_OPTIMIZER = re.compile(r"optimizer\.(pt|bin)")
+_TRAINING = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"
+)
+_DEEPSPEED = re.compile(r"latest|zero_to_(fp32|torch)\.py")
+"""What DeepSpeed puts beside its own folders."""
+_RANDOM = re.compile(r"random_states_\d+\.pkl")
+_FURTHER_MODEL = re.compile(r"(model_\d+\.safetensors|pytorch_model_\d+\.bin)")
+_NOT_ALONE = re.compile(r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|adapter_config\.json")
+_CUT = "pytorch_model_fsdp_"
+"""Begins the names of files and folders of a model that is cut over ranks: other formats read them."""
+_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".distcp")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of a folder, sorted. What begins with a dot is nobody's."""
+
+    path: Path
+    entry: Path | None
+    """Where the model is: a file, an index, or a folder of the files of ranks."""
+    container: Container
+    optimizer: Path | None
+    training: tuple[Path, ...]
+    """Other files of torch: what a run needs to go on."""
+    models: tuple[Path, ...]
+    """Further models, where Accelerate saved several."""
+    others: tuple[Path, ...]
+    """What lies beside a model: configurations, tokenizers, texts."""
+    left: tuple[str, ...]
+    """Names of what is not read: weights that are there twice, folders."""
+
+    @property
+    def by_ranks(self) -> bool:
+        return self.entry is not None and self.entry.is_dir()
+
+
+def is_training_file(name: str) -> bool:
+    """Is it a file that a run needs to go on, and a model does not?"""
+    return name == TRAINER_STATE or _TRAINING.fullmatch(name) is not None or _DEEPSPEED.fullmatch(name) is not None
+
+
+def recognised(path: Path) -> bool:
+    """Is this a folder of these libraries, rather than one of bare safetensors files? Never raises."""
+    names = set(_names(path))
+    torch = any(container == "torch" and name in names for name, container in _ENTRIES)
+    weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
+    said = CONFIG in names or any(_NOT_ALONE.fullmatch(name) for name in names)
+    return torch or (weights and said) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
+
+
+def _is_around_a_cut_model(names: set[str]) -> bool:
+    """Is there a model that another format reads, and something around it that this one does not?"""
+    cut = [name for name in names if name.startswith(_CUT)]
+    around = {name for name in names if is_training_file(name) or name == CONFIG}
+    if all(name.endswith(".bin") for name in cut):  # whose format reads the random states, too
+        around = {name for name in around if not _RANDOM.fullmatch(name)}
+    return bool(cut and around)
+
+
+def sort_files(path: Path) -> Folder:
+    """Tell the files of a folder by their names. Opens nothing."""
+    entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    names = {entry.name for entry in entries if entry.is_file()}
+    entry, container = _entry(path, names)
+    told = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
+    optimizer = next(told, None) if entry is not None else None
+    training = [path / name for name in sorted(names) if _TRAINING.fullmatch(name)]
+    models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
+    known = {entry, optimizer, *training, *models}
+    rest = [path / name for name in sorted(names) if not name.startswith(".")]
+    others = [one for one in rest if one not in known and not _is_weights(one.name)]
+    shown = [one for one in entries if not one.name.startswith(".") and one.name not in names]
+    folders = [f"{one.name}/" if one.is_dir() else one.name for one in shown]  # and links to nowhere, pipes, ...
+    left = [one.name for one in rest if one not in known and _is_weights(one.name)]
+    return Folder(
+        path,
+        entry,
+        container,
+        optimizer,
+        tuple(one for one in training if one != optimizer),
+        tuple(models),
+        tuple(others),
+        (*left, *(name for name in folders if path / name.rstrip("/") != entry)),
+    )
+
+
+def _entry(path: Path, names: set[str]) -> tuple[Path | None, Container]:
+    if (ranks := _of_ranks(path)) is not None:
+        return ranks, "safetensors"
+    for name, container in _ENTRIES:
+        if name in names:
+            return path / name, container
+    indices = [name for name in sorted(names) if name.endswith(".safetensors.index.json")]
+    if indices:
+        return path / indices[0], "safetensors"
+    return (path, "safetensors") if any(name.endswith(".safetensors") for name in names) else (None, "safetensors")
+
+
+def _of_ranks(path: Path) -> Path | None:
+    """The folder of the files that ranks wrote each for itself: this one, or one in it."""
+    folders = (path / _BY_RANKS, path)
+    return next((folder for folder in folders if any(map(_SHARD_OF_A_RANK.fullmatch, _names(folder)))), None)
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder holds; nothing, if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS) or ".index." in name

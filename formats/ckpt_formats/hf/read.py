@@ -1,0 +1,139 @@
+"""A folder as a checkpoint: the model's tensors, the optimizer told to their names, all else carried."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.base import Checkpoint, Options, Origin, Parameter, Shard
+from ckpt_formats.errors import Incomplete, form_of
+from ckpt_formats.extras import lift
+from ckpt_formats.files import Seal
+from ckpt_formats.hf.beside import PREFIX, carry, config_of
+from ckpt_formats.hf.folder import TRAINER_STATE, Folder, sort_files
+from ckpt_formats.hf.order import UNTOLD, in_models_order, numbered_only
+from ckpt_formats.hf.weights import Model, read_entry, read_model, torch_shard
+from ckpt_formats.names import table_for
+from ckpt_formats.naming import show
+from ckpt_formats.registry import format_named
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.torchfile import open_file
+from ckpt_formats.training_state import training_state
+from ckpt_formats.values import Value
+
+_CUT_MODELS = ("dcp", "fsdp-ranks")
+"""Formats of models that lie in such a folder cut over ranks."""
+_MOST_NAMED = 5
+
+
+def read_folder(path: Path, options: Options) -> Checkpoint:
+    """The index of a folder. Raises `CkptError` of the kind that fits."""
+    with form_of("a folder of Hugging Face's libraries", path):
+        return _read(sort_files(path), options)
+
+
+def _read(folder: Folder, options: Options) -> Checkpoint:
+    path = folder.path
+    inner = _cut_model(path, options) if folder.entry is None else None
+    beside, shards, large = carry(folder.others)
+    config = config_of(beside)
+    states, more, seals = _training(folder, {shard.path for shard in inner.shards} if inner else set())
+    extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in (beside | states).items()}
+    if inner is not None:
+        found = _around(inner, extras)
+    else:
+        found = _with_model(folder, read_model(folder), config, extras, options)
+    read = {shard.path.relative_to(path).parts[0] for shard in found.shards if shard.path.is_relative_to(path)}
+    left = [name for name in (*folder.left, *large) if name.rstrip("/") not in read]
+    step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
+    return replace(
+        found,
+        path=path,
+        origin=replace(found.origin, step=step if natural(step) else found.origin.step),
+        shards=(*found.shards, *shards, *more),
+        seals=(*found.seals, *seals),
+        notices=(*found.notices, *_left(left)),
+    )
+
+
+def _with_model(
+    folder: Folder, model: Model, config: Mapping[str, Any] | None, extras: dict[str, Value], options: Options
+) -> Checkpoint:
+    order = in_models_order(list(model.state), config)
+    state = {name: model.state[name] for name in order} if order else model.state
+    optimizer = open_file(folder.optimizer) if folder.optimizer else None
+    root: dict[str, Value] = {"model": state, **extras}
+    notices: tuple[str, ...] = ()
+    if optimizer is not None:
+        key = f"{PREFIX}{optimizer.path.name}"
+        if order or model.in_order or options.order or not numbered_only(optimizer.root):
+            root["optimizer"] = optimizer.root
+        else:
+            root[key] = optimizer.root
+            notices = (UNTOLD,)
+    found = training_state(root, folder.path, options.order)
+    if optimizer is not None and "optimizer" in found.extras:
+        found.extras[key] = found.extras.pop("optimizer")
+    metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}
+    version = (config or {}).get("transformers_version")
+    aliases = {**model.aliases, **found.aliases, **_tied(found.parameters, config)}
+    return Checkpoint(
+        folder.path,
+        Origin("hf", version if isinstance(version, str) else None, found.step, {"keys": found.keys.to_json()}),
+        found.parameters,
+        found.groups,
+        {**found.extras, **metadata},
+        aliases,
+        (*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
+        (*model.seals, *(optimizer.seals() if optimizer else ())),
+        (*found.notices, *notices),
+    )
+
+
+def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """The name that files leave out, of a model whose configuration ties two."""
+    table = table_for(config or {})
+    tie = table.tie(config) if table and config else None
+    if tie is None or tie.name not in parameters or tie.alias in parameters:
+        return {}
+    return {tie.alias: tie.name}
+
+
+def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[Shard], list[Seal]]:
+    """What a run needs to go on, and further models, by file; but for files that are known already."""
+    values: dict[str, Value] = {}
+    shards: list[Shard] = []
+    seals: list[Seal] = []
+    for path in (path for path in folder.training if path not in known):
+        file = open_file(path)
+        values[path.name] = file.root
+        shards.append(torch_shard(file, "other"))
+        seals += file.seals()
+    for path in folder.models:
+        model = read_entry(path, "safetensors" if path.suffix == ".safetensors" else "torch")
+        values[path.name] = model.state
+        shards += model.shards
+        seals += model.seals
+    return values, shards, seals
+
+
+def _cut_model(path: Path, options: Options) -> Checkpoint:
+    """The model that lies in the folder cut over ranks, and what came with it. Raises `Incomplete` if there is none."""
+    for format in map(format_named, _CUT_MODELS):
+        if format.detect(path):
+            return format.read(path, options)
+    raise Incomplete("there are no weights, only what lies beside them", where=path)
+
+
+def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
+    parameters = dict(inner.parameters)
+    lifted = {key: lift(value, key, parameters) for key, value in extras.items()}
+    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
+
+
+def _left(names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    said = ", ".join(map(show, names[:_MOST_NAMED]))
+    return (f"not read, being weights in another form, folders or too large: {said}{more}",)

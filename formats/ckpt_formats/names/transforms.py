@@ -1,0 +1,116 @@
+"""How a tensor of Megatron-core becomes tensors of Hugging Face's models, and back: views that only move elements.
+
+Megatron keeps queries, keys and values in one matrix, a group of heads after the
+other: all queries of the group, its key, its value. Feed-forward layers with a
+gate keep gate and rest one above the other. Tables of the vocabulary have
+padding below. Sources: Megatron-core, `SelfAttention.get_query_key_value_tensors`;
+Megatron-Bridge, `split_qkv_weights`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.names.views import padded, rows_of, stacked, transposed
+from ckpt_formats.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's configuration says of its shapes."""
+
+    heads: int
+    groups: int
+    """Of heads that share a key and a value."""
+    vocabulary: int
+    padded_vocabulary: int | None = None
+    """Rows with padding; None: as many as there are true ones."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A change of shape, both ways. Raises `Unsupported` for shapes that it cannot be done to."""
+
+    pieces: int
+    """How many of Hugging Face's tensors are one of Megatron's."""
+    split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
+    join: Callable[[Sequence[Tensor], Sizes], Tensor]
+
+
+def _same(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def _qkv(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each of all groups, from the groups of a fused matrix or bias."""
+    each = sizes.heads // sizes.groups if sizes.groups and sizes.heads % sizes.groups == 0 else 0
+    if not each or not tensor.shape or tensor.shape[0] % (sizes.groups * (each + 2)):
+        raise Unsupported(
+            f"{tensor.shape[:1]} rows are not queries, keys and values of {sizes.heads} heads in {sizes.groups} groups"
+        )
+    width = tensor.shape[0] // (sizes.groups * (each + 2))
+    group = width * (each + 2)
+    cuts = (0, width * each, width * (each + 1), group)
+    return tuple(
+        rows_of(tensor, [(g * group + start, g * group + stop) for g in range(sizes.groups)])
+        for start, stop in pairwise(cuts)
+    )
+
+
+def _fused_qkv(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    q, k, v = tensors
+    if any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors) or k.shape != v.shape:
+        raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of {sizes.groups} groups")
+    return stacked(
+        [
+            rows_of(one, [(g * step, (g + 1) * step)])
+            for g in range(sizes.groups)
+            for one, step in ((one, one.shape[0] // sizes.groups) for one in (q, k, v))
+        ]
+    )
+
+
+def _halves(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    if not tensor.shape or tensor.shape[0] % 2:
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no two halves")
+    half = tensor.shape[0] // 2
+    return rows_of(tensor, [(0, half)]), rows_of(tensor, [(half, 2 * half)])
+
+
+def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    if not tensor.shape or tensor.shape[0] % count:
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no {count} equal parts")
+    step = tensor.shape[0] // count
+    return tuple(rows_of(tensor, [(i * step, (i + 1) * step)]) for i in range(count))
+
+
+def _true_rows(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    if not tensor.shape or tensor.shape[0] < sizes.vocabulary:
+        raise Unsupported(f"a table of shape {list(tensor.shape)} is too short for {sizes.vocabulary} tokens")
+    return (rows_of(tensor, [(0, sizes.vocabulary)]),)
+
+
+def _padded_rows(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    (tensor,) = tensors
+    return padded(tensor, sizes.padded_vocabulary or tensor.shape[0])
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "same": Transform(1, _same, lambda tensors, sizes: tensors[0]),
+    "transposed": Transform(1, lambda t, sizes: (transposed(t),), lambda tensors, sizes: transposed(tensors[0])),
+    "vocabulary": Transform(1, _true_rows, _padded_rows),
+    "halves": Transform(2, _halves, lambda tensors, sizes: stacked(tensors)),
+    "qkv": Transform(3, _qkv, _fused_qkv),
+    # GPT-2 keeps queries, keys and values in one tensor, too, but in three blocks.
+    "qkv_blocks": Transform(
+        1,
+        lambda tensor, sizes: (stacked(_qkv(tensor, sizes)),),
+        lambda tensors, sizes: _fused_qkv(_equal_parts(tensors[0], 3), sizes),
+    ),
+    "qkv_blocks_transposed": Transform(
+        1,
+        lambda tensor, sizes: (transposed(stacked(_qkv(tensor, sizes))),),
+        lambda tensors, sizes: _fused_qkv(_equal_parts(transposed(tensors[0]), 3), sizes),
+    ),
+}

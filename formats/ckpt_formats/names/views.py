@@ -1,0 +1,112 @@
+"""Tensors made of other tensors by moving elements, and no more. Nothing is read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt_formats.dtypes import DType
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box, Shape, slab
+from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A blob with its axes in reverse."""
+
+    base: Blob
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape[::-1]
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "Transposed":
+        return Transposed(self.base.crop(Box(box.start[::-1], box.stop[::-1])))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.base.read_into(out.T, reader)
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+@dataclass(frozen=True)
+class Only:
+    """What a blob holds whose first axis has one place, without that axis."""
+
+    base: Blob
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape[1:]
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "Only":
+        return Only(self.base.crop(Box((0, *box.start), (1, *box.stop))))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.base.read_into(out[None], reader)
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The tensors of which one is a stack, along its first axis."""
+    if tensor.shape[:1] != (count,):
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} is no stack of {count}")
+    return tuple(Tensor.of(Only(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
+
+
+def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    """Ranges of a tensor's first axis, one below the other."""
+    shape = (sum(stop - start for start, stop in blocks), *tensor.shape[1:])
+    fragments: list[Fragment] = []
+    at = 0
+    for start, stop in blocks:
+        here = slab(shape, 0, at, at + stop - start)
+        fragments.extend(tensor.placed(slab(tensor.shape, 0, start, stop), here))
+        at += stop - start
+    return Tensor(shape, tensor.dtype, tuple(fragments))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one below the other, along the first axis."""
+    first = tensors[0]
+    if any((one.shape[1:], one.dtype) != (first.shape[1:], first.dtype) for one in tensors):
+        raise Unsupported(f"tensors of shapes {[list(one.shape) for one in tensors]} cannot be put into one")
+    shape = (sum(one.shape[0] for one in tensors), *first.shape[1:])
+    fragments: list[Fragment] = []
+    at = 0
+    for one in tensors:
+        fragments.extend(one.placed(Box.whole(one.shape), slab(shape, 0, at, at + one.shape[0])))
+        at += one.shape[0]
+    return Tensor(shape, first.dtype, tuple(fragments))
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A matrix with its axes exchanged."""
+    if len(tensor.shape) != 2:
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
+    return Tensor.of(Transposed(tensor))
+
+
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor with rows of zeros below, so that it has so many."""
+    if not tensor.shape or rows < tensor.shape[0]:
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
+    rest = Zeros((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
+    return stacked([tensor, Tensor.of(rest)]) if rest.shape[0] else tensor

@@ -1,0 +1,81 @@
+"""A model in several files: how the files are numbered, and the index that says which tensor is in which."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.errors import Corrupt, Incomplete, Unsafe
+from ckpt_formats.files import read_whole
+from ckpt_formats.naming import show
+from ckpt_formats.safetensors_file import parse_json_object
+
+INDEX_SUFFIX = ".index.json"
+_MOST_INDEX = 1 << 30
+_NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index file says: the file of every tensor, by name."""
+
+    path: Path
+    where: Mapping[str, str]
+
+    def files(self) -> list[Path]:
+        """The files it names, each once. Raises `Incomplete` if one is not there."""
+        files = [self.path.parent / name for name in dict.fromkeys(self.where.values())]
+        for file in files:
+            if not os.path.isfile(file):  # unlike Path.is_file, it takes any name
+                raise Incomplete(f"the index names {show(file.name)!r}, which is not there", where=self.path)
+        return files
+
+    def check(self, found: Mapping[str, str]) -> None:
+        """Raises `Incomplete` unless the tensors are in the files that it says: `found` is what is where."""
+        for name in (*self.where, *found):
+            if self.where.get(name) != found.get(name):
+                said, held = self.where.get(name, "no file"), found.get(name, "none")
+                raise Incomplete(
+                    f"the index says that tensor `{show(name)}` is in {show(said)}, but it is in {show(held)}",
+                    where=self.path,
+                )
+
+
+def read_index(path: Path) -> Index:
+    """An index whose names are all names of files beside it. Raises `Corrupt` or `Unsafe`."""
+    where = parse_json_object(read_whole(path, _MOST_INDEX), path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise Corrupt("the index has no weight_map of file names", where=path)
+    for name in where.values():
+        if Path(name).name != name or name in (".", ".."):
+            raise Unsafe(f"the index names {show(name)!r}, which is not a file beside it", where=path)
+    return Index(path, where)
+
+
+def all_numbered(files: Sequence[Path]) -> list[Path]:
+    """The files, if those that are called `NAME-00002-of-00003.SUFFIX` are all here. Raises `Incomplete`."""
+    names = {file.name for file in files}
+    for file in files:
+        if match := _NUMBERED.fullmatch(file.name):
+            stem, width, count, suffix = match[1], len(match[2]), int(match[3]), match[4]
+            numbered = (f"{stem}-{i:0{width}}-of-{match[3]}{suffix}" for i in range(1, count + 1))
+            if lacking := next((name for name in numbered if name not in names), None):
+                raise Incomplete(f"{lacking} is missing", where=file.parent, hint="Copy all files into one folder.")
+    return list(files)
+
+
+def numbered_names(count: int, stem: str = "model", suffix: str = ".safetensors") -> list[str]:
+    """What the files of a model are called: `model-00001-of-00002.safetensors`, or `model.safetensors` alone."""
+    if count == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
+
+
+def index_text(files: Iterable[tuple[str, Mapping[str, int]]], **more: int) -> str:
+    """An index of files, each with the bytes of its tensors by name; `more` goes into its metadata."""
+    files = list(files)
+    total = sum(sum(sizes.values()) for _, sizes in files)
+    where = {name: file for file, sizes in files for name in sizes}
+    return json.dumps({"metadata": {**more, "total_size": total}, "weight_map": where}, indent=2) + "\n"

@@ -1,0 +1,330 @@
+"""Folders of Hugging Face's libraries, against these libraries: what they saved is read, what we write they load."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, check_whole, copy
+from ckpt_cli.selection import cast
+from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.names import table_for
+from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.tensor import read
+from ckpt_formats.values import Record, TensorName
+from engines import launch
+from hf_jobs.models import MODELS, STEPS
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+JOBS = Path(__file__).parent / "hf_jobs"
+TRAINED = ("llama_tied", "gpt2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the libraries saved: see `hf_jobs/make.py`."""
+    out = tmp_path_factory.mktemp("hf")
+    launch.run_script(JOBS / "make.py", [str(out), "deepspeed"], 4)
+    return out
+
+
+def raw(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
+
+
+def held(source: Checkpoint, name: str, state: str = MODEL) -> tuple[str, tuple[int, ...], bytes]:
+    values = read(source.parameters[name].states[state])
+    return values.dtype.name, values.shape, values.tobytes()
+
+
+def weights(source: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    check_whole(source)
+    return {name: held(source, name) for name, p in source.parameters.items() if p.role != "extra"}
+
+
+def truth(made: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(made / "truth" / f"{name}.pt")
+    return found
+
+
+def stored(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: raw(tensor) for name, tensor in state.items()}
+
+
+def say(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("part", ["models", "sharded"])
+def test_a_saved_model_is_read_bit_for_bit(part: str, name: str, made: Path) -> None:
+    folder = made / part / name
+    assert detect(folder).name == "hf"
+    found = open_checkpoint(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    assert weights(found) == stored({n: t for file in files for n, t in load_file(file).items()})
+    state = truth(made, name)["state"]
+    same = {n: value for n, value in weights(found).items() if n in state}
+    assert same == stored({n: state[n] for n in same})
+    assert {*found.parameters, *found.aliases} == set(state) or name == "mixtral"
+    assert found.extras["hf/config.json"] == say(folder, "config.json")
+    assert not found.notices
+    assert (len(files) == 1) == (part == "models")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tables_know_the_names_of_a_model_in_its_own_order(name: str, made: Path) -> None:
+    config = say(made / "models" / name, "config.json")
+    table = table_for(config)
+    assert table is not None
+    expected, tie, said = table.expected_names(config), table.tie(config), truth(made, name)
+    assert expected is not None
+    assert bool(tie) == (said["state"].keys() > set(said["names"]))
+    if name == "mixtral":  # which has other names in memory than in files
+        assert set(expected) == set(load_file(made / "models" / name / "model.safetensors"))
+    else:
+        assert [n for n in expected if tie is None or n != tie.alias] == said["names"]
+
+
+def test_shards_of_torch_are_read_by_their_index(made: Path) -> None:
+    found = open_checkpoint(made / "bin")
+    state = truth(made, "llama_tied")["state"]
+    assert len(found.shards) > 3
+    assert found.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert weights(found) == stored({n: t for n, t in state.items() if n != "lm_head.weight"})
+    assert len(found.seals) > len(found.parameters)
+    assert not list(examine(found, Effort(2)))
+
+
+# Runs
+
+
+def assert_is_the_optimizer(found: Checkpoint, expected: Mapping[str, Any]) -> None:
+    for name, states in expected["states"].items():
+        for state, tensor in states.items():
+            assert held(found, name, state) == raw(tensor), (name, state)
+        assert set(found.parameters[name].states) == {*states, MODEL}
+        assert held(found, name) == raw(expected["weights"][name])
+    assert [list(group.names) for group in found.groups] == [group["names"] for group in expected["groups"]]
+    for group, said in zip(found.groups, expected["groups"], strict=True):
+        assert {key: group.options[key] for key in ("lr", "weight_decay", "betas")} == {
+            key: said[key] for key in ("lr", "weight_decay", "betas")
+        }
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, made: Path) -> None:
+    folder = made / "trainer" / name / f"checkpoint-{STEPS}"
+    found = open_checkpoint(folder)
+    check_whole(found)
+    assert len(found.groups) == 2
+    assert_is_the_optimizer(found, torch.load(folder.parent / "optimizer.truth.pt"))
+    assert found.origin.step == STEPS
+    assert not found.notices
+    assert found.extras["hf/trainer_state.json"] == say(folder, "trainer_state.json")
+    assert found.extras["hf/scheduler.pt"]["last_epoch"] == STEPS
+    arguments = found.extras["hf/training_args.bin"]
+    assert isinstance(arguments, Record)
+    assert arguments.get("weight_decay") == 0.1
+    random = found.extras["hf/rng_state.pth"]
+    assert isinstance(random["cpu"], TensorName)
+    assert held(found, random["cpu"].name) == raw(torch.load(folder / "rng_state.pth", weights_only=False)["cpu"])
+    assert not list(examine(found, Effort(2)))
+
+
+def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path) -> None:
+    folder = made / "peft" / f"checkpoint-{STEPS}"
+    found = open_checkpoint(folder)
+    assert weights(found) == stored(load_file(folder / "adapter_model.safetensors"))
+    assert found.extras["hf/adapter_config.json"] == say(folder, "adapter_config.json")
+    assert found.origin.step == STEPS
+    assert found.groups == ()
+    assert "--param-order" in " ".join(found.notices)
+    assert set(found.extras["hf/optimizer.pt"]["state"]) == set(range(8))
+    expected = torch.load(folder.parent / "optimizer.truth.pt")
+    for part in ("states", "weights"):
+        expected[part] = {name.replace(".default", ""): value for name, value in expected[part].items()}
+    for group in expected["groups"]:
+        group["names"] = [name.replace(".default", "") for name in group["names"]]
+    order = tuple(name for group in expected["groups"] for name in group["names"])
+    assert_is_the_optimizer(open_checkpoint(folder, Options(order=order)), expected)
+
+
+def test_without_a_configuration_the_order_is_never_guessed(made: Path) -> None:
+    """The names are in the order of the alphabet, in which shapes would fit other parameters."""
+    found, expected = open_checkpoint(made / "accelerate"), torch.load(made / "accelerate.0.truth.pt")
+    assert found.groups == ()
+    assert all(set(p.states) == {MODEL} for p in found.parameters.values())
+    assert "--param-order" in " ".join(found.notices)
+    assert found.extras["hf/custom_checkpoint_0.pkl"]["count"] == 3
+    assert found.extras["hf/scheduler.bin"]["last_epoch"] == 4
+    order = tuple(expected["groups"][0]["names"])
+    told = open_checkpoint(made / "accelerate", Options(order=order))
+    check_whole(told)
+    assert_is_the_optimizer(told, expected)
+
+
+def test_with_the_configuration_beside_them_states_of_accelerate_are_told_to_names(made: Path, tmp_path: Path) -> None:
+    for file in [*(made / "accelerate").iterdir(), made / "models" / "llama" / "config.json"]:
+        (tmp_path / file.name).symlink_to(file)
+    found = open_checkpoint(tmp_path)
+    assert_is_the_optimizer(found, torch.load(made / "accelerate.0.truth.pt"))
+    assert not found.notices
+
+
+def test_of_several_models_the_further_ones_are_carried(made: Path) -> None:
+    found = open_checkpoint(made / "two")
+    first, second = (torch.load(made / f"two.{i}.truth.pt") for i in (0, 1))
+    expected = {n: t for n, t in first["weights"].items() if n != "lm_head.weight"}
+    assert weights(found) == stored(expected)
+    further = found.extras["hf/model_1.safetensors"]
+    assert {n: held(found, place.name) for n, place in further.items()} == stored(second["weights"])
+    assert set(found.extras["hf/optimizer_1.bin"]["state"]) == set(range(len(second["states"])))
+
+
+def test_full_state_dicts_of_fsdp_name_their_parameters(made: Path) -> None:
+    found = open_checkpoint(made / "fsdp_full")
+    check_whole(found)
+    assert_is_the_optimizer(found, torch.load(made / "fsdp_full.truth.pt"))
+    assert not found.notices
+
+
+def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(made: Path) -> None:
+    assert detect(made / "distcp").name == "hf"
+    found = open_checkpoint(made / "distcp")
+    check_whole(found)
+    assert_is_the_optimizer(found, torch.load(made / "distcp.truth.pt"))
+    assert found.origin.step == STEPS
+    around = ("config.json", "generation_config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth")
+    assert {f"hf/{name}" for name in (*around, "training_args.bin")} <= set(found.extras)
+    assert not found.notices
+    assert not list(examine(found, Effort(2)))
+
+
+@pytest.mark.parametrize("name", ["ranks", "consolidated", "consolidated/sharded"])
+def test_what_ranks_wrote_is_put_together(name: str, made: Path) -> None:
+    """Among it a number without axes, which PyTorch's own consolidation turns into zero."""
+    assert detect(made / name).name == "hf"
+    found = open_checkpoint(made / name)
+    assert weights(found) == stored(torch.load(made / "ranks.truth.pt"))
+
+
+def test_a_trainers_folder_goes_into_the_universal_format_and_back(made: Path, tmp_path: Path) -> None:
+    folder = made / "trainer" / "llama_tied" / f"checkpoint-{STEPS}"
+    source = open_checkpoint(folder)
+    copy(source, writable("universal"), Goal(tmp_path / "universal"), "", Effort())
+    middle = open_checkpoint(tmp_path / "universal")
+    assert_is_the_optimizer(middle, torch.load(folder.parent / "optimizer.truth.pt"))
+    copy(middle, writable("hf"), Goal(tmp_path / "hf"), "", Effort())
+    made_of_it = open_checkpoint(tmp_path / "hf")
+    assert weights(made_of_it) == weights(source)
+    assert made_of_it.aliases == source.aliases
+    assert (tmp_path / "hf" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+# Writing
+
+
+def write(source: Checkpoint, target: Path, **goal: Any) -> list[str]:
+    """Write a folder; what the user is told of it."""
+    asked = Goal(target, **goal)
+    parts = writable("hf").plan(source, asked)
+    copy(source, writable("hf"), asked, "", Effort())
+    return list(writable("hf").remarks(source, parts))
+
+
+def wrapped(source: Checkpoint, prefix: str) -> Checkpoint:
+    parameters = {f"{prefix}{n}": replace(p, name=f"{prefix}{n}") for n, p in source.parameters.items()}
+    aliases = {f"{prefix}{alias}": f"{prefix}{name}" for alias, name in source.aliases.items()}
+    return replace(source, parameters=parameters, aliases=aliases, extras={})
+
+
+@pytest.fixture(scope="module")
+def loaded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What transformers says of folders that we wrote, by what they are made of."""
+    out, jobs = tmp_path_factory.mktemp("ours"), []
+
+    def job(name: str, source: Checkpoint, truth: Path, **goal: Any) -> None:
+        remarks = write(source, out / name, **goal)
+        (out / f"{name}.remarks").write_text(json.dumps(remarks))
+        jobs.append({"folder": out / name, "truth": truth, "report": out / f"{name}.json"})
+
+    for name in MODELS:
+        expected = made / "truth" / f"{name}.pt"
+        source, folder = open_checkpoint(made / "models" / name), made / "models" / name
+        job(name, source, expected)
+        job(f"{name}_sharded", source, expected, shard_nbytes=20_000)
+        saved = out / f"{name}.pt"
+        torch.save({f"module.{n}": t for n, t in torch.load(expected)["state"].items()}, saved)
+        job(f"{name}_from_torch", open_checkpoint(saved), expected, config=folder)
+    tied = open_checkpoint(made / "models" / "llama_tied")
+    for prefix in WRAPPED:
+        named = f"llama_tied_{prefix}"
+        job(named, wrapped(tied, prefix), made / "truth" / "llama_tied.pt", config=made / "models" / "llama_tied")
+    copy(tied, writable("universal"), Goal(out / "universal"), "", Effort())
+    job("llama_tied_from_universal", open_checkpoint(out / "universal"), made / "truth" / "llama_tied.pt")
+    engine = open_checkpoint(made / "deepspeed")
+    assert len(engine.groups[0].names) == len(engine.parameters)
+    config = made / "deepspeed.config" / "config.json"
+    job("llama_tied_from_deepspeed", engine, made / "deepspeed.truth.pt", config=config)
+    (out / "jobs.json").write_text(json.dumps(jobs, default=str))
+    launch.run_script(JOBS / "load.py", [str(out / "jobs.json")], 2)
+    return {
+        Path(one["folder"]).name: json.loads(Path(one["report"]).read_text())
+        | {"remarks": say(out, f"{Path(one['folder']).name}.remarks")}
+        for one in jobs
+    }
+
+
+WRAPPED = ("module.model.", "_orig_mod.", "module._orig_mod.")
+SOURCES = [
+    *(f"{name}{how}" for name in MODELS for how in ("", "_sharded", "_from_torch")),
+    *(f"llama_tied_{how}" for how in (*WRAPPED, "from_universal", "from_deepspeed")),
+]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_transformers_loads_what_we_write(name: str, loaded: dict[str, dict[str, Any]]) -> None:
+    said = loaded[name]
+    assert {key: said[key] for key in ("missing", "unexpected", "mismatched", "unlike", "logits")} == {
+        "missing": [],
+        "unexpected": [],
+        "mismatched": [],
+        "unlike": [],
+        "logits": True,
+    }
+    assert not any("missing" in remark or "has not" in remark for remark in said["remarks"])
+    assert any("taken apart" in remark for remark in said["remarks"]) == (name == "mixtral_from_torch")
+
+
+def test_stacks_of_experts_are_taken_apart_as_transformers_does_it(made: Path, tmp_path: Path) -> None:
+    torch.save({f"module.{n}": t for n, t in truth(made, "mixtral")["state"].items()}, tmp_path / "running.pt")
+    write(open_checkpoint(tmp_path / "running.pt"), tmp_path / "out", config=made / "models" / "mixtral")
+    theirs = load_file(made / "models" / "mixtral" / "model.safetensors")
+    assert stored(load_file(tmp_path / "out" / "model.safetensors")) == stored(theirs)
+
+
+def test_transformers_rounds_to_the_type_that_the_configuration_says_so_it_says_the_weights(
+    made: Path, tmp_path: Path
+) -> None:
+    source = cast(open_checkpoint(made / "models" / "llama"), "bf16")
+    remarks = write(source, tmp_path / "out")
+    assert say(tmp_path / "out", "config.json")["dtype"] == "bfloat16"
+    assert any("bfloat16" in remark for remark in remarks)

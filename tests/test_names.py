@@ -1,0 +1,270 @@
+"""Tables of names, and the transforms they speak of, against plain NumPy."""
+
+import re
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import Box
+from ckpt_formats.names import table_for, tables
+from ckpt_formats.names.table import parse
+from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.views import unstacked
+from ckpt_formats.tensor import Array, Held, Tensor, read
+from held import boxes, shapes
+
+SIZES = Sizes(heads=6, groups=2, vocabulary=10, padded_vocabulary=16)
+WIDTH = 4
+
+
+def values(*shape: int) -> Array:
+    return np.random.default_rng(list(shape)).integers(0, 1 << 30, shape).astype(np.int32)
+
+
+def of(array: Array) -> Tensor:
+    return Tensor.of(Held(array))
+
+
+def fused(q: Array, k: Array, v: Array) -> Array:
+    """Megatron's order, by its definition: of each group all queries, then its key, then its value."""
+    rows = []
+    for g in range(SIZES.groups):
+        each = SIZES.heads // SIZES.groups
+        rows += [q[(g * each + head) * WIDTH : (g * each + head + 1) * WIDTH] for head in range(each)]
+        rows += [one[g * WIDTH : (g + 1) * WIDTH] for one in (k, v)]
+    return np.concatenate(rows)
+
+
+def cases(*rest: int) -> dict[str, tuple[Array, list[Array]]]:
+    """One of Megatron's tensors, and what it is in Hugging Face's: (whole, pieces)."""
+    q, k, v = values(6 * WIDTH, *rest), values(2 * WIDTH, *rest) + 1, values(2 * WIDTH, *rest) + 2
+    gate, up = values(5, *rest), values(5, *rest) + 1
+    table = values(10, *rest)
+    padded = np.concatenate([table, np.zeros((6, *rest), table.dtype)])
+    return {
+        "same": (q, [q]),
+        "qkv": (fused(q, k, v), [q, k, v]),
+        "halves": (np.concatenate([gate, up]), [gate, up]),
+        "vocabulary": (padded, [table]),
+    }
+
+
+def blocks() -> dict[str, tuple[Array, list[Array], Sizes]]:
+    """GPT-2's: three equal blocks of as many heads."""
+    q, k, v = values(12, 7), values(12, 7) + 1, values(12, 7) + 2
+    rows = [one[head * WIDTH : (head + 1) * WIDTH] for head in range(3) for one in (q, k, v)]
+    whole, apart, sizes = np.concatenate(rows), np.concatenate([q, k, v]), Sizes(3, 3, 1)
+    return {
+        "qkv_blocks": (whole, [apart], sizes),
+        "qkv_blocks_transposed": (whole, [apart.T], sizes),
+        "transposed": (q, [q.T], sizes),
+    }
+
+
+ALL = {
+    **{(how, len(rest)): (*case, SIZES) for rest in ((), (3,)) for how, case in cases(*rest).items()},
+    **{(how, 1): case for how, case in blocks().items()},
+}
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_a_transform_is_what_numpy_says_both_ways(case: tuple[str, int]) -> None:
+    whole, pieces, sizes = ALL[case]
+    transform = TRANSFORMS[case[0]]
+    split = transform.split(of(whole), sizes)
+    joined = transform.join([of(piece) for piece in pieces], sizes)
+    assert len(split) == transform.pieces == len(pieces)
+    for made, piece in zip((*split, joined), (*pieces, whole), strict=True):
+        assert not list(made.flaws())
+        assert made.shape == piece.shape
+        assert np.array_equal(read(made), piece)
+
+
+@given(st.data())
+def test_any_block_of_a_transform_is_read_alone(data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(list(ALL)))
+    how, (whole, pieces, sizes) = case[0], ALL[case]
+    for made, piece in zip(TRANSFORMS[how].split(of(whole), sizes), pieces, strict=True):
+        box: Box = data.draw(boxes(piece.shape))
+        assert np.array_equal(read(made.crop(box)), piece[box.index])
+
+
+@given(st.data())
+def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> None:
+    shape = data.draw(shapes(3).map(lambda rest: (2, *rest)))
+    whole = np.arange(prod(shape)).reshape(shape)
+    for made, piece in zip(unstacked(of(whole), 2), whole, strict=True):
+        box: Box = data.draw(boxes(piece.shape))
+        assert not list(made.flaws())
+        assert np.array_equal(read(made.crop(box)), piece[box.index])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 2)])
+def test_what_is_no_stack_of_so_many_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(Unsupported):
+        unstacked(of(np.zeros(shape)), 2)
+
+
+def test_every_transform_is_tested() -> None:
+    assert {how for how, _ in ALL} == set(TRANSFORMS)
+
+
+WRONG: list[tuple[str, tuple[int, ...], Sizes]] = [
+    ("qkv", (7, 3), SIZES),
+    ("qkv", (), SIZES),
+    ("qkv", (40, 3), Sizes(5, 2, 1)),
+    ("qkv", (40, 3), Sizes(5, 0, 1)),
+    ("halves", (7,), SIZES),
+    ("halves", (), SIZES),
+    ("vocabulary", (9, 2), SIZES),
+    ("transposed", (3,), SIZES),
+    ("qkv_blocks", (8, 2), SIZES),
+]
+
+
+@pytest.mark.parametrize(("how", "shape", "sizes"), WRONG)
+def test_a_shape_that_does_not_fit_is_refused(how: str, shape: tuple[int, ...], sizes: Sizes) -> None:
+    with pytest.raises(Unsupported):
+        TRANSFORMS[how].split(of(values(*shape)), sizes)
+
+
+def test_pieces_that_do_not_fit_together_are_refused() -> None:
+    for how, ones in {"halves": [(3, 2), (3, 4)], "qkv": [(12, 2), (4, 2), (5, 2)], "vocabulary": [(20, 2)]}.items():
+        with pytest.raises(Unsupported):
+            TRANSFORMS[how].join([of(values(*shape)) for shape in ones], SIZES)
+
+
+# Tables
+
+SAID = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+
+
+def test_every_table_is_of_a_family_of_its_own() -> None:
+    types = [one for table in tables() for one in table.model_types]
+    assert sorted(types) == ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("family", [table.family for table in tables()])
+def test_names_are_as_many_as_the_configuration_says(family: str) -> None:
+    table = next(table for table in tables() if table.family == family)
+    config: dict[str, Any] = {key: 3 + i for i, key in enumerate(table.count.values())}
+    bare = table.expected_names(config)
+    assert bare is not None
+    full = table.expected_names(config | {name.when: True for name in table.names if name.when})
+    assert full is not None
+    assert len(set(full)) == len(full)
+    assert set(bare) <= set(full)
+    assert not any("{" in name for name in full)
+    numbers = [int(found[1]) for name in bare if (found := re.search(r"\.(\d+)\.", name))]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(3))
+    held = {re.sub(r"\.\d+\.", ".", name) for name in full}
+    assert held == {re.sub(r"\.\{\w+\}\.", ".", name.pattern) for name in table.names}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": -1},
+        {"num_hidden_layers": "2"},
+        {"num_hidden_layers": True},
+        {"num_hidden_layers": 2.0},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**400},
+    ],
+)
+def test_a_configuration_that_does_not_tell_how_many_layers_gives_no_names(said: dict[str, Any]) -> None:
+    table = table_for({"model_type": "llama"})
+    assert table is not None
+    assert table.expected_names(said) is None
+
+
+def test_only_models_whose_tensors_the_table_lists_have_it() -> None:
+    assert table_for(SAID) is not None
+    assert table_for(SAID | {"architectures": None}) is not None
+    assert table_for(SAID | {"architectures": ["LlamaForSequenceClassification"]}) is None
+    assert table_for(SAID | {"model_type": ["llama"]}) is None
+    assert table_for({}) is None
+
+
+@pytest.mark.parametrize(("said", "tied"), [(True, True), (False, False), (None, False), ("yes", False)])
+def test_names_are_tied_where_the_configuration_says_so(said: Any, tied: bool) -> None:
+    table = table_for(SAID)
+    assert table is not None
+    assert bool(table.tie(SAID | {"tie_word_embeddings": said})) == tied
+
+
+def test_gpt2_is_tied_unless_it_says_otherwise() -> None:
+    table = table_for({"model_type": "gpt2"})
+    assert table is not None
+    assert table.tie({}) is not None
+    assert table.tie({"tie_word_embeddings": False}) is None
+
+
+GOOD = """
+model_types = ["x"]
+architectures = ["X"]
+base_prefix = "model."
+ignored = []
+names = ["e.weight", "l.{layer}.a", { name = "l.{layer}.b", when = "bias" }, "h.weight"]
+[count]
+layer = "layers"
+[sizes]
+heads = "h"
+groups = "g"
+vocabulary = "v"
+[tied]
+alias = "h.weight"
+name = "e.weight"
+unless_said = false
+[[megatron]]
+name = "e"
+hf = ["e.weight"]
+[[megatron]]
+name = "d.{layer}.ab"
+hf = ["l.{layer}.a", "l.{layer}.b"]
+how = "halves"
+[[megatron]]
+name = "h"
+hf = ["h.weight"]
+"""
+
+BAD = {
+    "a transform that is none": ('how = "halves"', 'how = "thirds"'),
+    "too few pieces": ('"l.{layer}.a", "l.{layer}.b"]\nhow', '"l.{layer}.a"]\nhow'),
+    "a name without a row": ('"e.weight", "l', '"e.weight", "f.weight", "l'),
+    "a name in two rows": ('hf = ["h.weight"]', 'hf = ["e.weight"]'),
+    "a place that nothing counts": ('layer = "layers"', 'expert = "layers"'),
+    "a place on one side": ('name = "d.{layer}.ab"', 'name = "d.ab"'),
+    "an unknown entry": ("ignored = []", "ignored = []\nmore = 1"),
+    "no names": ("names =", "nomes ="),
+    "an unknown size": ('heads = "h"', 'hearts = "h"'),
+    "a tie of a stranger": ('alias = "h.weight"', 'alias = "i.weight"'),
+    "a stack of strangers": ("[sizes]", "[[memory]]\nname = 's'\nfiles = ['z']\n[sizes]"),
+    "a stack of too few": ("[sizes]", "[[memory]]\nname = 's'\nfiles = ['e.weight']\nhow = 'halves'\n[sizes]"),
+    "a row with more": ('how = "halves"', 'how = "halves"\nwhy = "not"'),
+}
+
+
+def test_a_table_is_parsed() -> None:
+    table = parse("x", GOOD)
+    assert table.expected_names({"layers": 2}) == ("e.weight", "l.0.a", "l.1.a", "h.weight")
+    assert table.expected_names({"layers": 1, "bias": True}) == ("e.weight", "l.0.a", "l.0.b", "h.weight")
+    assert table.ignored.fullmatch("") is None
+    assert replace(table, family="y") != table
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_table_that_contradicts_itself_is_refused(kind: str) -> None:
+    before, after = BAD[kind]
+    assert before in GOOD
+    with pytest.raises(ValueError, match="table x"):
+        parse("x", GOOD.replace(before, after, 1))
