@@ -4,12 +4,14 @@ Every shard of every engine is a `Box` of a whole tensor. Coordinates are
 elements, counted from the corner of the tensor that the box belongs to.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
 
 Shape = tuple[int, ...]
+
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,38 @@ class Box:
 
 def missing(whole: Box, parts: Iterable[Box]) -> list[Box]:
     """The blocks of `whole` that no part covers. Exact, and without a mask array."""
+    within = [common for part in parts if (common := whole & part) is not None]
+    if len(within) > _FEW and (cut := _middle(whole, within)) is not None:
+        # Halves have half as many parts each, and each part is taken from everything that is left.
+        return [gap for half in cut for gap in missing(half, within)]
     left = [whole] if whole.size else []
-    for part in parts:
+    for part in within:
         left = [rest for box in left for rest in box.minus(part)]
     return left
 
 
+def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
+    """The two halves of a block, divided where a part begins or ends; None if none does so inside."""
+    axes = range(len(whole.start))
+    cuts = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
+    inside = [[at for at in found if whole.start[i] < at < whole.stop[i]] for i, found in enumerate(cuts)]
+    axis = max(axes, key=lambda i: len(inside[i]), default=0)
+    if not axes or not inside[axis]:
+        return None
+    at = inside[axis][len(inside[axis]) // 2]
+    start, stop = list(whole.start), list(whole.stop)
+    start[axis] = stop[axis] = at
+    return Box(whole.start, tuple(stop)), Box(tuple(start), whole.stop)
+
+
 def overlaps(parts: Iterable[Box]) -> Iterator[tuple[int, int]]:
     """Pairs of indices of parts that hold an element in common."""
-    boxes = sorted((box.start[:1], box.stop[:1], i, box) for i, box in enumerate(parts) if box.size)
+    held = [(i, box) for i, box in enumerate(parts) if box.size]
+    axes = range(len(held[0][1].start)) if held else ()
+    # Swept along the axis with the most cuts, few parts are open at once.
+    axis = max(axes, key=lambda axis: len({box.start[axis] for _, box in held}), default=0)
+    along = slice(axis, axis + 1)
+    boxes = sorted((box.start[along], box.stop[along], i, box) for i, box in held)
     alive: list[tuple[Shape, int, Box]] = []
     for low, high, i, box in boxes:
         alive = [a for a in alive if not a[0] or a[0] > low]

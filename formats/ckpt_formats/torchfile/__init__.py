@@ -2,17 +2,20 @@
 
 window          bytes of a file
 policy          names that may appear, and why others may not
-interpreter     pickle opcodes -> values   (keys, builders, arrays)
+interpreter     pickle opcodes -> values   (keys, builders, arrays, forms)
 storages        tensors as views of storages
-archive         the zip container; legacy: the one before it
+archive         the zip container; legacy: the one before it; alike: archives of one form
 reading         open_file, load_pickle
 emit            values -> pickle
 write           layout_file, write_file
 """
 
+from ckpt_formats.torchfile.alike import Alike
 from ckpt_formats.torchfile.emit import emit
-from ckpt_formats.torchfile.reading import TorchFile, load_pickle, open_file
+from ckpt_formats.torchfile.forms import Form, Formed
+from ckpt_formats.torchfile.reading import TorchFile, load_pickle, open_file, open_item
 from ckpt_formats.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.torchfile.window import Bytes, Window
 from ckpt_formats.torchfile.write import (
     FileLayout,
     Slot,
@@ -23,17 +26,23 @@ from ckpt_formats.torchfile.write import (
 )
 
 __all__ = [
+    "Alike",
+    "Bytes",
     "FileLayout",
+    "Form",
+    "Formed",
     "Slot",
     "Storage",
     "StorageSlice",
     "StorageView",
     "TensorRef",
     "TorchFile",
+    "Window",
     "emit",
     "layout_file",
     "load_pickle",
     "open_file",
+    "open_item",
     "reading_chunks",
     "tensor_of",
     "write_file",

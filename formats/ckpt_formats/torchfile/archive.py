@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.files import Seal, crc32
-from ckpt_formats.torchfile.window import Window
+from ckpt_formats.torchfile.window import Bytes, Window
 
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 MOST_MEMBERS = 1 << 22
@@ -85,16 +85,16 @@ class Archive:
     def find(self, key: str) -> tuple[int, Seal | None]:
         """Byte offset in the file of a storage's data, and its checksum."""
         member = self.member(f"data/{key}")
-        start = self._start(member)
+        start = self.start(member)
         return start, self._seal(member, start)
 
     def seals(self) -> Iterator[Seal]:
         """The checksums of all members, in file order."""
         for member in self.members:
-            if seal := self._seal(member, self._start(member)):
+            if seal := self._seal(member, self.start(member)):
                 yield seal
 
-    def read(self, name: str, window: Window, most: int) -> bytes:
+    def read(self, name: str, window: Bytes, most: int) -> bytes:
         """All bytes of a member, checked against its checksum."""
         member = self.member(name)
         if member.nbytes > most:
@@ -108,12 +108,20 @@ class Archive:
             )
         return data
 
+    def check(self, window: Bytes, most: int) -> None:
+        """Check everything but the storages now, and look up where these are. Raises `Corrupt`."""
+        storages = f"{self.stem}/data/"
+        for member in self.members:
+            self._starts[member.header] = self.base + self._locate(member, window)
+            if not member.name.startswith(storages):
+                self.read(member.name[len(self.stem) + 1 :], window, most)
+
     def _seal(self, member: Member, start: int) -> Seal | None:
         if not self.sealed or not member.nbytes:
             return None
         return Seal(self.path, start, member.nbytes, "crc32", member.crc, member.name)
 
-    def _start(self, member: Member) -> int:
+    def start(self, member: Member) -> int:
         """Where the data of a member begin in the file."""
         if member.header not in self._starts:
             first = self.index[member.name]
@@ -124,7 +132,7 @@ class Archive:
         found: int = self._starts[member.header]
         return found
 
-    def _locate(self, member: Member, window: Window) -> int:
+    def _locate(self, member: Member, window: Bytes) -> int:
         """Where the data of a member begin in the window: its local header says how long itself is."""
         name = member.name.encode()
         head = window.at(member.header, _LOCAL.size + len(name))
@@ -150,7 +158,7 @@ class Archive:
         return f"{self.path} ({member.name})"
 
 
-def read_directory(window: Window) -> Archive:
+def read_directory(window: Bytes) -> Archive:
     """Parse the archive's directory, and find the one folder that has a `data.pkl`.
 
     Raises `Corrupt`, `Unsafe` or, for what zip allows but torch never writes, `Unsupported`.
@@ -165,7 +173,16 @@ def read_directory(window: Window) -> Archive:
     return archive
 
 
-def _find_directory(window: Window) -> tuple[int, int, int]:
+def central_entries(window: Bytes) -> Iterator[tuple[str, int]]:
+    """Where the directory's entry of each member begins. The directory is known to be sound."""
+    at, _, count = _find_directory(window)
+    for _ in range(count):
+        lengths = _CENTRAL.unpack_from(window.at(at, _CENTRAL.size))[10:13]
+        yield window.at(at + _CENTRAL.size, lengths[0]).decode(), at
+        at += _CENTRAL.size + sum(lengths)
+
+
+def _find_directory(window: Bytes) -> tuple[int, int, int]:
     """First and last byte of the central directory, and the number of its entries."""
     size = window.length
     if size < _END.size:
@@ -207,7 +224,7 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _members(window: Window, directory: bytes, end: int, count: int) -> tuple[Member, ...]:
+def _members(window: Bytes, directory: bytes, end: int, count: int) -> tuple[Member, ...]:
     found: list[tuple[int, str, int, int, int, int]] = []
     names: set[str] = set()
     at = 0
@@ -280,7 +297,7 @@ def _unlike_torch(where: str, flags: int, method: int, twice: bool) -> CkptError
     return Corrupt("the archive gives two sizes for one member", where=where)
 
 
-def _checked_name(raw: bytes, window: Window) -> str:
+def _checked_name(raw: bytes, window: Bytes) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -290,7 +307,7 @@ def _checked_name(raw: bytes, window: Window) -> str:
     return name
 
 
-def _widened(extra: bytes, fields: tuple[int, int, int], window: Window, name: str) -> list[int]:
+def _widened(extra: bytes, fields: tuple[int, int, int], window: Bytes, name: str) -> list[int]:
     """Replace the fields that are too short by those of the zip64 extra field, which has them in this order."""
     at = 0
     while at + 4 <= len(extra):

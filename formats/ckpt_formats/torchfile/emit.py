@@ -1,4 +1,4 @@
-"""Values -> a pickle of protocol 2, as `torch.save` writes them.
+"""Values -> a pickle of protocol 2, as `torch.save` writes them, or of protocol 4.
 
 What is not one of pickle's own types is first lowered to the `Record` of the
 call that makes it, so that there is one way to write an object. Objects that
@@ -7,7 +7,7 @@ occur twice are written once, also if they hold themselves.
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,26 +41,27 @@ class _Made:
         self.value, self.then = value, then
 
 
-def emit(root: Value, lower: Lower | None = None) -> bytes:
-    """The pickle of a value.
+def emit(root: Value, lower: Lower | None = None, protocol: Literal[2, 4] = 2) -> bytes:
+    """The pickle of a value. Protocol 4 is spelled as CPython spells it, so that `forms` recognise it.
 
     `lower` says what to write for values that are not listed in
     `ckpt_formats.values`, such as tensors; it returns None for what it does
     not know. Raises `Unsupported` for values that cannot be written.
     """
-    return _Emitter(lower).run(root)
+    return _Emitter(lower, protocol).run(root)
 
 
 class _Emitter:
-    def __init__(self, lower: Lower | None) -> None:
+    def __init__(self, lower: Lower | None, protocol: int) -> None:
         self._lower = lower
+        self._memoizes = protocol >= 4
         self._out = bytearray()
         # Values are kept beside their index: an id is only unique while its object lives.
         self._memo: dict[int, tuple[int, Value]] = {}
         self._named: dict[str | Global, int] = {}
         self._count = 0
         self._open: dict[int, int] = {}
-        self._protocol = 2
+        self._protocol = protocol
         self._todo: list[Any] = []
 
     def run(self, root: Value) -> bytes:
@@ -109,11 +110,21 @@ class _Emitter:
     def write_str(self, value: str) -> None:
         if not self._known(value):
             data = value.encode("utf-8", "surrogatepass")
-            self._out += struct.pack("<BI", op.BINUNICODE, len(data)) + data
+            short = self._memoizes and len(data) < 256
+            self._out += (
+                bytes((op.SHORT_BINUNICODE, len(data))) if short else struct.pack("<BI", op.BINUNICODE, len(data))
+            )
+            self._out += data
             self._name(value)
 
     def write_name(self, value: Global) -> None:
         if self._known(value):
+            return
+        if self._memoizes:
+            self.write_str(value.module)
+            self.write_str(value.name)
+            self._out.append(op.STACK_GLOBAL)
+            self._name(value)
             return
         outer, _, inner = value.name.rpartition(".")
         if outer:  # protocol 2 cannot name a nested class, so it is taken out of the outer one
@@ -142,7 +153,8 @@ class _Emitter:
             self._out.append(op.EMPTY_TUPLE)
         elif not self._get(value):
             # Nobody can tell two equal tuples of numbers apart; shapes and strides are most tuples there are.
-            made = () if all(type(part) is int for part in value) else (_Made(value, []),)
+            plain = not self._memoizes and all(type(part) is int for part in value)
+            made = () if plain else (_Made(value, []),)
             if short := _TUPLES.get(len(value)):
                 self.next(*value, _Code((short,)), *made)
             else:
@@ -244,7 +256,9 @@ class _Emitter:
     def _next_index(self) -> int:
         index = self._count
         self._count += 1
-        if index < 256:
+        if self._memoizes:
+            self._out.append(op.MEMOIZE)
+        elif index < 256:
             self._out += bytes((op.BINPUT, index))
         else:
             self._out += struct.pack("<BI", op.LONG_BINPUT, index)

@@ -8,6 +8,7 @@ and one that holds itself many times over takes for ever.
 import numpy as np
 
 from ckpt_formats.errors import Unsafe
+from ckpt_formats.torchfile.forms import Formed
 from ckpt_formats.torchfile.storages import Storage, TensorRef
 from ckpt_formats.values import Global, Record, Size, Value
 
@@ -17,11 +18,12 @@ _MOST_INT = 1 << 64  # hashes of longer integers can be made to collide at will
 
 _ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
 _BY_IDENTITY = frozenset({Record, TensorRef, Storage})
+_FLAT = frozenset({str, Formed})
 
 
 def hashable(key: Value, where: str) -> Value:
     """The same key, if it can be hashed in no time. Raises `Unsafe` if not."""
-    if type(key) is not str:
+    if type(key) not in _FLAT:
         _count(key, 0, 0, where)
     return key
 

@@ -1,16 +1,28 @@
 """Open a file of `torch.save`, or a plain pickle, without torch and without reading tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.files import Seal
+from ckpt_formats.tensor import Raw
 from ckpt_formats.torchfile import legacy
+from ckpt_formats.torchfile.alike import Alike, alike
 from ckpt_formats.torchfile.archive import LOCAL, Archive, read_directory
+from ckpt_formats.torchfile.forms import Form
 from ckpt_formats.torchfile.interpreter import MOST_BYTES, PAD, PROTO, Interpreter
-from ckpt_formats.torchfile.storages import MOST_ELEMENTS, Places, Storage, StorageSlice, storage_class
-from ckpt_formats.torchfile.window import Window
+from ckpt_formats.torchfile.storages import (
+    MOST_ELEMENTS,
+    Places,
+    Storage,
+    StorageSlice,
+    TensorRef,
+    storage_class,
+    tensor_of,
+)
+from ckpt_formats.torchfile.window import Bytes, Window
 from ckpt_formats.values import Global, Value
 
 Kind = Literal["zip", "legacy", "pickle"]
@@ -36,6 +48,14 @@ class TorchFile:
         """
         return tuple(self._archive.seals()) if self._archive else ()
 
+    def alike(self, window: Bytes) -> Alike | None:
+        """What other archives can be compared with, if this one holds a single plain tensor."""
+        if self._archive is None or type(self.root) is not TensorRef:
+            return None
+        (fragment,) = tensor_of(self.root).fragments
+        raw = fragment.blob
+        return alike(self._archive, self.root.storage.key, raw, window) if isinstance(raw, Raw) else None
+
 
 def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
     """Read the structure of a file, or of `length` bytes of it from `base` on.
@@ -55,18 +75,31 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
         raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
 
 
-def load_pickle(data: bytes, where: str = "a pickle") -> Value:
+def open_item(window: Bytes) -> TorchFile:
+    """Read an archive that is one of many in a file, while it is at hand.
+
+    Nothing has to be looked up later, and all that is no storage is checked. Raises as `open_file` does.
+    """
+    if window.at(0, min(4, window.length)) != LOCAL:
+        raise Corrupt("is not an archive of torch.save", where=window.path)
+    file = _open_archive(window)
+    assert file._archive is not None
+    file._archive.check(window, MOST_BYTES)
+    return file
+
+
+def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[Form] = ()) -> Value:
     """The value of a pickle in memory, which has no tensors with data elsewhere.
 
     Raises `Corrupt` or `Unsafe`, with `where` for its place.
     """
-    value, end = Interpreter(where).load(data + PAD)
+    value, end = Interpreter(where, forms=forms).load(data + PAD)
     if end != len(data):
         raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
     return value
 
 
-def _open_archive(window: Window) -> TorchFile:
+def _open_archive(window: Bytes) -> TorchFile:
     archive = read_directory(window)
     if "byteorder" in archive:
         order = archive.read("byteorder", window, 64)

@@ -4,20 +4,34 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from ckpt_formats.errors import Corrupt, NotFound
 from ckpt_formats.files import unreadable
 
 
+class Bytes(Protocol):
+    """Bytes that can be had by offset, wherever they come from."""
+
+    path: Path
+    base: int
+    length: int
+
+    def at(self, offset: int, nbytes: int) -> bytes: ...
+    def corrupt(self, what: str) -> Corrupt: ...
+
+
 class Window:
     """`length` bytes of a file from `base` on; offsets are counted from `base`.
 
+    So many bytes at either end as `edges` says are read at once, and kept.
     Raises `NotFound` if there is no such regular file, `Corrupt` if it is too
     short for the window or for a read.
     """
 
-    def __init__(self, path: Path, base: int = 0, length: int | None = None) -> None:
+    def __init__(self, path: Path, base: int = 0, length: int | None = None, edges: int = 0) -> None:
         self.path, self.base = path, base
+        self._head = self._tail = b""
         try:
             # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
             self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -36,6 +50,9 @@ class Window:
                     where=path,
                     hint="It was truncated, or is still being written: copy it again.",
                 )
+            if edges:
+                self._head = self._read(0, self.length if self.length <= 2 * edges else edges)
+                self._tail = self._read(self.length - edges, edges) if self.length > 2 * edges else b""
         except BaseException:
             self.close()
             raise
@@ -53,6 +70,13 @@ class Window:
         """Exactly these bytes. Nothing is allocated for bytes that are not there."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.length:
             raise self.corrupt(f"bytes {offset} to {offset + nbytes} are needed, but there are {self.length}")
+        if offset + nbytes <= len(self._head):
+            return self._head[offset : offset + nbytes]
+        if (within := offset - self.length + len(self._tail)) >= 0:
+            return self._tail[within : within + nbytes]
+        return self._read(offset, nbytes)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
         pieces, done = [], 0
         try:
             while done < nbytes:
