@@ -40,7 +40,13 @@ def state_tree(source: Checkpoint, keys: StateKeys) -> dict[str, Value]:
     optimizer = _flat(source) if keys.flat else _nested(source)
     if optimizer:
         tree[keys.optimizer or "optim"] = optimizer
-    shown = {key: value for key, value in source.extras.items() if _fits(key, value, tree, keys)}
+    taken, shown = set(_names(tree, "")), {}
+    for key, value in source.extras.items():
+        names = list(_names(value, key)) if _fits(key, value, tree, keys) else []
+        # Flattened, `a.b` of one dict is `b` of another called `a`: what comes second is not shown.
+        if names and len(set(names)) == len(names) and taken.isdisjoint(names):
+            taken.update(names)
+            shown[key] = value
     tree |= {key: lower(value, source.parameters) for key, value in shown.items()}
     return {**tree, KEY: record_of(source, shown)}
 
@@ -102,13 +108,23 @@ def _fits(key: str, value: Value, tree: Mapping[str, Value], keys: StateKeys) ->
     return not (keys.model is None and bare)
 
 
+def _names(value: Value, name: str) -> Iterator[str]:
+    """What a value and all that is taken out of it are called when it is flattened."""
+    if not isinstance(value, dict):
+        yield name
+    nests = isinstance(value, list) and any(isinstance(item, (dict, list, Tensor, TensorName)) for item in value)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if nests else ()
+    for key, item in items:
+        yield from _names(item, f"{name}.{key}" if name else str(key))
+
+
 def _is_plain(value: Value, depth: int = 0) -> bool:
     """Does it survive being flattened to one item for each leaf? Then dicts have texts for keys, and are not empty."""
     if depth > 20:
         return False
     if type(value) is dict:
-        named = all(type(key) is str and key and "." not in key for key in value)
+        named = all(type(key) is str and key for key in value)
         return named and bool(value) and all(_is_plain(item, depth + 1) for item in value.values())
     if type(value) in (list, tuple):
         return all(_is_plain(item, depth + 1) for item in value)
-    return value is None or type(value) in (bool, int, float, str, TensorName)
+    return value is None or type(value) in (bool, int, float, str, bytes, TensorName)

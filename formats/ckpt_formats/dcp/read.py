@@ -1,0 +1,214 @@
+"""Reading: from the metadata and the small items to the index of a checkpoint."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt_formats.base import Checkpoint, Options, Origin, Shard
+from ckpt_formats.dcp.folder import Member, find, leftovers, rank_of, strangers
+from ckpt_formats.dcp.garbage import uncollected
+from ckpt_formats.dcp.items import Block, Items, Seals
+from ckpt_formats.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
+from ckpt_formats.dcp.nesting import nested
+from ckpt_formats.dcp.objects import Objects, check_between
+from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.extras import numbered
+from ckpt_formats.files import Seal, unreadable
+from ckpt_formats.geometry import Box
+from ckpt_formats.layout import Rule, merge
+from ckpt_formats.naming import show
+from ckpt_formats.state_keys import TORCHTITAN
+from ckpt_formats.tensor import Fragment, Tensor, with_replicas
+from ckpt_formats.training_state import training_state
+from ckpt_formats.values import Value
+
+PAIR = "pair"
+"""Says, in the layout of an origin, that model and optimizer have a folder each."""
+RANKS = "ranks"
+"""The key, among the extras, of what ranks saved for themselves."""
+_COPIES = ("replicated", "averaged", "first")
+"""Rules that speak of whole copies. All others are about shards, which the metadata know better."""
+
+
+def read(path: Path, options: Options) -> Checkpoint:
+    """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
+    try:
+        with uncollected():
+            return _checkpoint(path, options)
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def _checkpoint(path: Path, options: Options) -> Checkpoint:
+    found = find(path)
+    parts = [_read(member, options.rules) for member in found.members]
+    tree: dict[str, Value] = {}
+    for part in parts:
+        if twice := next((key for key in part.tree if key in tree), None):
+            raise Corrupt(f"two folders hold a state dict called `{show(twice)}`", where=path)
+        tree |= part.tree
+    state = training_state(tree, path, options.order)
+    step = found.step if state.step is None else state.step
+    ranks = [rank for part in parts for rank in part.ranks]
+    layout = {
+        "keys": state.keys.to_json(),
+        "world": max(ranks, default=0) + 1,
+        **({PAIR: True} if len(parts) > 1 else {}),
+    }
+    if state.origin is None:
+        origin = Origin("torchtitan" if state.keys == TORCHTITAN else "dcp", None, step, layout)
+    else:
+        said = state.origin
+        origin = replace(said, step=step if said.step is None else said.step, layout={**said.layout, **layout})
+    return Checkpoint(
+        path,
+        origin,
+        state.parameters,
+        state.groups,
+        state.extras,
+        state.aliases,
+        tuple(shard for part in parts for shard in part.shards),
+        Seals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
+        (*found.notices, *state.notices, *(n for part in parts for n in part.notices), *_beside(path, found.members)),
+    )
+
+
+@dataclass
+class _Part:
+    """What one folder holds."""
+
+    tree: dict[str, Value]
+    ranks: frozenset[int]
+    shards: tuple[Shard, ...]
+    blocks: list[Block] = field(default_factory=list)
+    seals: list[Seal] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def _read(member: Member, rules: Sequence[Rule]) -> _Part:
+    folder = member.folder
+    by_rank = [read_metadata(path) for path in member.metadata]
+    sizes = _sizes(folder, by_rank)
+    ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
+    shards = [Shard(path, path.stat().st_size, "metadata") for path in member.metadata]
+    shards += [Shard(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
+    part = _Part({}, ranks, tuple(shards))
+    items = Items(folder)
+    values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
+    apart = _objects(by_rank, items, values, part.seals)
+    paths: dict[str, Steps] = {}
+    for metadata in by_rank:
+        paths |= metadata.paths
+        part.notices += metadata.notices
+    part.tree = nested(values, paths, folder)
+    if apart:
+        part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
+        part.notices.append(f"ranks saved values of their own under the same keys: carried under `{RANKS}`")
+    if left := [*member.leftovers, *leftovers(folder, sizes)]:
+        part.notices.append(f"{show(folder.name)} has leftovers of another save, which no metadata name: {_few(left)}")
+    return part
+
+
+def _beside(path: Path, members: Sequence[Member]) -> Iterator[str]:
+    """What trainers keep in files of their own: schedulers, random states."""
+    if others := list(strangers(path if len(members) > 1 else members[0].folder, members)):
+        yield f"beside the checkpoint, and not read: {_few(others)}"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(show, names[:5])) + (", …" if len(names) > 5 else "")
+
+
+def _tensors(
+    by_rank: Sequence[Metadata], items: Items, blocks: list[Block], rules: Sequence[Rule]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, of the blocks that any rank saved.
+
+    Blocks that several saved are replicas, unless a rule says that one of them counts.
+    """
+    if len(by_rank) == 1:
+        for name, stored in by_rank[0].tensors.items():
+            yield name, _tensor(name, stored, stored.blocks, items, blocks)
+        return
+    for name in dict.fromkeys(name for metadata in by_rank for name in metadata.tensors):
+        saved = [metadata.tensors[name] for metadata in by_rank if name in metadata.tensors]
+        if any((one.shape, one.dtype) != (saved[0].shape, saved[0].dtype) for one in saved):
+            raise Corrupt(f"ranks disagree about the shape or type of tensor `{show(name)}`", where=items.folder)
+        copies: dict[Box, list[Item | None]] = {}
+        for one in saved:
+            for box, item in one.blocks:
+                copies.setdefault(box, []).append(item)
+        most = max(map(len, copies.values()), default=1)
+        whole = [[(box, held[min(i, len(held) - 1)]) for box, held in copies.items()] for i in range(most)]
+        tensors = [_tensor(name, saved[0], one, items, blocks) for one in whole]
+        rule = next((rule for rule in rules if rule.matches(name)), Rule(name, "replicated"))
+        yield name, merge(name, tensors, rule) if rule.how in _COPIES else with_replicas(tensors)
+
+
+def _tensor(
+    name: str, stored: Stored, saved: Sequence[tuple[Box, Item | None]], items: Items, blocks: list[Block]
+) -> Tensor:
+    """A tensor. Blocks that no file holds are left out: its flaws tell."""
+    held = [(box, Block(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
+    blocks += (block for _, block in held)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+
+
+def _objects(
+    by_rank: Sequence[Metadata], items: Items, values: dict[str, Value], seals: list[Seal]
+) -> dict[str, dict[str, Value]]:
+    """Add every object to the values. Returns what ranks saved otherwise than the first that has it, by rank."""
+    objects = Objects(items)
+    first: dict[str, Item] = {}
+    apart: dict[str, dict[str, Value]] = {}
+    for rank, metadata in enumerate(by_rank):
+        for name, item in metadata.objects.items():
+            if name in first and objects.same(first[name], item):
+                continue
+            found = objects.read(name, item)
+            if found.raw:
+                check_between(item, metadata.items, items.folder)
+            seals += found.seals
+            if name in first:
+                apart.setdefault(str(rank), {})[name] = found.value
+            else:
+                first[name], values[name] = item, found.value
+    return apart
+
+
+def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
+    """The size of every file that the metadata name. Raises `Incomplete` if one is missing."""
+    sizes: dict[str, int] = {}
+    missing: list[str] = []
+    for metadata in by_rank:
+        for file in metadata.files:
+            if file in sizes:
+                continue
+            try:
+                sizes[file] = (folder / file).stat().st_size
+            except (OSError, ValueError):
+                missing.append(file)
+        _check_serialization(folder, metadata)
+    if missing:
+        more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
+        what = f"{', '.join(map(show, missing[:3]))}{more} is missing, which the metadata name"
+        raise Incomplete(what, where=folder, hint="Copy the files of all ranks.")
+    return sizes
+
+
+def _check_serialization(folder: Path, metadata: Metadata) -> None:
+    """Refuse what torch writes with `SerializationFormat.SAFETENSORS`: the places that it notes are wrong."""
+    for name, stored in metadata.tensors.items():
+        for box, item in stored.blocks:
+            if item is not None and not item.transforms and item.nbytes == box.size * stored.dtype.itemsize:
+                raise Unsupported(
+                    f"tensor `{show(name)}` was saved with SerializationFormat.SAFETENSORS, whose items torch notes "
+                    "at wrong places: nobody can read them, not even torch",
+                    where=folder,
+                    hint="Save again with the default format, or with HuggingFaceStorageWriter.",
+                )
+
+
+def _rank(file: str) -> Mapping[str, int]:
+    rank = rank_of(Path(file).name)
+    return {} if rank is None else {"rank": rank}

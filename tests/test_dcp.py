@@ -1,0 +1,400 @@
+"""PyTorch Distributed Checkpoint, against torch in one process: what it saves we read, what we write it loads."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
+from ckpt_formats.dcp import DCP
+from ckpt_formats.dcp.cut import Mesh, blocks
+from ckpt_formats.dcp.nesting import flattened
+from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box
+from ckpt_formats.layout import Rule
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.state_keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
+from ckpt_formats.tensor import read
+from ckpt_formats.universal import Universal
+from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state
+from held import array, bits, checkpoint, contents, everything, folder, parameter, plain, tensor
+
+EFFORT = Effort(2, 1 << 20)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: Any) -> Path:
+    copy(source, DCP(), Goal(target, Degrees(dp=dp, tp=tp), **goal), "", EFFORT)
+    return target
+
+
+def assert_holds(found: Checkpoint, nested: State) -> None:
+    """The model, the optimizer and its groups, bit for bit."""
+    for _, _, lazy in found.tensors():
+        assert not list(lazy.flaws())
+    for name, values in nested["model"].items():
+        assert_equal(read(found.parameters[name].states[MODEL]), values)
+    for name, kept in nested["optim"]["state"].items():
+        for key, values in kept.items():
+            assert_equal(read(found.parameters[name].states[key]), values)
+    groups = [({**group.options, "params": list(group.names)}) for group in found.groups]
+    assert exact(groups) == exact(nested["optim"]["param_groups"])
+
+
+def assert_equal(found: Any, values: torch.Tensor) -> None:
+    assert (found.dtype.name, found.shape) == (str(values.dtype)[6:], tuple(values.shape))
+    assert found.tobytes() == raw(values)
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "one file": {},
+    "several threads": {"thread_count": 4},
+    "a file for each item": {"single_file_per_rank": False},
+}
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_what_torch_saves_is_read_bit_for_bit(how: str, tmp_path: Path) -> None:
+    saved = state()
+    found = open_checkpoint(save(saved, tmp_path / "saved", **WRITERS[how]))
+    assert_holds(found, saved)
+    assert (found.origin.engine, found.origin.step, found.notices) == ("dcp", 7, ())
+    assert found.extras["lr_scheduler"] == {"last_epoch": 7, "base_lrs": [0.1, 0.2]}
+    assert found.extras["misc"]["bytes"] == b"raw"
+    assert found.extras["misc"]["none"] is None
+    assert_equal(read(found.parameters[found.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
+
+
+def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    saved = state(rows=4099)
+    found = open_checkpoint(save(saved, tmp_path / "saved", _extensions=[ZStandard()]))
+    assert_holds(found, saved)
+    assert_equal(read(found.parameters[found.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
+    weight, values = found.parameters["layers.0.w"].weight, saved["model"]["layers.0.w"].numpy()
+    with Reader() as reader:
+        for box in (Box((4000, 1), (4001, 3)), Box((0, 0), (4, 4)), Box((17, 2), (4099, 3)), Box((3, 0), (900, 4))):
+            assert bits(read(weight.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
+
+
+def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_version, "_derived_version", "2_3")
+    saved = state()
+    saved["plain"] = {"a": 1, "b": [{"c": 2}]}
+    save(saved, tmp_path / "saved")
+    held = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    assert isinstance(held["plain"], BytesStorageMetadata), "one item for the whole dict"
+    found = open_checkpoint(tmp_path / "saved")
+    assert_holds(found, saved)
+    assert found.extras["plain"] == saved["plain"]
+
+
+def test_without_checksums_there_is_nothing_to_check(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved = state()
+        save(saved, tmp_path / "saved")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = open_checkpoint(tmp_path / "saved")
+    assert_holds(found, saved)
+    assert len(found.seals) == 0
+
+
+def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
+    nested = state()
+    numbers = {name: i for i, name in enumerate(NAMES)}
+    numbered = {
+        "state": {numbers[name]: kept for name, kept in nested["optim"]["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in nested["optim"]["param_groups"]
+        ],
+    }
+    layouts: dict[str, StateKeys] = {}
+    save(nested, tmp_path / "nested")
+    save(flat(nested), tmp_path / "flat")
+    save({"model": nested["model"]}, tmp_path / "pair" / "pytorch_model_fsdp_0")
+    save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
+    save({"model": nested["model"], "optimizer": numbered}, tmp_path / "numbered")
+    found = {
+        name: open_checkpoint(tmp_path / name, Options(order=NAMES)) for name in ("nested", "flat", "pair", "numbered")
+    }
+    for one in found.values():
+        assert_holds(one, nested)
+    layouts = {name: StateKeys(**one.origin.layout["keys"]) for name, one in found.items()}
+    assert layouts == {"nested": NESTED, "flat": TORCHTITAN, "pair": ACCELERATE, "numbered": ACCELERATE}
+    assert found["flat"].origin.engine == "torchtitan"
+
+
+def test_names_stay_flat_where_no_paths_are_saved(tmp_path: Path) -> None:
+    model = {f"model.{name}": values for name, values in state()["model"].items()}
+    found = open_checkpoint(save(model, tmp_path / "saved", flatten=False))
+    assert set(found.parameters) == set(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("keys", [*STYLES, None], ids=str)
+def test_what_is_written_torch_loads_as_what_it_saved(keys: str | None, mesh: tuple[int, int], tmp_path: Path) -> None:
+    nested = state()
+    saved = flat(nested) if keys == "torchtitan" else nested
+    if keys == "accelerate":
+        saved = {("optimizer" if key == "optim" else key): value for key, value in nested.items()}
+    source = open_checkpoint(save(saved, tmp_path / "saved"))
+    style = None if keys is None else STYLES[keys]
+    written = write(
+        source, tmp_path / "written", *mesh, keys=style, rules=(Rule("head.w", axis=1), Rule(".*w", axis=0))
+    )
+    if keys == "accelerate":
+        found = loaded(written / "pytorch_model_fsdp_0") | loaded(written / "optimizer_0")
+    else:
+        found = loaded(written)
+    assert exact(found) == exact(saved)
+    assert_holds(open_checkpoint(written), nested)
+
+
+def test_torch_loads_it_into_tensors_of_its_own(tmp_path: Path) -> None:
+    saved = state()
+    written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written", 3)
+    fresh = state(seed=1)
+    dcp.load(fresh, checkpoint_id=str(written), no_dist=True)
+    assert exact(fresh) == exact(saved)
+
+
+def test_the_metadata_is_what_torch_writes_itself(tmp_path: Path) -> None:
+    saved = state()
+    written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written")
+    theirs, ours = (FileSystemReader(path).read_metadata() for path in (tmp_path / "saved", written))
+    for metadata in (theirs, ours):
+        metadata.state_dict_metadata = {
+            k: v for k, v in metadata.state_dict_metadata.items() if not k.startswith("ckpt")
+        }
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert {k: v for k, v in ours.planner_data.items() if k[:4] != "ckpt"} == theirs.planner_data
+    assert {index for index in ours.storage_data if index.fqn[:4] != "ckpt"} == set(theirs.storage_data)
+    assert (ours.version, ours.storage_meta.modules) == (theirs.version, theirs.storage_meta.modules)
+
+
+def test_universal_and_back_changes_nothing(tmp_path: Path) -> None:
+    saved = state()
+    save(saved, tmp_path / "saved")
+    copy(open_checkpoint(tmp_path / "saved"), Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    assert exact(loaded(write(open_checkpoint(tmp_path / "universal"), tmp_path / "written", 4))) == exact(saved)
+
+
+def test_masters_copies_and_everything_else_survive(tmp_path: Path) -> None:
+    source = everything()
+    for number, mesh in enumerate(MESHES):
+        again = open_checkpoint(write(source, tmp_path / str(number), *mesh))
+        assert contents(again) == contents(source)
+        assert plain(dict(again.extras)) == plain(dict(source.extras))
+        assert again.groups == source.groups
+        assert again.aliases == source.aliases
+        assert {n: (p.role, plain(p.values)) for n, p in again.parameters.items()} == {
+            n: (p.role, plain(p.values)) for n, p in source.parameters.items()
+        }
+
+
+def test_deepspeeds_own_goes_there_and_back(tmp_path: Path) -> None:
+    source = open_checkpoint(Path("sample_checkpoints/deepspeed-0.19-bf16opt-tp2-pp2"))
+    written = write(source, tmp_path / "written", 2, 2)
+    again = open_checkpoint(written)
+    assert contents(again) == contents(source)
+    assert plain([dict(g.options) for g in again.groups]) == plain([dict(g.options) for g in source.groups])
+    assert set(again.extras) == set(source.extras)
+    torch_has = loaded(written)["model"]
+    assert set(torch_has) == {n for n, p in source.parameters.items() if p.role != "extra"} | set(source.aliases)
+
+
+@given(st.data())
+def test_any_tensors_over_any_mesh_come_back(data: st.DataObject) -> None:
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
+    dp, tp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    axis = data.draw(st.integers(0, 2))
+    kinds = ("float32", "bfloat16", "int64", "float8_e5m2", "uint16")
+    made = [
+        parameter(f"p{i}.w", {"param": array(np.dtype(data.draw(st.sampled_from(kinds))), shape, i)})
+        for i, shape in enumerate(shapes)
+    ]
+    source = checkpoint(made)
+    with folder() as at:
+        again = open_checkpoint(write(source, at / "written", dp, tp, rules=(Rule(".*", axis=axis),)))
+        assert contents(again) == contents(source)
+
+
+@given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_blocks_cover_a_tensor_once_as_torch_chunks_it(
+    shape: tuple[int, ...], dp: int, tp: int, data: st.DataObject
+) -> None:
+    axis = data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
+    seen = np.zeros(shape, int)
+    mesh = Mesh(dp, tp)
+    for box, ranks in blocks(shape, mesh, axis):
+        seen[box.index] += 1
+        for rank in ranks:
+            row, column = divmod(rank, tp)
+            theirs = torch.arange(seen.size).reshape(shape)
+            if axis is not None:
+                theirs = theirs.chunk(tp, axis)[column]
+            if shape:
+                theirs = theirs.chunk(dp, 0)[row]
+            assert theirs.tolist() == np.arange(seen.size).reshape(shape)[box.index].tolist()
+    assert (seen == 1).all()
+
+
+_LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just("tensor"))
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.sampled_from("abc"), st.integers(0, 3)), inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "a.b"]), _TREES, max_size=3))
+def test_state_dicts_are_flattened_as_torch_does_it(tree: dict[str, Any]) -> None:
+    lazy = tensor(np.zeros(2))
+
+    def with_tensors(value: Any, made: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_tensors(item, made) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(with_tensors(item, made) for item in value)
+        return made if value == "tensor" else value
+
+    try:
+        _, theirs = flatten_state_dict(with_tensors(tree, torch.zeros(2)))
+    except ValueError:
+        with pytest.raises(Unsupported, match="would both be called"):
+            list(flattened(with_tensors(tree, lazy)))
+        return
+    assert {name: path for name, path, _ in flattened(with_tensors(tree, lazy))} == theirs
+
+
+class Counting(Reader):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def read_into(self, path: Path, offset: int, out: memoryview, seal: Any = None) -> None:
+        self.nbytes += len(out)
+        super().read_into(path, offset, out, seal)
+
+
+@pytest.mark.parametrize(
+    ("box", "slack"),
+    [
+        (Box((0, 0), (1, 64)), 1),
+        (Box((100, 0), (101, 64)), 1),
+        (Box((10, 0), (20, 64)), 1),
+        (Box((250, 0), (260, 64)), 1),
+        (Box((0, 0), (1024, 64)), 1),
+        (Box((5, 3), (6, 9)), 1),
+        (Box((3, 0), (1000, 32)), 2),
+        (Box((0, 0), (1024, 1)), 1024),
+    ],
+    ids=str,
+)
+def test_a_block_is_read_without_the_rest(box: Box, slack: int, tmp_path: Path) -> None:
+    values = array(np.dtype(np.float32), (1024, 64))
+    written = write(checkpoint([parameter("w", {"param": values})]), tmp_path / "written", 4)
+    weight = open_checkpoint(written).parameters["w"].weight
+    assert len(weight.fragments) == 4
+    with Counting() as reader:
+        assert bits(read(weight.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
+    # Nearby runs are fetched together, with what is between them.
+    assert reader.nbytes <= box.size * 4 * slack
+
+
+def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
+    written = write(
+        checkpoint([parameter("w", {"param": array(np.dtype(np.float32), (64, 8))})]), tmp_path / "written", 4
+    )
+    for file in written.glob("*.distcp"):
+        if not file.name.startswith("__0_"):
+            file.write_bytes(bytes(file.stat().st_size))
+    found = open_checkpoint(written).parameters["w"].weight
+    assert found.shape == (64, 8)
+    assert len(list(found.flaws())) == 3
+
+
+def test_every_rank_writes_as_much(tmp_path: Path) -> None:
+    source = checkpoint([parameter(f"w{i}", {"param": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
+    sizes = [part.nbytes for part in DCP().plan(source, Goal(tmp_path / "x", Degrees(dp=4)))]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None:
+    for step in (5, 10, 9):
+        save(state(seed=step), tmp_path / "run" / "checkpoint" / f"step-{step}")
+    found = open_checkpoint(tmp_path / "run")
+    assert_holds(found, state(seed=10))
+    assert found.notices == ("of 3 checkpoints here, step-10 is read, the newest",)
+    (tmp_path / "run" / "checkpoint" / "step-10" / ".metadata").unlink()
+    broken = open_checkpoint(tmp_path / "run" / "checkpoint")
+    assert_holds(broken, state(seed=9))
+    assert "step-10: newer, but the save was broken off" in broken.notices
+    shutil.move(tmp_path / "run" / "checkpoint" / "step-5", tmp_path / "run" / "checkpoint" / "best-1")
+    with pytest.raises(CkptError, match=r"several checkpoints here: best-1, step-10, step-9|several checkpoints"):
+        open_checkpoint(tmp_path / "run" / "checkpoint")
+
+
+def test_a_step_is_taken_from_the_folder_only_if_nothing_else_tells(tmp_path: Path) -> None:
+    saved = state()
+    save(saved, tmp_path / "step-99")
+    save({"model": saved["model"]}, tmp_path / "step-98")
+    assert open_checkpoint(tmp_path / "step-99").origin.step == 7
+    assert open_checkpoint(tmp_path / "step-98").origin.step == 98
+
+
+def test_what_lies_beside_a_checkpoint_and_is_not_read_is_named(tmp_path: Path) -> None:
+    nested = state()
+    save({"model": nested["model"]}, tmp_path / "pair" / "pytorch_model_fsdp_0")
+    save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
+    (tmp_path / "pair" / "scheduler.bin").write_bytes(b"")
+    (tmp_path / "pair" / "optimizer_0" / "meta.pt").write_bytes(b"")
+    whole, half = (DCP().read(path, Options()) for path in (tmp_path / "pair", tmp_path / "pair" / "optimizer_0"))
+    assert whole.notices == ("beside the checkpoint, and not read: scheduler.bin",)
+    assert "and not read: meta.pt" in half.notices[-1]
+
+
+def test_it_is_told_by_its_metadata(tmp_path: Path) -> None:
+    save(state(), tmp_path / "saved")
+    assert detect(tmp_path / "saved").name == "dcp"
+    assert not DCP().detect(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert not DCP().detect(tmp_path / "empty")
+
+
+def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
+    saved = state()
+    written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written", 2)
+    found: State = {}
+    _load_state_dict(
+        found, FileSystemReader(written), planner=_EmptyStateDictLoadPlanner(keys={"train_state"}), no_dist=True
+    )
+    assert found == {"train_state": saved["train_state"]}
+    held = FileSystemReader(written).read_metadata().state_dict_metadata
+    assert isinstance(held["model.layers.0.w"], TensorStorageMetadata)
