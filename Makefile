@@ -29,6 +29,8 @@ docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 samples: $(VENV)/.tested  ## make sample_checkpoints/ again, with the real engines
 	$(BIN)/python sample_checkpoints/make.py
 	$(BIN)/python sample_checkpoints/make_universal.py
+	$(BIN)/python sample_checkpoints/make_compressed.py
+	$(BIN)/python sample_checkpoints/make_dcp.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +42,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps megatron-core
 	touch $@
 
 clean:

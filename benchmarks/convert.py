@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from measure import Run, measure, medians, warm
+from measure import Run, in_turn, medians, size, warm
 
 HERE = Path(__file__).resolve().parent
 CKPT = [sys.executable, "-m", "ckpt_cli"]
@@ -59,28 +59,13 @@ def commands(source: Path, out: Path) -> dict[str, list[str]]:
 
 def compare(source: Path, rounds: int, only: list[str], scratch: Path) -> tuple[dict[str, list[Run]], dict[str, int]]:
     """All runs of every program, and the size of what each wrote."""
-    runs: dict[str, list[Run]] = {}
-    sizes: dict[str, int] = {}
     warm(source)
-    programs = [item for item in commands(source, scratch / "out").items() if matches(item[0], only)]
-    for number in range(rounds):
-        first = number % len(programs)
-        for name, command in programs[first:] + programs[:first]:
-            run = measure(command, QUIET)
-            runs.setdefault(name, []).append(run)
-            sizes[name] = size(scratch)
-            for left in scratch.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            print(f"  round {number + 1}: {name}: {run.wall:.2f} s, {run.cpu:.2f} CPU s", file=sys.stderr)
-    return {name: runs[name] for name, _ in programs}, sizes
+    programs = {name: command for name, command in commands(source, scratch / "out").items() if matches(name, only)}
+    return in_turn(programs, rounds, scratch, QUIET)
 
 
 def matches(name: str, only: list[str]) -> bool:
     return not only or any(part in name for part in only)
-
-
-def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def table(found: dict[str, list[Run]], sizes: dict[str, int]) -> str:

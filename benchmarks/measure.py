@@ -6,7 +6,9 @@ Imports little: a child's peak as the kernel counts it is at least the size of t
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -69,6 +71,34 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Run
 def medians(runs: Sequence[Run]) -> Run:
     """Each figure's median on its own."""
     return Run(*(median(getattr(run, name) for run in runs) for name in Run.__dataclass_fields__))
+
+
+def in_turn(
+    programs: Mapping[str, Sequence[str]], rounds: int, scratch: Path, env: Mapping[str, str]
+) -> tuple[dict[str, list[Run]], dict[str, int]]:
+    """Run all programs in turn (A B C, B C A, C A B, ...); all runs of each, and the size of what it wrote.
+
+    Each writes into `scratch`, which is emptied after it, outside the timed part.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in programs}
+    sizes: dict[str, int] = {}
+    listed = list(programs.items())
+    for number in range(rounds):
+        first = number % len(listed)
+        for name, command in listed[first:] + listed[:first]:
+            run = measure(command, env)
+            runs[name].append(run)
+            sizes[name] = size(scratch)
+            for left in scratch.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            print(f"  round {number + 1}: {name}: {run.wall:.2f} s, {run.cpu:.2f} CPU s", file=sys.stderr)
+    return runs, sizes
+
+
+def size(path: Path) -> int:
+    """Of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def warm(folder: Path) -> int:

@@ -1,0 +1,60 @@
+"""The samples of PyTorch's distributed checkpoints, of this torch and of an old one, against what the runs held."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Goal
+from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.tensor import read
+
+SAMPLES = sorted(path for path in (Path(__file__).parents[1] / "sample_checkpoints").glob("dcp-*"))
+
+
+@pytest.fixture(params=SAMPLES, ids=lambda path: path.name)
+def sample(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
+    with safe_open(truth, "np") as file:
+        expected, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    held = {
+        f"{parameter.name}/{'param' if state == MODEL else state}": tensor
+        for parameter, state, tensor in found.tensors()
+        if parameter.role != "extra"
+    }
+    assert held.keys() == expected.keys()
+    for key, array in expected.items():
+        got = read(held[key])
+        assert (got.dtype, got.shape) == (array.dtype, array.shape), key
+        assert np.array_equal(got, array), key
+    groups = json.loads(about["param_groups"])
+    assert [sorted(group.names) for group in found.groups] == [sorted(group.pop("names")) for group in groups]
+    assert [json.loads(json.dumps(dict(group.options))) for group in found.groups] == groups
+    assert found.origin.step == int(about["step"])
+
+
+def test_it_is_what_the_run_held(sample: Path) -> None:
+    found = open_checkpoint(sample)
+    assert_is_the_truth(found, sample / "truth.safetensors")
+    assert found.notices == ()
+    assert examine(found, Effort()) == []
+
+
+def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
+    copy(open_checkpoint(sample), writable("universal"), Goal(tmp_path / "u"), "", Effort())
+    assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
+
+
+def test_what_is_no_tensor_is_carried_of_old_releases_too() -> None:
+    (old,) = (open_checkpoint(path) for path in SAMPLES if path.name.startswith("dcp-2.2-"))
+    assert old.extras["train_state"] == {"step": 5, "seen": [1, 2], "note": "no tensor here"}
+    assert old.extras["random"][1] == {"epoch": 1}
+    assert np.array_equal(read(old.parameters[old.extras["random"][0].name].weight), np.arange(4))
