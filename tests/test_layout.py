@@ -14,6 +14,7 @@ from ckpt_formats.errors import BadRules, Corrupt
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import How, Layout, Placed, Rule, lengths, merge, place, split
+from ckpt_formats.rules import rule_set
 from ckpt_formats.tensor import Array, Tensor, c_strides, read
 from ckpt_formats.transfer import Transfer
 from held import array, bits, lay, tensor
@@ -257,3 +258,149 @@ def test_replicas_of_shards_are_compared_after_merging_too(tmp_path: Path) -> No
 
 def _half(rank: int) -> Box:
     return Box((2 * rank, 0), (2 * rank + 2, 3))
+
+
+SIZES = {
+    "hidden": 24,
+    "ffn": 48,
+    "gated": 1,
+    "latent": 0,
+    "qkv_pieces": 0,
+    "cut_down_proj": 1,
+    "heads": 24,
+    "groups": 12,
+    "head_dim": 2,
+    "qkv_rows": 96,
+    "attention_out": 48,
+    "vocab_rows": 36,
+    "expert_ffn": 24,
+    "shared_ffn": 12,
+    "mamba_inner": 48,
+    "mamba_state": 24,
+    "mamba_heads": 12,
+    "delta_keys": 24,
+    "delta_values": 36,
+    "delta_heads": 12,
+    "q_rank": 12,
+    "kv_rank": 24,
+    "rope_dim": 12,
+}
+SHAPES_BY_SET: dict[str, dict[str, tuple[int, ...]]] = {
+    "megatron-core": {
+        "embedding.word_embeddings.weight": (36, 24),
+        "embedding.position_embeddings.weight": (7, 24),
+        "decoder.layers.0.input_layernorm.weight": (24,),
+        "decoder.layers.0.self_attention.linear_qkv.weight": (96, 24),
+        "decoder.layers.0.self_attention.linear_qkv.bias": (96,),
+        "decoder.layers.0.self_attention.linear_proj.weight": (24, 48),
+        "decoder.layers.0.self_attention.linear_proj.bias": (24,),
+        "decoder.layers.0.mlp.linear_fc1.weight": (96, 24),
+        "decoder.layers.0.mlp.linear_fc1.bias": (96,),
+        "decoder.layers.0.mlp.linear_fc2.weight": (24, 48),
+        "mtp.layers.0.eh_proj.weight": (24, 48),
+        "output_layer.weight": (36, 24),
+    },
+    "megatron-moe": {
+        "decoder.layers.0.mlp.router.weight": (8, 24),
+        "decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight": (48, 24),
+        "decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight": (24, 24),
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight": (24, 24),
+        "decoder.layers.0.mlp.shared_experts.gate_weight": (1, 24),
+    },
+    "megatron-mla": {
+        "decoder.layers.0.self_attention.linear_q_up_proj.weight": (72, 12),
+        "decoder.layers.0.self_attention.linear_q_down_proj.weight": (12, 24),
+        "decoder.layers.0.self_attention.linear_kv_down_proj.weight": (36, 24),
+    },
+    "megatron-mamba": {
+        "decoder.layers.0.mixer.in_proj.weight": (156, 24),
+        "decoder.layers.0.mixer.conv1d.weight": (96, 1, 4),
+        "decoder.layers.0.mixer.conv1d.bias": (96,),
+        "decoder.layers.0.mixer.A_log": (12,),
+        "decoder.layers.0.mixer.norm.weight": (48,),
+        "decoder.layers.0.mixer.out_proj.weight": (24, 48),
+        "decoder.layers.0.self_attention.in_proj.weight": (144, 24),
+    },
+    "megatron-legacy": {
+        "language_model.encoder.layers.0.self_attention.query_key_value.weight": (96, 24),
+        "language_model.encoder.layers.0.mlp.dense_h_to_4h.weight": (96, 24),
+        "language_model.encoder.layers.0.mlp.dense_4h_to_h.weight": (24, 48),
+    },
+    "megatron-deepspeed": {
+        "3.self_attention.query_key_value.weight": (96, 24),
+        "3.self_attention.dense.weight": (24, 48),
+        "tied_modules.embed.word_embeddings.weight": (36, 24),
+        "3.input_layernorm.weight": (24,),
+    },
+    "hf-llama": {
+        "model.embed_tokens.weight": (36, 24),
+        "model.layers.0.self_attn.q_proj.weight": (48, 24),
+        "model.layers.0.self_attn.o_proj.weight": (24, 48),
+        "model.layers.0.mlp.gate_proj.weight": (48, 24),
+        "model.layers.0.block_sparse_moe.experts.3.w2.weight": (24, 48),
+        "model.norm.weight": (24,),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("named", SHAPES_BY_SET)
+def test_models_of_every_family_come_back_from_any_number_of_ranks(named: str, ranks: int) -> None:
+    layout = Layout(rule_set(named), SIZES)
+    for name, shape in SHAPES_BY_SET[named].items():
+        values = array(DTYPES["bfloat16"], shape)
+        rule = layout.rule(name)
+        shards = split(name, tensor(values), rule, ranks)
+        assert [list(shard.flaws()) for shard in shards] == [[]] * ranks
+        assert bits(read(merge(name, shards, rule))) == bits(values), name
+        if rule.how == "sharded" and ranks > 1:
+            assert all(shard.size == values.size // ranks for shard in shards), name
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=3))
+def test_what_each_rank_has_of_its_own_is_stacked_and_handed_out_again(ranks: int, shape: list[int]) -> None:
+    rule = Rule(".*", "unique")
+    shards = [array(DTYPES["float32"], tuple(shape), seed) for seed in range(ranks)]
+    whole = merge("rng", list(map(tensor, shards)), rule)
+    assert list(whole.flaws()) == []
+    assert bits(read(whole)) == bits(np.stack(shards))
+    for ours, shard in zip(split("rng", whole, rule, ranks), shards, strict=True):
+        assert list(ours.flaws()) == []
+        assert bits(read(ours)) == bits(shard)
+    with pytest.raises(BadRules, match="`rng`"):
+        split("rng", whole, rule, ranks + 1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("rows", [None, 12, 24])
+def test_a_table_whose_true_rows_nobody_knows_keeps_them_all(ranks: int, rows: int | None) -> None:
+    values = array(DTYPES["bfloat16"], (11, 12))
+    rule = Rule(".*", padded=True, length=11)
+    merged = merge("w", split("w", tensor(values), rule, ranks, rows), replace(rule, length=None))
+    assert bits(read(merged)[:11]) == bits(values)
+    assert merged.shape[0] % ranks == 0
+    assert merged.shape[0] >= (rows or 11)
+    assert not read(merged)[11:].view(np.uint8).any()
+
+
+def test_units_are_never_cut() -> None:
+    rule = Rule(".*", units=3)
+    with pytest.raises(BadRules, match=r"3 units .* over 2 ranks"):
+        split("w", tensor(np.zeros((12, 2))), rule, 2)
+    with pytest.raises(BadRules, match="3 units"):
+        merge("w", [tensor(np.zeros((5, 2)))], rule)
+    for ranks in (1, 3, 6):  # more ranks than units share one out
+        whole = merge("w", split("w", tensor(np.zeros((12, 2))), rule, ranks), rule)
+        assert whole.shape == (12, 2)
+
+
+def test_a_rule_counts_only_where_the_model_has_what_it_is_for() -> None:
+    rules = (Rule("w", when="gated", fused=("ffn", "ffn")), Rule("w", length="ffn"))
+    assert Layout(rules, {"gated": 1, "ffn": 4}).rule("w").fused == (4, 4)
+    assert Layout(rules, {"gated": 0, "ffn": 4}).rule("w").length == 4
+    with pytest.raises(BadRules, match=r"needs the size `gated`.*states none"):
+        Layout(rules).rule("w")
+    with pytest.raises(BadRules, match=r"needs the size `ffn`.*known are gated"):
+        Layout(rules, {"gated": 1}).rule("w")
+    with pytest.raises(BadRules, match="has formulas"):
+        merge("w", [tensor(np.zeros((8, 2)))] * 2, rules[0])

@@ -9,7 +9,8 @@ import pytest
 
 from ckpt_formats.errors import BadRules, NotFound, Unsafe
 from ckpt_formats.layout import Rule
-from ckpt_formats.rules import read_rules, safe_pattern
+from ckpt_formats.megatron.rules import SETS
+from ckpt_formats.rules import read_rules, rule_set, safe_pattern, shipped
 
 GOOD = {
     "match = 'a'": Rule("a"),
@@ -22,6 +23,11 @@ GOOD = {
     "match = 'a'\nhow = 'averaged'": Rule("a", "averaged"),
     "match = 'a'\nhow = 'first'": Rule("a", "first"),
     "match = 'a'\nhow = 'sharded'\naxis = 2\nfused = 3": Rule("a", axis=2, fused=3),
+    "match = 'a'\nhow = 'unique'": Rule("a", "unique"),
+    "match = 'a'\nfused = ['ffn', 'heads * 2', 3]": Rule("a", fused=("ffn", "heads * 2", 3)),
+    "match = 'a'\nlength = '2 * ffn + 1'\nunits = 'groups'": Rule("a", length="2 * ffn + 1", units="groups"),
+    "match = 'a'\nlength = 12\npadded = true": Rule("a", length=12, padded=True),
+    "match = 'a'\nover = 'expert'\nwhen = 'gated'": Rule("a", over="expert", when="gated"),
 }
 
 BAD = {
@@ -37,11 +43,18 @@ BAD = {
     "axis true": ("match = 'a'\naxis = true", "whole numbers from 0"),
     "axis a text": ("match = 'a'\naxis = '0'", "whole numbers from 0"),
     "axis a fraction": ("match = 'a'\naxis = 1.0", "whole numbers from 0"),
+    "length of an unknown language": ("match = 'a'\nlength = 'ffn / 2'", "`length` is a formula"),
+    "length that calls": ("match = 'a'\nlength = 'open(1)'", "`length` is a formula"),
+    "units a list": ("match = 'a'\nunits = [2]", "`units` is a formula"),
+    "when a number": ("match = 'a'\nwhen = 1", "`when` is a formula"),
+    "fused a formula that is none": ("match = 'a'\nfused = ['a b']", "`fused` is a count"),
+    "over nobody": ("match = 'a'\nover = 'data'", "`over` is tensor or expert"),
+    "padded a text": ("match = 'a'\npadded = 'yes'", "`padded` is true or false"),
     "vocabulary below zero": ("match = 'a'\nvocabulary = -5", "whole numbers from 0"),
     "vocabulary a date": ("match = 'a'\nvocabulary = 2024-01-01", "whole numbers from 0"),
     "fused none": ("match = 'a'\nfused = 0", "`fused` is a count"),
     "fused empty": ("match = 'a'\nfused = []", "`fused` is a count"),
-    "fused texts": ("match = 'a'\nfused = ['q', 'k']", "`fused` is a count"),
+    "fused texts": ("match = 'a'\nfused = ['a-b']", "`fused` is a count"),
     "fused below zero": ("match = 'a'\nfused = [4, -4]", "`fused` is a count"),
     "widths flat": ("match = 'a'\nwidths = [3, 5]", "`widths` is a list"),
     "widths a number": ("match = 'a'\nwidths = 3", "`widths` is a list"),
@@ -168,3 +181,34 @@ def test_a_pattern_of_absurd_length_is_refused() -> None:
         safe_pattern("a" * 1001, "here")
     with pytest.raises((Unsafe, BadRules)):
         safe_pattern("(" * 500 + ")" * 500, "here")
+
+
+def test_shipped_sets_are_rules_and_can_be_named_instead_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"megatron-core", "megatron-moe", "megatron-mamba", "hf-llama", "megatron-deepspeed"} <= set(shipped())
+    monkeypatch.chdir(tmp_path)
+    for name in shipped():
+        assert read_rules(Path(name)) == rule_set(name) != ()
+    (tmp_path / "hf-llama").write_text("[[rule]]\nmatch = 'mine'\n")
+    assert read_rules(Path("hf-llama"))[0].pattern == "mine"
+    with pytest.raises(NotFound):
+        read_rules(Path("hf-lama"))
+
+
+def test_rules_of_the_shipped_sets_do_not_contradict_each_other() -> None:
+    """Every name of a model is matched by rules of one set only, so that their order counts nowhere."""
+    names = (
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.bias",
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.0.mixer.in_proj.weight",
+        "decoder.layers.0.self_attention.linear_kv_down_proj.weight",
+        "language_model.encoder.layers.0.mlp.dense_h_to_4h.weight",
+    )
+    for name in names:
+        sets = {one for one in SETS for rule in rule_set(one) if rule.matches(name)}
+        assert len(sets - {"megatron-legacy"} or sets) == 1, (name, sets)

@@ -6,15 +6,19 @@ plain data; `rules` reads them from TOML.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_formats.errors import BadRules
+from ckpt_formats.formula import Formula, evaluate
 from ckpt_formats.geometry import Box, Shape, slab
 from ckpt_formats.tensor import Fragment, Mean, Tensor, Zeros, join, with_replicas
+from ckpt_formats.tensor_views import stacked, unstacked
 
-How = Literal["sharded", "replicated", "averaged", "first", "blocks"]
+How = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
+Over = Literal["tensor", "expert"]
+"""Which group of ranks cuts a tensor: the tensor-parallel ranks, or those that share an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,50 +40,96 @@ class Rule:
     replicated  every rank holds all of it; copies are compared
     averaged    every rank holds all of it; the mean counts
     first       every rank holds all of it; the first rank's counts
+    unique      every rank holds its own; the whole has an axis more, by rank
     blocks      `blocks` lists the blocks of each rank; `shape` is the whole shape
 
     `vocabulary` is the true number of rows of a table that is padded to suit the
     number of ranks: the rest is dropped when merging, and zeros when splitting.
+    `padded` says that a table is so, where nobody knows the true number: nothing
+    is dropped, and zeros are added when splitting.
+
+    `length` is how long the whole tensor is along `axis`; `units` is how many
+    things lie along it that are never cut, such as attention heads. Both, and the
+    lengths in `fused`, may be formulas of the model's sizes, until `sized` knows these.
     """
 
     pattern: str
     how: How = "sharded"
     axis: int = 0
-    fused: int | tuple[int, ...] = 1
+    fused: int | tuple[Formula, ...] = 1
     widths: tuple[tuple[int, ...], ...] = ()
     vocabulary: int | None = None
     shape: Shape | None = None
     blocks: tuple[tuple[Placed, ...], ...] = ()
     origin: str = "built in"
+    length: Formula | None = None
+    units: Formula | None = None
+    padded: bool = False
+    over: Over = "tensor"
+    when: str | None = None
+    """A size of the model that must not be zero for the rule to count, such as `gated`."""
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(self.pattern, name) is not None
+
+    def sized(self, sizes: Mapping[str, int]) -> "Rule":
+        """The same rule with numbers for its formulas. Raises `BadRules` for a size that is not known."""
+        formulas = (self.length, self.units, *(() if isinstance(self.fused, int) else self.fused))
+        if not any(isinstance(one, str) for one in formulas):
+            return self
+
+        def number(said: Formula) -> int:
+            return evaluate(said, sizes, f"the rule for `{self.pattern}` ({self.origin})")
+
+        return replace(
+            self,
+            fused=self.fused if isinstance(self.fused, int) else tuple(map(number, self.fused)),
+            length=None if self.length is None else number(self.length),
+            units=None if self.units is None else number(self.units),
+        )
 
     def __str__(self) -> str:
         if self.how != "sharded":
             return self.how
         fused = "" if self.fused == 1 else f", {self.fused} fused pieces"
-        padded = "" if self.vocabulary is None else f", {self.vocabulary} true rows"
-        return f"sharded along axis {self.axis}{fused}{padded}"
+        padded = ", padded" if self.padded else ""
+        padded = padded if self.vocabulary is None else f", {self.vocabulary} true rows"
+        whole = "" if self.units is None else f", {self.units} units"
+        over = "" if self.over == "tensor" else f", over {self.over}-parallel ranks"
+        return f"sharded along axis {self.axis}{fused}{whole}{padded}{over}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rules of one checkpoint, first match first."""
+    """The rules of one checkpoint, first match first, and the model's sizes, by the names that formulas use."""
 
     rules: tuple[Rule, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def rule(self, name: str) -> Rule:
         """The rule of a parameter. Raises `BadRules` where there is none: we never guess."""
-        matching = [rule for rule in self.rules if rule.matches(name)]
+        matching = self.matching(name)
         if matching:
             # A table is padded however it is cut: the two are said by different rules.
+            first = matching[0].sized(self.sizes)
             rows = next((rule.vocabulary for rule in matching if rule.vocabulary is not None), None)
-            return matching[0] if rows == matching[0].vocabulary else replace(matching[0], vocabulary=rows)
+            return first if rows == first.vocabulary else replace(first, vocabulary=rows)
         raise BadRules(
             f"no rule says how tensor `{name}` is cut over tensor-parallel ranks",
             hint=f"Give one with --rules FILE, for example:  [[rule]]  match = '{re.escape(name)}'  axis = 0",
         )
+
+    def matching(self, name: str) -> list[Rule]:
+        """All rules that speak of a parameter, the one that counts first."""
+        return [rule for rule in self.rules if rule.matches(name) and self._counts(rule)]
+
+    def check(self, name: str, shape: Shape) -> None:
+        """Raises `BadRules` if a whole tensor is not as long as the model's sizes say."""
+        if self.matching(name):
+            _check_length(name, shape, self.rule(name), 1)
+
+    def _counts(self, rule: Rule) -> bool:
+        return rule.when is None or evaluate(rule.when, self.sizes, f"the rule for `{rule.pattern}`") != 0
 
 
 def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
@@ -87,15 +137,19 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
 
     Raises `BadRules` if the shards' shapes contradict the rule.
     """
-    if rule.how in ("replicated", "averaged", "first"):
+    if rule.how in ("replicated", "averaged", "first", "unique"):
         if any(shard.shape != shards[0].shape for shard in shards):
             raise BadRules(f"tensor `{name}` should be whole on every rank ({rule}), but its shapes differ")
         if rule.how == "replicated":
             whole = with_replicas(shards)
+        elif rule.how == "unique":
+            return stacked(shards)
         else:
             whole = Tensor.of(Mean(tuple(shards))) if rule.how == "averaged" else shards[0]
+        _check_length(name, whole.shape, rule, 1)
     else:
         shape, blocks = _blocks_of(name, [shard.shape for shard in shards], rule)
+        _check_length(name, shape, rule, len(shards))
         most = max(len(shard.replicas) for shard in shards)
         copies = ([(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(most + 1))
         whole = with_replicas([join(shape, _moved(copy, blocks), shards[0].dtype) for copy in copies])
@@ -112,9 +166,17 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
     `rows` is how many rows a vocabulary's table has with its padding; None means
     the least that divides. Raises `BadRules` if the tensor does not divide.
     """
-    if rule.vocabulary is not None and whole.shape:
+    if rule.how == "unique":
+        if not whole.shape or whole.shape[0] != ranks:
+            raise BadRules(
+                f"tensor `{name}` of shape {list(whole.shape)} is not what each of {ranks} ranks has of its own"
+            )
+        return [unstacked(whole, rank) for rank in range(ranks)]
+    if (rule.vocabulary is not None or rule.padded) and whole.shape:
         rows = max(whole.shape[0], rows or 0)
         whole = _padded(whole, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    else:
+        _check_length(name, whole.shape, rule, ranks)
     if rule.how in ("replicated", "averaged", "first"):
         return [whole] * ranks
     if rule.how == "blocks":
@@ -125,7 +187,7 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
         raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} has no axis {rule.axis} to cut along")
     length = whole.shape[rule.axis]
     # Widths are those of one number of ranks; over another, the same pieces are divided evenly.
-    fused = tuple(sum(row) for row in rule.widths) or rule.fused
+    fused = tuple(sum(row) for row in rule.widths) or _pieces(name, rule)
     pieces = [length // fused] * fused if isinstance(fused, int) else list(fused)
     given = rule.widths and len(rule.widths[0]) == ranks
     table = [list(row) for row in rule.widths] if given else [[piece // ranks] * ranks for piece in pieces]
@@ -138,17 +200,17 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
 
 def lengths(name: str, rule: Rule, local: Sequence[int]) -> list[list[int]]:
     """How long each fused piece is on each rank, given the length of each rank's shard along the axis."""
-    ranks = len(local)
+    ranks, fused = len(local), _pieces(name, rule)
     if rule.widths:
         table = [list(widths) for widths in rule.widths]
-    elif isinstance(rule.fused, int):
-        if any(n % rule.fused for n in local):
-            raise BadRules(f"tensor `{name}`: a shard of length {list(local)} cannot hold {rule.fused} equal pieces")
-        table = [[n // rule.fused for n in local] for _ in range(rule.fused)]
+    elif isinstance(fused, int):
+        if any(n % fused for n in local):
+            raise BadRules(f"tensor `{name}`: a shard of length {list(local)} cannot hold {fused} equal pieces")
+        table = [[n // fused for n in local] for _ in range(fused)]
     else:
-        if any(n % ranks for n in rule.fused):
-            raise BadRules(f"tensor `{name}`: pieces of length {list(rule.fused)} do not divide over {ranks} ranks")
-        table = [[n // ranks] * ranks for n in rule.fused]
+        if any(n % ranks for n in fused):
+            raise BadRules(f"tensor `{name}`: pieces of length {list(fused)} do not divide over {ranks} ranks")
+        table = [[n // ranks] * ranks for n in fused]
     if any(len(row) != ranks for row in table) or [sum(column) for column in zip(*table, strict=True)] != list(local):
         raise BadRules(
             f"tensor `{name}`: shards of length {list(local)} along axis {rule.axis} contradict its rule ({rule})"
@@ -165,6 +227,34 @@ def place(shape: Shape, axis: int, table: Sequence[Sequence[int]], rank: int) ->
             local_shape = (*shape[:axis], sum(r[rank] for r in table), *shape[axis + 1 :])
             yield Placed(slab(local_shape, axis, at, at + length), slab(shape, axis, low, low + length))
         at, glued = at + length, glued + sum(row)
+
+
+def _pieces(name: str, rule: Rule) -> int | tuple[int, ...]:
+    if isinstance(rule.fused, int):
+        return rule.fused
+    known = tuple(n for n in rule.fused if isinstance(n, int))
+    if len(known) != len(rule.fused):
+        raise BadRules(f"tensor `{name}`: its rule has formulas, but nothing says the sizes of the model ({rule})")
+    return known
+
+
+def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
+    """The whole tensor is as long as the model's sizes say, and no unit of it is cut. Raises `BadRules`."""
+    if not 0 <= rule.axis < len(shape):
+        return
+    length, units = shape[rule.axis], rule.units
+    if isinstance(rule.length, int) and rule.length != length:
+        raise BadRules(
+            f"tensor `{name}` has length {length} along axis {rule.axis}, but by the model's sizes it is {rule.length}",
+            hint="The arguments in the checkpoint contradict its tensors, or the rule is wrong. "
+            f"It is of {rule.origin}; a rule of yours, with --rules, comes first.",
+        )
+    if isinstance(units, int) and (units < 1 or length % units or (units % ranks and ranks % units)):
+        raise BadRules(
+            f"tensor `{name}`: {units} units (heads or groups of them) along axis {rule.axis} of length {length} "
+            f"do not divide over {ranks} ranks",
+            hint="Choose a degree that divides them.",
+        )
 
 
 def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, list[tuple[Placed, ...]]]:

@@ -12,6 +12,11 @@ how = "replicated"          # or "averaged", "first"
 [[rule]]
 match = 'embed\\.weight'
 vocabulary = 50257          # rows beyond are padding
+
+[[rule]]
+match = '.*fc1\\.weight'
+when = "gated"              # only for models with this size
+fused = ["ffn", "ffn"]      # formulas of the sizes that the checkpoint states
 """
 
 import re
@@ -23,7 +28,8 @@ from typing import Any, get_args
 
 from ckpt_formats.errors import BadRules, Unsafe
 from ckpt_formats.files import unreadable
-from ckpt_formats.layout import How, Rule
+from ckpt_formats.formula import is_formula
+from ckpt_formats.layout import How, Over, Rule
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -34,14 +40,43 @@ else:
 
     import tomli as tomllib
 
-_KEYS = {"match", "how", "axis", "fused", "widths", "vocabulary"}
+_KEYS = {
+    "match",
+    "how",
+    "axis",
+    "fused",
+    "widths",
+    "vocabulary",
+    "length",
+    "units",
+    "padded",
+    "over",
+    "when",
+}
+_SETS = Path(__file__).parent / "rule_sets"
 _MOST_PATTERN = 1000
 _MOST_WAYS = 1e8
 """As many as four open repeats in a row."""
 
 
+def shipped() -> tuple[str, ...]:
+    """The names of the rule sets that come with ckpt."""
+    return tuple(sorted(file.stem for file in _SETS.glob("*.toml")))
+
+
+def rule_set(name: str) -> tuple[Rule, ...]:
+    """The rules of a set that comes with ckpt."""
+    return _read(_SETS / f"{name}.toml", f"set {name}")
+
+
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """The rules of a TOML file, in order. Raises `BadRules` naming the rule that is wrong."""
+    """The rules of a TOML file, in order, or of a shipped set. Raises `BadRules` naming the rule that is wrong."""
+    if not path.exists() and str(path) in shipped():
+        return rule_set(str(path))
+    return _read(path, str(path))
+
+
+def _read(path: Path, origin: str) -> tuple[Rule, ...]:
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -51,7 +86,7 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
     unknown = set(tables) - {"rule"}
     if unknown or not isinstance(tables.get("rule"), list):
         raise BadRules("expected only [[rule]] tables", where=path, hint="See docs/rules.md for the language.")
-    return tuple(_rule(table, i, path) for i, table in enumerate(tables["rule"], 1))
+    return tuple(_rule(table, f"{origin}, rule {i}") for i, table in enumerate(tables["rule"], 1))
 
 
 def safe_pattern(pattern: str, origin: str) -> str:
@@ -76,21 +111,26 @@ def safe_pattern(pattern: str, origin: str) -> str:
     return pattern
 
 
-def _rule(table: Any, number: int, path: Path) -> Rule:
-    where = f"{path}, rule {number}"
+def _rule(table: Any, where: str) -> Rule:
     if not isinstance(table, dict) or not isinstance(table.get("match"), str):
         raise BadRules("a rule needs `match`, a regular expression", where=where)
     if unknown := set(table) - _KEYS:
         raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
     how = table.get("how", "sharded")
     if how not in get_args(How) or how == "blocks":
-        raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged or first", where=where)
+        raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)
     axis, fused, vocabulary = table.get("axis", 0), table.get("fused", 1), table.get("vocabulary")
     widths = table.get("widths", [])
     if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
         raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
-    if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(_natural, fused))):
+    if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(is_formula, fused))):
         raise BadRules("`fused` is a count of pieces, or the list of their lengths", where=where)
+    for key in ("length", "units", "when"):
+        if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
+            raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
+    over, padded = table.get("over", "tensor"), table.get("padded", False)
+    if over not in get_args(Over) or not isinstance(padded, bool):
+        raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
         raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)
     return Rule(
@@ -101,6 +141,11 @@ def _rule(table: Any, number: int, path: Path) -> Rule:
         tuple(tuple(w) for w in widths),
         vocabulary,
         origin=where,
+        length=table.get("length"),
+        units=table.get("units"),
+        padded=padded,
+        over=over,
+        when=table.get("when"),
     )
 
 

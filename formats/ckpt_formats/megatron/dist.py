@@ -1,0 +1,172 @@
+"""Reading `torch_dist`: whole tensors by key, the optimizer in one of five encodings, objects by rank."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter, Role
+from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.layout import Layout
+from ckpt_formats.leaves import Leaf, tensor_leaf
+from ckpt_formats.megatron.arguments import sizes_of
+from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label
+from ckpt_formats.megatron.dist_buffers import Model, states_of
+from ckpt_formats.megatron.dist_files import Dist, open_dist
+from ckpt_formats.megatron.dist_model import named, names_of
+from ckpt_formats.megatron.dist_optimizer import Sorted, sort, unflattened
+from ckpt_formats.megatron.distributed_optimizer import is_tied
+from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert
+from ckpt_formats.megatron.optimizer import members, options_of
+from ckpt_formats.megatron.origin import origin_of
+from ckpt_formats.megatron.rules import rules_for
+from ckpt_formats.megatron.stages import Stages, stages_of
+from ckpt_formats.naming import show
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.values import Value
+
+_SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+
+
+def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
+    """The index of one iteration."""
+    dist = open_dist(folder)
+    layout = Layout(rules_for(options.rules), sizes_of(dist.args))
+    found = sort(dist.tensors, dist.objects)
+    weights = named(found.model)
+    for name, tensor in weights.items():
+        layout.check(name, tensor.shape)
+    stages = _stages(dist, found)
+    states = _states(dist, found, layout, weights, stages)
+    parameters: dict[str, Parameter] = {}
+    groups, steps = _groups(dist, found, weights, states)
+    for name, weight in weights.items():
+        role: Role = "buffer" if is_buffer(name) else "parameter"
+        values = steps.get(name, {}) if name in states else {}
+        parameters[name] = Parameter(name, role, {MODEL: weight, **states.get(name, {})}, values)
+    if strangers := sorted(states.keys() - weights.keys()):
+        raise Corrupt(f"the optimizer has states of `{show(strangers[0])}`, which the model lacks", where=folder)
+    tied = is_tied(dist.args) and WORD_TABLE in weights and HEAD not in weights
+    origin = origin_of(dist.args, dist.parallel, stages, dist.root, "torch_dist")
+    return Checkpoint(
+        path,
+        replace(origin, layout={**origin.layout, "wrapped": True}) if found.wrapped else origin,
+        parameters,
+        groups,
+        _extras(dist, found, parameters),
+        {HEAD: WORD_TABLE} if tied else {},
+        dist.shards,
+        dist.seals,
+        layout=layout,
+    )
+
+
+def _stages(dist: Dist, found: Sorted) -> Stages | None:
+    """The run's stages. Only flat buffers need them; else it is no error if the arguments do not tell."""
+    try:
+        return stages_of(dist.args, dist.parallel.pp)
+    except Unsupported:
+        if found.flat:
+            raise
+        return None
+
+
+def _states(
+    dist: Dist, found: Sorted, layout: Layout, weights: Mapping[str, Tensor], stages: Stages | None
+) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's states of each parameter, whole."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for state, by_key in found.states.items():
+        shaped: dict[str, Tensor] = {}
+        for key, tensor in by_key.items():
+            weight = found.model.get(key)
+            if weight is not None and len(tensor.shape) == len(weight.shape) + 1:
+                tensor = unflattened(key, tensor, weight.shape)
+            shaped[key] = tensor
+        for name, tensor in named(shaped).items():
+            states.setdefault(name, {})[state] = tensor
+    if found.flat and stages is not None:
+        model = Model(dist.args, dist.parallel, stages, layout, weights)
+        for name, held in states_of(model, found).items():
+            states.setdefault(name, {}).update(held)
+    return states
+
+
+def _groups(
+    dist: Dist, found: Sorted, weights: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]]
+) -> tuple[tuple[Group, ...], dict[str, dict[str, Value]]]:
+    """Parameter groups, and the step of each parameter."""
+    trained = [name for name in weights if name in states]
+    made: list[Group] = []
+    steps: dict[str, dict[str, Value]] = {}
+    for experts, saved in _optimizers(dist, found):
+        listed = saved.get("param_groups") or []
+        common = (saved.get("state") or {}).get("common_step")
+        named = [((0, n), weights[n].shape) for n in trained if experts is None or is_expert(n) == experts]
+        for group, keys in zip(listed, members(listed, named, experts, dist.common.path), strict=True):
+            said = options_of(group, dist.common.path)
+            step = said.pop("step", common)
+            names = tuple(name for _, name in keys)
+            made.append(Group(said, names))
+            if isinstance(step, Leaf):  # PyTorch's own optimizers keep it as a tensor
+                for name in names:
+                    states[name]["step"] = tensor_leaf(step)
+            elif step is not None:
+                steps |= {name: {"step": step} for name in names}
+    return tuple(made), steps
+
+
+def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[str, Value]]]:
+    """Whose parameters each optimizer has (experts', others', all), and what it says of itself."""
+    if found.objects:  # each rank group says it for itself, all the same
+        by_chain = {
+            chain: said["optimizer"]
+            for (chain, _), said in sorted(found.objects.items(), reverse=True)
+            if "optimizer" in said
+        }
+    else:
+        saved = dist.root.get("optimizer")
+        if not isinstance(saved, dict):
+            return []
+        by_chain = {key: value for key, value in saved.items() if type(key) is int} or {0: saved}
+        by_chain = {key: value.get("optimizer", value) for key, value in by_chain.items()}
+    apart = len(by_chain) > 1
+    return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
+
+
+def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict[str, Value]:
+    """All else: what ranks have in common, then what each has of its own."""
+    common = {str(key): value for key, value in dist.root.items() if key != "optimizer"}
+    by_rank: dict[str, dict[str, Value]] = {}
+    states: dict[str, Value] = {}
+    for key, value in found.others.items():
+        match = _SHARD.fullmatch(key)
+        if match and match[1] == "rng_state":
+            place = [int(number) for number in match[2].split(".")]
+            by_rank.setdefault(label(*place[:2][::-1], *place[2:]), {})["rng_state"] = value
+        elif match and match[1].endswith("_extra_state"):
+            place = [int(number) for number in match[2].split(".")]
+            states[_name_at(match[1], place, match[3])] = value
+        else:
+            common[key] = value
+    if states:
+        common[EXTRA_STATE] = states
+    ranks = sorted(by_rank.items())
+    first = ranks[0] if ranks else ("", {})
+    return carry([(first[0], {**common, **first[1]}), *ranks[1:]], parameters)
+
+
+def _name_at(key: str, place: Sequence[int], counts: str) -> str:
+    """The name of a module's extra state, of its key and its place in the stack."""
+    lengths = tuple(int(number) for number in counts.split("."))
+    for name, at in _small(key, lengths):
+        if at == tuple(place[: len(at)]):
+            return name if not any(place[len(at) :]) else f"{name}/{'.'.join(map(str, place[len(at) :]))}"
+    return f"{key}/{'.'.join(map(str, place))}"
+
+
+def _small(key: str, lengths: tuple[int, ...]) -> Sequence[tuple[str, tuple[int, ...]]]:
+    try:
+        return list(names_of(key, lengths))
+    except Corrupt:
+        return []

@@ -1,0 +1,111 @@
+"""Which files a Megatron checkpoint has. Names only; nothing is opened.
+
+    RUN/latest_checkpointed_iteration.txt      `1000`, or `release`
+    RUN/iter_0001000/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt [, distrib_optim.pt]     legacy `torch`
+    RUN/iter_0001000/.metadata, common.pt, metadata.json, __0_0.distcp, ...             `torch_dist`
+
+PPP is there only with more than one pipeline stage, EEE only with more than one
+expert-parallel rank, so what a single number after TT means only the arguments tell.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.files import open_regular, unreadable
+from ckpt_formats.naming import show
+
+POINTER = "latest_checkpointed_iteration.txt"
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_MOST_POINTER = 4096
+
+
+@dataclass(frozen=True)
+class RankFolder:
+    """The folder of one rank, and the numbers in its name."""
+
+    path: Path
+    numbers: tuple[int, ...]
+
+    @property
+    def model(self) -> Path:
+        return self.path / MODEL_FILE
+
+    @property
+    def optimizer(self) -> Path | None:
+        file = self.path / OPTIMIZER_FILE
+        return file if file.is_file() else None
+
+
+def is_legacy(path: Path) -> bool:
+    """Does this folder hold one folder for each rank?"""
+    try:
+        return path.is_dir() and any(
+            _RANK.fullmatch(entry.name) and (entry / MODEL_FILE).is_file() for entry in path.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def is_dist(path: Path) -> bool:
+    """Is this folder a distributed checkpoint with Megatron's own files beside?"""
+    try:
+        return all((path / name).is_file() for name in (".metadata", "common.pt", "metadata.json"))
+    except OSError:
+        return False
+
+
+def is_iteration(path: Path) -> bool:
+    return is_legacy(path) or is_dist(path)
+
+
+def is_run(path: Path) -> bool:
+    """Is this a folder of several iterations, the latest of them one that we know?"""
+    try:
+        return (path / POINTER).is_file() and is_iteration(path / _latest(path))
+    except Exception:  # detection never raises
+        return False
+
+
+def iteration_of(path: Path) -> Path:
+    """The folder of one iteration: the path itself, or the one that the run's pointer names."""
+    if is_iteration(path):
+        return path
+    found = path / _latest(path)
+    if not is_iteration(found):
+        raise NotFound(f"`{POINTER}` names {found.name!r}, which is no checkpoint", where=path / POINTER)
+    return found
+
+
+def rank_folders(path: Path) -> list[RankFolder]:
+    """The ranks' folders, sorted by their numbers. Raises `Corrupt` if two claim the same ones."""
+    found: dict[tuple[int, ...], RankFolder] = {}
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise unreadable(error, path) from error
+    for name in names:
+        if (match := _RANK.fullmatch(name)) and (path / name).is_dir():
+            numbers = tuple(int(part) for part in match.groups() if part is not None)
+            if numbers in found:
+                raise Corrupt(f"{found[numbers].path.name} and {name} are both of one rank", where=path)
+            found[numbers] = RankFolder(path / name, numbers)
+    return [found[numbers] for numbers in sorted(found)]
+
+
+def _latest(path: Path) -> str:
+    """The name of the folder that the run's pointer names."""
+    pointer = path / POINTER
+    try:
+        with open_regular(pointer) as file:
+            said = file.read(_MOST_POINTER + 1).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise unreadable(error, pointer) from error
+    if said == "release":
+        return said
+    if not said.isascii() or not said.isdecimal() or len(said) > 18:
+        raise Corrupt(f"`{POINTER}` holds {show(said[:60])!r}, not the number of an iteration", where=pointer)
+    return f"iter_{int(said):07d}"

@@ -1,0 +1,70 @@
+"""The states of one rank's parameters: the common nouns of all encodings, and the groups."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.geometry import Shape
+from ckpt_formats.megatron.names import HEAD, WORD_TABLE
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.values import Value
+
+Key = tuple[int, str]
+"""A model chunk of the rank, and a name there."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A parameter group: its options, and which parameters are in it."""
+
+    options: Mapping[str, Value]
+    keys: tuple[Key, ...]
+
+
+@dataclass
+class Optimized:
+    """States and plain numbers of each parameter, in its local shape, and the groups."""
+
+    states: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[Key, dict[str, Value]] = field(default_factory=dict)
+    groups: list[Options] = field(default_factory=list)
+
+
+def members(
+    groups: Sequence[Value], named: Iterable[tuple[Key, Shape]], experts: bool | None, where: Path
+) -> list[list[Key]]:
+    """Which parameters are in each group. Megatron sorts them by what it does with them.
+
+    No weight decay for biases and vectors; experts apart; perhaps the vocabulary's
+    tables, with a learning rate of their own. Raises `Unsupported` if the groups
+    do not tell two of them apart.
+    """
+    found: list[list[Key]] = [[] for _ in groups]
+    for (chunk, name), shape in named:
+        fitting = [i for i, group in enumerate(groups) if _fits(group, name, shape, experts)]
+        if len(fitting) != 1:
+            raise Unsupported(
+                f"`{name}` fits {len(fitting)} of the optimizer's {len(groups)} parameter groups, which have no names",
+                where=where,
+                hint="Groups are told apart by weight decay, experts and decoupled learning rates.",
+            )
+        found[fitting[0]].append((chunk, name))
+    return found
+
+
+def options_of(group: Value, where: Path) -> dict[str, Value]:
+    if not isinstance(group, dict):
+        raise Corrupt("a parameter group is not a mapping", where=where)
+    return {str(key): value for key, value in group.items() if key != "params"}
+
+
+def _fits(group: Value, name: str, shape: Shape, experts: bool | None) -> bool:
+    decayed = not (name.endswith(".bias") or len(shape) == 1)
+    said = group.get("wd_mult", 1.0 if group.get("weight_decay") else 0.0)
+    if bool(said) != decayed:
+        return False
+    if experts is not None and bool(group.get("is_expert_parallel", experts)) != experts:
+        return False
+    table = name.endswith((WORD_TABLE, HEAD))
+    return bool(group.get("is_decoupled_lr")) <= table

@@ -1,0 +1,272 @@
+"""Run kinds of Megatron core and save them: `save.py FOLDER KIND...`.
+
+Each makes FOLDER/KIND with what Megatron's own code wrote:
+
+    legacy/iter_0000002/mp_rank_.../   the files of --ckpt-format torch, as megatron.training names them
+    fully/, dp/, plain/                distributed checkpoints, by the encoding of the optimizer
+    truth.pt                           what Megatron itself reads of them: {key: whole tensor}
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+from engines import ranks
+from megatron_jobs import without_cuda
+from megatron_jobs.kinds import KINDS, Kind
+
+STEPS = 2
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def config_of(kind: Kind) -> TransformerConfig:
+    return TransformerConfig(
+        **kind.model,
+        **kind.more,
+        tensor_model_parallel_size=kind.tp,
+        pipeline_model_parallel_size=kind.pp,
+        virtual_pipeline_model_parallel_size=kind.vpp,
+        expert_model_parallel_size=kind.ep,
+        bf16=kind.dtype == "bf16",
+        params_dtype=DTYPES[kind.dtype],
+        pipeline_dtype=DTYPES[kind.dtype],
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        persist_layer_norm=False,
+        activation_func=torch.nn.functional.silu if kind.model.get("gated_linear_unit") else torch.nn.functional.gelu,
+    )
+
+
+def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
+    """The model chunks of this rank."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=kind.model.get("num_moe_experts"), moe_grouped_gemm=False, normalization=kind.model["normalization"]
+    )
+    first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+    made = []
+    for chunk in range(kind.vpp or 1):
+        stage = chunk if kind.vpp else None
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=kind.vocabulary,
+            max_sequence_length=16,
+            pre_process=first(ignore_virtual=False, vp_stage=stage) if kind.vpp else first(),
+            post_process=last(ignore_virtual=False, vp_stage=stage) if kind.vpp else last(),
+            share_embeddings_and_output_weights=kind.tied,
+            position_embedding_type="learned_absolute" if kind.tied else "rope",
+            vp_stage=stage,
+        )
+        made.append(model.to(DTYPES[kind.dtype]))
+    return made
+
+
+def in_model(name: str, model: GPTModel) -> str:
+    """A parameter's name with the number that its layer has in the whole model."""
+
+    def numbered(match: re.Match[str]) -> str:
+        return f"layers.{model.decoder.layers[int(match[1])].layer_number}."
+
+    return re.sub(r"layers\.(\d+)\.", numbered, name)
+
+
+def fill(models: list[Any], kind: Kind, what: str) -> None:
+    """Weights, or gradients, that depend on the tensor's name and on which part of it a rank has; copies are equal."""
+    for chunk in models:
+        model = chunk.module if what == "gradients" else chunk
+        for name, parameter in model.named_parameters():
+            shared = name in ("output_layer.weight", "embedding.word_embeddings.weight") and kind.tied
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            expert = ".experts." in name
+            rank = parallel_state.get_tensor_model_parallel_rank() if cut else 0
+            place = (
+                "table" if shared else in_model(name, model),
+                what,
+                rank,
+                parallel_state.get_expert_model_parallel_rank() if expert else 0,
+            )
+            generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            if what == "gradients":
+                parameter.main_grad.copy_(values) if hasattr(parameter, "main_grad") else None
+            else:
+                parameter.data.copy_(values)
+
+
+def run(kind: Kind, out: Path) -> None:
+    parallel_state.initialize_model_parallel(
+        kind.tp,
+        kind.pp,
+        virtual_pipeline_model_parallel_size=kind.vpp,
+        expert_model_parallel_size=kind.ep,
+        expert_tensor_parallel_size=kind.tp if kind.ep == 1 else 1,
+    )
+    tensor_parallel.random.initialize_rng_tracker(use_cudagraphable_rng=False)
+    config = config_of(kind)
+    models = build(kind, config)
+    fill(models, kind, "weights")
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=kind.bucket is not None,
+                use_distributed_optimizer=kind.distributed,
+                bucket_size=kind.bucket,
+            ),
+            model,
+            disable_bucketing=i > 0,
+        )
+        for i, model in enumerate(models)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.1,
+            bf16=kind.dtype == "bf16",
+            params_dtype=DTYPES[kind.dtype],
+            use_distributed_optimizer=kind.distributed,
+            clip_grad=0.0,
+            overlap_param_gather=False,
+        ),
+        wrapped,
+    )
+    for _ in range(STEPS):
+        fill(wrapped, kind, "gradients")
+        optimizer.step()
+    save(kind, wrapped, optimizer, config, out)
+
+
+def arguments(kind: Kind, config: TransformerConfig) -> argparse.Namespace:
+    """What megatron.training would have parsed, as far as it says how things are cut."""
+    return argparse.Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        group_query_attention=config.num_query_groups != config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        swiglu=config.gated_linear_unit,
+        add_bias_linear=config.add_bias_linear,
+        untie_embeddings_and_output_weights=not kind.tied,
+        padded_vocab_size=kind.vocabulary,
+        tensor_model_parallel_size=kind.tp,
+        pipeline_model_parallel_size=kind.pp,
+        virtual_pipeline_model_parallel_size=kind.vpp,
+        expert_model_parallel_size=kind.ep,
+        expert_tensor_parallel_size=kind.tp if kind.ep == 1 else 1,
+        context_parallel_size=1,
+        data_parallel_size=kind.dp,
+        world_size=kind.world,
+        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
+        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
+        num_experts=config.num_moe_experts,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_grouped_gemm=False,
+        transformer_impl="local",
+        use_distributed_optimizer=kind.distributed,
+        overlap_grad_reduce=kind.bucket is not None,
+        ddp_bucket_size=kind.bucket,
+        bf16=kind.dtype == "bf16",
+        fp16=False,
+        rank=torch.distributed.get_rank(),
+    )
+
+
+def save(kind: Kind, models: list[Any], optimizer: Any, config: TransformerConfig, out: Path) -> None:
+    args = arguments(kind, config)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
+    save_legacy(kind, models, optimizer, common, out / "legacy")
+    encodings = {"fully": "fully_reshardable", "dp": "dp_reshardable", "zero": "dp_zero_gather_scatter"}
+    for folder, encoding in (encodings if kind.distributed else {"plain": None}).items():
+        save_dist(models, optimizer, common, out / folder, encoding, kind.wrapped)
+    torch.distributed.barrier()
+    whole = dist_checkpointing.load_plain_tensors(str(iteration(out / ("fully" if kind.distributed else "plain"))))
+    if torch.distributed.get_rank() == 0:
+        torch.save(whole, out / "truth.pt")
+
+
+def iteration(run: Path) -> Path:
+    return run / f"iter_{STEPS:07d}"
+
+
+def save_dist(
+    models: list[Any], optimizer: Any, common: dict[str, Any], run: Path, encoding: str | None, wrapped: bool
+) -> None:
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if encoding is not None:
+        metadata["distrib_optim_sharding_type"] = encoding
+    names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+    if not wrapped:
+        models = [model.module for model in models]
+    model = {name: one.sharded_state_dict(metadata=metadata) for name, one in zip(names, models, strict=True)}
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    rng = ShardedObject(
+        "rng_state",
+        [{"torch_rng_state": torch.get_rng_state()}],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        place,
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    state = {**common, **model, "rng_state": rng}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+    if torch.distributed.get_rank() == 0:
+        iteration(run).mkdir(parents=True)
+        (run / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    torch.distributed.barrier()
+    told = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    dist_checkpointing.save(state, str(iteration(run)), content_metadata=told)
+
+
+def save_legacy(kind: Kind, models: list[Any], optimizer: Any, common: dict[str, Any], run: Path) -> None:
+    """As megatron.training does it, which is not in the package: the same calls, the same names."""
+    numbers = [f"{parallel_state.get_tensor_model_parallel_rank():02d}"]
+    if kind.pp > 1:
+        numbers.append(f"{parallel_state.get_pipeline_model_parallel_rank():03d}")
+    if kind.ep > 1:
+        numbers.append(f"{parallel_state.get_expert_model_parallel_rank():03d}")
+    folder = iteration(run) / "_".join(["mp_rank", *numbers])
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind.distributed:
+        optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))  # all of them together
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        chunks = [model.state_dict_for_save_checkpoint() for model in models]
+        state = {**common, "optimizer": optimizer.state_dict()}
+        state |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": one for i, one in enumerate(chunks)}
+        state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()}]
+        torch.save(state, folder / "model_optim_rng.pt")
+    if torch.distributed.get_rank() == 0:
+        (run / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+
+
+if __name__ == "__main__":
+    without_cuda.pretend()
+    out = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        kind = KINDS[name]
+        ranks.run(kind.world, partial(run, kind, out / name), out / name / "logs", 120, ranks.join_torch)

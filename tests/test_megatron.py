@@ -1,0 +1,466 @@
+"""Megatron's legacy layout: what is read, and that whatever does not fit is named before anything is written."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt_cli.main import cli
+from ckpt_formats.base import Options
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.geometry import Box
+from ckpt_formats.layout import Rule
+from ckpt_formats.megatron import Megatron
+from ckpt_formats.megatron.buffers import Item, fill, fit
+from ckpt_formats.megatron.dist_model import named
+from ckpt_formats.megatron.dist_optimizer import unflattened
+from ckpt_formats.megatron.names import Naming
+from ckpt_formats.megatron.stages import drawn, even, uneven
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.rules import read_rules
+from ckpt_formats.tensor import Fragment, Held, Tensor, read
+from held import array, tensor
+from megatron_files import cut, whole, write
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_parallel_parts_are_joined_as_megatron_cut_them(tmp_path: Path, tp: int) -> None:
+    tensors = whole()
+    found = open_checkpoint(write(tmp_path, tensors, tp))
+    assert list(found.parameters) == list(tensors)
+    for name, values in tensors.items():
+        assert np.array_equal(read(found.parameters[name].weight), values), name
+
+
+def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_path: Path) -> None:
+    run = write(tmp_path, whole())
+    assert detect(run).name == detect(run / "iter_0000005").name == "megatron"
+    assert open_checkpoint(run).parameters.keys() == open_checkpoint(run / "iter_0000005").parameters.keys()
+    (run / "latest_checkpointed_iteration.txt").write_text("release")
+    (run / "iter_0000005").rename(run / "release")
+    assert open_checkpoint(run).origin.step == 5
+
+
+@pytest.mark.parametrize("said", ["7", "-1", "five", "", "../iter_0000005", "9" * 30])
+def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, said: str) -> None:
+    run = write(tmp_path, whole())
+    (run / "latest_checkpointed_iteration.txt").write_text(said)
+    with pytest.raises((NotFound, Corrupt)):
+        Megatron().read(run, Options())
+    assert not Megatron().detect(run)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    (run / "iter_0000005" / "mp_rank_01").rename(run / "gone")
+    with pytest.raises(Incomplete, match=r"mp_rank_01 is missing.* tp 2"):
+        open_checkpoint(run)
+
+
+def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    (run / "iter_0000005" / "mp_rank_02").mkdir()
+    torch.save(
+        torch.load(run / "iter_0000005/mp_rank_01/model_optim_rng.pt", weights_only=False),
+        run / "iter_0000005/mp_rank_02/model_optim_rng.pt",
+    )
+    with pytest.raises(Corrupt, match="no rank of mp_rank_02"):
+        open_checkpoint(run)
+
+
+def test_where_experts_are_cut_otherwise_only_some_ranks_save(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, two experts, each whole on one: the folders are a diagonal, not a grid."""
+    tensors, experts = whole(), {i: np.full((24, 8), 100 + i, "f4") for i in range(2)}
+    run = tmp_path / "run"
+    args = {"num_experts": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    write(run, tensors, 2, {**args, "moe_ffn_hidden_size": 12})
+    for rank in range(2):
+        folder = run / "iter_0000005" / f"mp_rank_0{rank}"
+        own = {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.from_numpy(experts[rank])}
+        _change(folder, lambda root, own=own: root["model"].update(own))
+        folder.rename(folder.with_name(f"mp_rank_0{rank}_00{rank}"))
+    found = open_checkpoint(run).parameters
+    for name, values in tensors.items():
+        assert np.array_equal(read(found[name].weight), values), name
+    for i, values in experts.items():
+        name = f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1.weight"
+        assert np.array_equal(read(found[name].weight), values)
+
+
+def test_iterations_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    _change(run / "iter_0000005/mp_rank_01", lambda root: root.update(iteration=6))
+    with pytest.raises(Corrupt, match="`iteration` is 5 in mp_rank_00 but 6 in mp_rank_01"):
+        open_checkpoint(run)
+
+
+def test_runs_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    _change(run / "iter_0000005/mp_rank_01", lambda root: setattr(root["args"], "num_layers", 3))
+    with pytest.raises(Corrupt, match="`num_layers` is 2 in mp_rank_00 but 3 in mp_rank_01"):
+        open_checkpoint(run)
+
+
+def test_a_file_without_arguments_is_an_error(tmp_path: Path) -> None:
+    run = write(tmp_path, whole())
+    _change(run / "iter_0000005/mp_rank_00", lambda root: root.pop("args"))
+    with pytest.raises(Incomplete, match="no arguments"):
+        open_checkpoint(run)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_layers": 3}, "hold 2 layers, but the arguments state 3"),
+    "ffn": ({"ffn_hidden_size": 16}, "linear_fc1.weight"),
+    "no gate": ({"swiglu": False}, "linear_fc1.weight"),
+    "head dimension": ({"kv_channels": 4}, "linear_proj.weight"),
+    "vocabulary": ({"padded_vocab_size": 32}, "word_embeddings.weight` has length 16 .* it is 32"),
+    "groups": ({"num_query_groups": 3}, "4 attention heads do not divide into 3 query groups"),
+    "a text for a number": ({"hidden_size": "8"}, "`hidden_size` is '8', not a whole number"),
+    "no degree": ({"tensor_model_parallel_size": 0}, "degrees of tp 0"),
+    "world": ({"world_size": 3}, "3 ranks do not divide"),
+    "interleaved gates": ({"moe_mlp_glu_interleave_size": 32}, "interleaved in blocks"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_arguments_that_contradict_the_tensors_are_an_error(tmp_path: Path, kind: str) -> None:
+    args, message = CONTRADICTIONS[kind]
+    run = write(tmp_path, whole(), tp=2)
+    for rank in range(2):
+        _change(run / f"iter_0000005/mp_rank_0{rank}", lambda root: vars(root["args"]).update(args))
+    with pytest.raises(CkptError, match=message):
+        open_checkpoint(run)
+
+
+def test_heads_that_do_not_divide_are_an_error(tmp_path: Path) -> None:
+    """Three groups of heads over two ranks: whatever the rows are, no rank can have whole groups."""
+    tensors = {
+        **whole(),
+        **{f"decoder.layers.{i}.self_attention.linear_qkv.weight": np.zeros((24, 8), "f4") for i in (0, 1)},
+    }
+    args = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 2, "hidden_size": 8}
+    proj = {f"decoder.layers.{i}.self_attention.linear_proj.weight": np.zeros((8, 12), "f4") for i in (0, 1)}
+    run = write(tmp_path, {**tensors, **proj}, tp=2, args=args)
+    with pytest.raises(BadRules, match=r"3 units .* do not divide over 2 ranks"):
+        open_checkpoint(run)
+
+
+def test_a_parameter_without_a_rule_is_an_error_that_suggests_one(tmp_path: Path) -> None:
+    tensors = {**whole(), "decoder.layers.0.adapter.down.weight": np.ones((4, 8), "f4")}
+    run = write(tmp_path, tensors, tp=2)
+    with pytest.raises(BadRules, match=r"`decoder\.layers\.0\.adapter\.down\.weight`") as found:
+        open_checkpoint(run)
+    assert "[[rule]]" in str(found.value.hint)
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[[rule]]\nmatch = '.*adapter.*'\nhow = 'replicated'\n")
+    read_back = Megatron().read(run, Options(read_rules(rules)))
+    assert np.array_equal(read(read_back.parameters["decoder.layers.0.adapter.down.weight"].weight), np.ones((4, 8)))
+
+
+def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    plain = Megatron().read(run, Options((Rule(r".*\.linear_fc1\.weight"),)))
+    halves = [cut("linear_fc1.weight", whole()["decoder.layers.0.mlp.linear_fc1.weight"], 2, rank) for rank in (0, 1)]
+    assert np.array_equal(
+        read(plain.parameters["decoder.layers.0.mlp.linear_fc1.weight"].weight), np.concatenate(halves)
+    )
+    for wrong, message in (
+        (Rule(r".*\.linear_fc1\.weight", fused=("ffn", "heads")), "contradict its rule"),
+        (Rule(r".*\.linear_fc1\.weight", axis=2), "cannot be joined along axis 2"),
+        (Rule(r".*\.linear_fc1\.weight", fused=("depth",)), "needs the size `depth`"),
+        (Rule(r".*\.linear_fc2\.weight", length="hidden"), "has length 16 along axis 0"),
+    ):
+        with pytest.raises(BadRules, match=message):
+            Megatron().read(run, Options((wrong,)))
+
+
+def test_a_padded_vocabulary_is_trimmed_to_the_size_that_the_user_says(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), tp=2)
+    found = Megatron().read(run, Options((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
+    assert found.parameters["output_layer.weight"].weight.shape == (13, 8)
+
+
+def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
+    def spoiled(name: str, values: np.ndarray[Any, Any], tp: int, rank: int) -> np.ndarray[Any, Any]:
+        return values + rank if name == "decoder.final_layernorm.weight" else cut(name, values, tp, rank)
+
+    found = open_checkpoint(write(tmp_path, whole(), 2, cutting=spoiled))
+    with pytest.raises(Corrupt, match="replicas of one tensor differ"):
+        read(found.parameters["decoder.final_layernorm.weight"].weight)
+
+
+def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
+    flat = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): {"param": torch.zeros(64)}}}
+    torch.save(flat, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
+    with pytest.raises(Corrupt, match="has 64 elements"):
+        open_checkpoint(run)
+
+
+def test_states_that_lie_elsewhere_are_doubted(tmp_path: Path) -> None:
+    """A buffer of the right length whose parameters are in another order."""
+    tensors = whole()
+    run = write(tmp_path, tensors, optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
+    items = [Item(name, values.shape) for name, values in tensors.items()]
+    places = fill(items, None, 64).flat()
+    buffer = np.zeros(sum(fill(items, None, 64).buckets), np.float32)
+    for name, values in tensors.items():
+        buffer[places[name] : places[name] + values.size] = values.reshape(-1)
+    for shift, doubted in ((0, False), (64, True)):
+        states = {"param": torch.from_numpy(np.roll(buffer, shift).copy()), "numel_unpadded": len(buffer)}
+        torch.save({0: {(torch.float32, torch.float32): states}}, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
+        assert bool(open_checkpoint(run).doubts) == doubted
+
+
+@pytest.mark.parametrize("padding", [0, 37])
+@pytest.mark.parametrize("alignment", [64, 1])
+def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, padding: int, alignment: int) -> None:
+    """Before 2024-04 each bucket had a vector of its own; before 2024-02 with its padding."""
+    tensors = whole()
+    args = {"overlap_grad_reduce": True, "ddp_bucket_size": 200}
+    groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    run = write(tmp_path, tensors, args=args, optimizer={"optimizer": {"param_groups": groups}})
+    items = [Item(name, values.shape) for name, values in tensors.items()]
+    filled = fill(items, 200, alignment)
+    assert len(filled.buckets) > 2
+    vectors = [np.full(length + padding, -1, np.float32) for length in filled.buckets]
+    for name, values in tensors.items():
+        place = filled.places[name]
+        vectors[place.bucket][place.start : place.start + values.size] = values.reshape(-1)
+    states = {"param": [torch.from_numpy(vector) for vector in vectors]}
+    torch.save({0: {torch.float32: states}}, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
+    found = open_checkpoint(run)
+    assert found.doubts == ()
+    for name, values in tensors.items():
+        assert np.array_equal(read(found.parameters[name].states["fp32"]), values)
+
+
+def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
+    """`weight1` is [hidden, experts * ffn] by its shape, but [expert, hidden, ffn] in memory."""
+    experts = np.arange(2 * 24 * 8, dtype=np.float32).reshape(2, 24, 8)
+    down = np.arange(2 * 8 * 12, dtype=np.float32).reshape(2, 8, 12)
+    joined = {
+        "decoder.layers.0.mlp.experts.weight1": experts.transpose(0, 2, 1).reshape(8, 48),
+        "decoder.layers.0.mlp.experts.weight2": down.transpose(0, 2, 1).reshape(24, 8),
+    }
+    run = write(tmp_path, {**whole(), **joined}, args={"num_experts": 2, "moe_ffn_hidden_size": 12})
+    found = open_checkpoint(run).parameters
+    for i in range(2):
+        prefix = f"decoder.layers.0.mlp.experts.local_experts.{i}"
+        assert np.array_equal(read(found[f"{prefix}.linear_fc1.weight"].weight), experts[i])
+        assert np.array_equal(read(found[f"{prefix}.linear_fc2.weight"].weight), down[i])
+
+
+def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> None:
+    """Up to core 0.14: [shards along each axis, elements], each shard cut anywhere by data-parallel ranks."""
+    values = array(DTYPES["float32"], (2, 8, 6))
+    fragments = []
+    for i in range(2):
+        for j in range(4):
+            shard = values[i, 2 * j : 2 * j + 2].reshape(-1)
+            for start, stop in ((0, 5), (5, 12)):
+                box = Box((i, j, 0, start), (i + 1, j + 1, 1, stop))
+                fragments.append(Fragment(box, Held(shard[start:stop].reshape(1, 1, 1, -1))))
+    flat = Tensor((2, 4, 1, 12), DTYPES["float32"], tuple(fragments))
+    made = unflattened("w", flat, (2, 8, 6))
+    assert list(made.flaws()) == []
+    assert read(made).tobytes() == values.tobytes()
+    with pytest.raises(Corrupt, match=r"`w` has shape \[2, 4, 1, 12\]"):
+        unflattened("w", flat, (2, 8, 7))
+    holed = Tensor(flat.shape, flat.dtype, flat.fragments[1:])
+    assert any("no file holds" in flaw for flaw in unflattened("w", holed, (2, 8, 6)).flaws())
+
+
+def test_pieces_of_a_tensor_are_joined_and_a_missing_one_is_named() -> None:
+    rows = {
+        piece: array(DTYPES["float32"], (n, 4), n) for piece, n in (("z", 6), ("x", 6), ("B", 2), ("C", 2), ("dt", 3))
+    }
+    key = "decoder.layers.1.mixer.in_proj.weight"
+    found = named({f"{key}.{piece}": tensor(values) for piece, values in reversed(rows.items())})
+    assert read(found[key]).tobytes() == np.concatenate(list(rows.values())).tobytes()
+    with pytest.raises(Corrupt, match="of which only _w are there"):
+        named({"decoder.layers.0.mlp.linear_fc1.weight_w": tensor(rows["z"])})
+
+
+def test_a_stack_is_taken_apart_by_layer_and_expert() -> None:
+    values = array(DTYPES["bfloat16"], (2, 3, 4, 5))
+    found = named({"decoder.layers.mlp.experts.experts.linear_fc1.weight": tensor(values)})
+    assert {name: read(one).tobytes() for name, one in found.items()} == {
+        f"decoder.layers.{i}.mlp.experts.local_experts.{j}.linear_fc1.weight": values[i, j].tobytes()
+        for i in range(2)
+        for j in range(3)
+    }
+    with pytest.raises(Unsafe, match="stack of"):
+        named({"decoder.layers.x.weight": Tensor((1 << 40, 4), DTYPES["float32"], ())})
+
+
+def test_names_of_all_implementations_become_one() -> None:
+    naming = Naming(first_layer=10, first_expert=4, experts=4)
+    said = {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.10.input_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_bias": "decoder.layers.11.pre_mlp_layernorm.bias",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight3": (
+            "decoder.layers.10.mlp.experts.local_experts.7.linear_fc1.weight"
+        ),
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.bias": (
+            "decoder.layers.10.mlp.experts.local_experts.5.linear_fc2.bias"
+        ),
+        "language_model.encoder.layers.2.self_attention.dense.weight": (
+            "language_model.encoder.layers.12.self_attention.dense.weight"
+        ),
+        "output_layer.weight": "output_layer.weight",
+    }
+    assert {name: naming.plain(name) for name in said} == said
+
+
+def test_nested_names_of_before_megatron_core_are_read(tmp_path: Path) -> None:
+    inner = {"word_embeddings": {"weight": torch.ones(16, 8)}}
+    layers = {"layers.0.self_attention.query_key_value.weight": torch.ones(16, 8), "final_norm.weight": torch.ones(8)}
+    run = write(tmp_path, {}, args={"num_layers": 1})
+    model = {"language_model": {"embedding": inner, "encoder": layers}}
+    _change(run / "iter_0000005/mp_rank_00", lambda root: root.update(model=model))
+    assert list(open_checkpoint(run).parameters) == [
+        "language_model.embedding.word_embeddings.weight",
+        "language_model.encoder.layers.0.self_attention.query_key_value.weight",
+        "language_model.encoder.final_norm.weight",
+    ]
+
+
+def test_before_version_one_each_rank_held_q_k_and_v_as_three_pieces(tmp_path: Path) -> None:
+    name = "language_model.encoder.layers.0.self_attention.query_key_value.weight"
+    values = np.arange(24 * 8, dtype=np.float32).reshape(24, 8)
+    args = {"num_layers": 1, "group_query_attention": False}
+
+    def pieces(_: str, values: np.ndarray[Any, Any], tp: int, rank: int) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.split(piece, tp)[rank] for piece in np.split(values, 3)])
+
+    def plain(_: str, values: np.ndarray[Any, Any], tp: int, rank: int) -> np.ndarray[Any, Any]:
+        return np.split(values, tp)[rank]
+
+    for version, cutting in ((0, pieces), (1.0, plain), (3.0, plain)):
+        run = write(tmp_path / str(version), {name: values}, 2, args, cutting, checkpoint_version=version)
+        assert np.array_equal(read(open_checkpoint(run).parameters[name].weight), values), version
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_step_is_each_parameters_wherever_the_optimizer_keeps_it(tmp_path: Path, fused: bool) -> None:
+    tensors = whole()
+    decayed = [name for name, values in tensors.items() if values.ndim > 1]
+    rest = [name for name in tensors if name not in decayed]
+    step = {} if fused else {"step": torch.tensor(9.0)}
+    state = {i: {"exp_avg": torch.from_numpy(tensors[name] + 1), **step} for i, name in enumerate((*decayed, *rest))}
+    groups = [
+        {"wd_mult": wd, "params": list(numbers), **({"step": 9} if fused else {})}
+        for wd, numbers in ((1.0, range(len(decayed))), (0.0, range(len(decayed), len(tensors))))
+    ]
+    found = open_checkpoint(write(tmp_path, tensors, optimizer={"state": state, "param_groups": groups}))
+    for name, values in tensors.items():
+        parameter = found.parameters[name]
+        assert np.array_equal(read(parameter.states["exp_avg"]), values + 1)
+        assert (parameter.values["step"] if fused else read(parameter.states["step"])) == 9
+    assert [len(group.names) for group in found.groups] == [len(decayed), len(rest)]
+
+
+def test_stages_have_the_layers_that_megatron_gives_them() -> None:
+    assert even(8, 2).counts == (4, 4)
+    interleaved = even(8, 2, 2)
+    assert [list(interleaved.layers(p, v)) for p in (0, 1) for v in (0, 1)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert even(6, 2, embedding=True, loss=True).counts == (3, 3)
+    assert even(7, 4, embedding=True).counts == (1, 2, 2, 2)
+    assert uneven(10, 4, 1, 1, 3).counts == (1, 3, 3, 3)
+    assert list(uneven(8, 2, 2, 2, None).layers(1, 0)) == [1, 2, 3]
+    assert drawn("Et*3|(tt|)*2,m|L", 5).counts == (3, 2, 2, 0, 0)
+    assert drawn([["embedding", "decoder"], ["decoder", "decoder", "loss"]], 2).counts == (1, 2)
+
+
+@pytest.mark.parametrize("said", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])
+def test_a_layout_that_is_not_understood_is_an_error(said: str) -> None:
+    with pytest.raises(Unsupported):
+        drawn(said, 2)
+
+
+@pytest.mark.parametrize("work", [lambda: even(7, 2), lambda: uneven(7, 3, 1, 2, 2) and uneven(8, 3, 1, 9, None)])
+def test_layers_that_do_not_divide_are_an_error(work: Any) -> None:
+    with pytest.raises(Unsupported, match="divide"):
+        work()
+
+
+def test_a_buffer_is_laid_out_as_megatron_lays_it() -> None:
+    """In reverse, each at a multiple of 64; a table that is shared has a bucket of its own."""
+    items = [Item("table", (10, 3), True), Item("a", (100,)), Item("b", (7,)), Item("c", (130,))]
+    one = fill(items, None, 64)
+    assert {name: (place.bucket, place.start) for name, place in one.places.items()} == {
+        "c": (0, 0),
+        "b": (0, 192),
+        "a": (0, 256),
+        "table": (1, 0),
+    }
+    assert one.buckets == (384, 30)
+    assert fit(items, one.buckets, 64) == one
+    assert fill(items, 120, 64).buckets == (130, 164, 30)
+    assert fit(items, (384, 29), 64) is None
+    assert fit(items, (384, 30, 30), 64) is None
+
+
+def test_the_command_line_says_which_rule_each_parameter_got(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", whole(), tp=2)
+    text = CliRunner().invoke(cli, ["rules", str(run)])
+    assert text.exit_code == 0
+    assert "decoder.layers.*.self_attention.linear_qkv.weight (2)\n    sharded along axis 0, 2 units\n" in text.output
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[[rule]]\nmatch = 'output_layer.weight'\nvocabulary = 13\n")
+    said = json.loads(CliRunner().invoke(cli, ["rules", str(run), "--rules", str(rules), "--json"]).output)
+    found = {one["name"]: one for one in said["parameters"]}
+    assert said["sizes"]["qkv_rows"] == 16
+    assert found["output_layer.weight"]["rule"] == {
+        "how": "sharded along axis 0, 13 true rows",
+        "match": "output_layer.weight",
+        "origin": f"{rules}, rule 1",
+    }
+    assert found["decoder.final_layernorm.weight"]["rule"]["origin"].startswith("set megatron-core")
+    assert found.keys() == whole().keys()
+
+
+def test_rules_are_known_in_other_formats_too(tmp_path: Path) -> None:
+    """The arguments come along, so a converted model is cut as before."""
+    run = write(tmp_path / "run", whole(), tp=2)
+    made = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
+    assert made.exit_code == 0, made.output
+    before, after = (
+        json.loads(CliRunner().invoke(cli, ["rules", str(path), "--json"]).output)["parameters"]
+        for path in (run, tmp_path / "universal")
+    )
+    assert sorted(before, key=str) == sorted(after, key=str)
+
+
+def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "run", whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}}
+    )
+    items = [Item(name, values.shape) for name, values in whole().items()]
+    states = {"param": torch.zeros(sum(fill(items, None, 64).buckets))}
+    torch.save(
+        {0: {torch.float32: states}, "buckets_coalesced": True}, run / "iter_0000005/mp_rank_00/distrib_optim.pt"
+    )
+    verified = CliRunner().invoke(cli, ["verify", str(run)])
+    assert verified.exit_code == 20
+    assert "doubt: the optimizer's masters of 15 of 15 parameters" in verified.output
+    refused = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
+    assert isinstance(refused.exception, Corrupt)
+    assert not (tmp_path / "universal").exists()
+    weights = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal"), "--model-only"])
+    assert weights.exit_code == 0, weights.output
+
+
+def _change(folder: Path, change: Any) -> None:
+    file = folder / "model_optim_rng.pt"
+    root = torch.load(file, weights_only=False)
+    assert isinstance(root["args"], argparse.Namespace)
+    change(root)
+    torch.save(root, file)

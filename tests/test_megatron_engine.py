@@ -1,0 +1,182 @@
+"""What real Megatron core saved, in every layout and encoding, is read bit for bit as Megatron itself reads it."""
+
+import importlib.util
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort, check_sound, check_whole
+from ckpt_formats.base import Checkpoint, Options
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.tensor import read
+from megatron_jobs.kinds import KINDS, Kind
+from megatron_jobs.launch import save
+from megatron_jobs.truth import read_truth
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+SHIFTED = {"gpt_dp3_buckets": "gpt", "llama_dp2_buckets": "llama", "gpt_tied_pp2": "gpt_tied"}
+"""Buckets of these end at places that are no multiples of 128: Megatron saves `fully_reshardable` states shifted."""
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("megatron")
+    save(KINDS, out)
+    return out
+
+
+def containers(kind: Kind) -> list[str]:
+    return ["legacy", "fully", "dp", "zero"] if kind.distributed else ["legacy", "plain"]
+
+
+CASES = [
+    (name, container)
+    for name, kind in KINDS.items()
+    for container in containers(kind)
+    if name not in SHIFTED or container != "fully"
+]
+
+
+@cache
+def truth_of(file: Path) -> dict[tuple[str, str], Any]:
+    return read_truth(file)
+
+
+@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
+def test_everything_is_as_megatron_itself_reads_it(runs: Path, name: str, container: str) -> None:
+    kind = KINDS[name]
+    found = open_checkpoint(runs / name / container)
+    check_whole(found)
+    check_sound(found)
+    truth = truth_of(runs / (kind.truth or name) / "truth.pt")
+    held = {(p.name, state): tensor for p, state, tensor in found.tensors() if p.role != "extra" and state != "step"}
+    # The plain optimizer of an fp32 model updates the weights themselves: there are no masters.
+    assert held.keys() == truth.keys()
+    for place, tensor in held.items():
+        values = read(tensor)
+        assert values.shape == tuple(truth[place].shape), place
+        assert values.dtype.name == str(truth[place].dtype).removeprefix("torch."), place
+        assert values.tobytes() == bytes_of(truth[place]), place
+    assert examine(found, Effort()) == []
+
+
+def bytes_of(tensor: Any) -> bytes:
+    import torch
+
+    made: bytes = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return made
+
+
+@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
+def test_what_is_no_tensor_comes_along(runs: Path, name: str, container: str) -> None:
+    kind = KINDS[name]
+    found = open_checkpoint(runs / name / container)
+    assert detect(runs / name / container).name == "megatron"
+    assert found.origin.engine == "megatron"
+    assert found.origin.step == 2
+    said = {key: found.origin.layout[key] for key in ("tp", "pp", "vpp", "ep")}
+    assert said == {"tp": kind.tp, "pp": kind.pp, "vpp": kind.vpp or 1, "ep": kind.ep}
+    assert found.extras["args"].get("hidden_size") == kind.model["hidden_size"]
+    assert "rng_state" in found.extras
+    assert found.aliases == ({"output_layer.weight": "embedding.word_embeddings.weight"} if kind.tied else {})
+    _check_groups(found)
+
+
+def _check_groups(found: Checkpoint) -> None:
+    """Vectors and biases are not decayed; every trained parameter is in one group and has made two steps."""
+    listed = [name for group in found.groups for name in group.names]
+    assert sorted(listed) == sorted(n for n, p in found.parameters.items() if p.role == "parameter")
+    for group in found.groups:
+        for name in group.names:
+            parameter = found.parameters[name]
+            plain = name.endswith(".bias") or len(parameter.weight.shape) == 1
+            assert (group.options["wd_mult"] == 0) == plain
+            step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"])
+            assert int(step) == 2
+
+
+def test_a_run_looks_the_same_however_it_was_saved(runs: Path) -> None:
+    """Names, groups, roles and plain numbers do not depend on the layout."""
+    kinds = ("llama", "llama_tp2_pp2", "llama_vpp", "llama_uneven")
+    many = [open_checkpoint(runs / name / container) for name in kinds for container in containers(KINDS[name])]
+    first, *others = many
+    for other in others:
+        assert _plain_numbers(other) == _plain_numbers(first)
+        assert sorted((g.options["wd_mult"], sorted(g.names)) for g in other.groups) == sorted(
+            (g.options["wd_mult"], sorted(g.names)) for g in first.groups
+        )
+
+
+def _plain_numbers(found: Checkpoint) -> dict[str, Any]:
+    return {name: (p.role, p.values) for name, p in found.parameters.items() if p.role != "extra"}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_optimizer_states_that_megatron_shifted_are_found_and_refused(runs: Path, name: str) -> None:
+    found = open_checkpoint(runs / name / "fully")
+    truth = truth_of(runs / SHIFTED[name] / "truth.pt")
+    masters = {name: p.states["fp32"] for name, p in found.parameters.items() if "fp32" in p.states}
+    wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "fp32"])]
+    assert wrong  # or Megatron has mended it, and this test has had its day
+    assert len(found.doubts) == 1
+    assert f"masters of {len(wrong)} of " in found.doubts[0]
+    with pytest.raises(Corrupt, match="shifted"):
+        check_sound(found)
+    assert any(finding.kind == "doubt" for finding in examine(found, Effort()))
+
+
+def _copied(runs: Path, tmp_path: Path) -> Path:
+    shutil.copytree(runs / "llama_tp2_pp2" / "dp", tmp_path / "run")
+    return tmp_path / "run" / "iter_0000002"
+
+
+def test_a_missing_file_of_a_distributed_checkpoint_is_named(runs: Path, tmp_path: Path) -> None:
+    folder = _copied(runs, tmp_path)
+    (folder / "__2_0.distcp").unlink()
+    with pytest.raises(Incomplete, match=r"__2_0\.distcp is missing"):
+        open_checkpoint(folder)
+
+
+def test_containers_that_megatron_gave_up_are_named(runs: Path, tmp_path: Path) -> None:
+    folder = _copied(runs, tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(Unsupported, match="zarr"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("ffn_hidden_size", 64, "linear_fc1.weight` has length 96 .* it is 128"),
+        ("pipeline_model_parallel_size", 1, "elements"),
+        ("tensor_model_parallel_size", 4, "units .* do not divide over 4 ranks|are missing|do not divide"),
+        ("num_layers", 3, "do not divide"),
+    ],
+)
+def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
+    runs: Path, tmp_path: Path, field: str, value: int, message: str
+) -> None:
+    import torch
+
+    folder = _copied(runs, tmp_path)
+    root = torch.load(folder / "common.pt", weights_only=False)
+    setattr(root["args"], field, value)
+    torch.save(root, folder / "common.pt")
+    with pytest.raises(CkptError, match=message):
+        open_checkpoint(folder)
+
+
+def test_reading_needs_none_of_the_options(runs: Path) -> None:
+    from ckpt_formats.megatron import Megatron
+
+    assert Megatron().read(runs / "llama" / "legacy" / "iter_0000002", Options()).origin.step == 2
