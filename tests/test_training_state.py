@@ -11,11 +11,11 @@ from ckpt_formats.base import Checkpoint, Origin
 from ckpt_formats.dcp.nesting import flattened
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import BadRules, Corrupt
-from ckpt_formats.own_record import KEY
-from ckpt_formats.state_keys import STYLES, StateKeys, keys_of
-from ckpt_formats.state_tree import added_options, state_tree
+from ckpt_formats.state_dicts.keys import STYLES, StateKeys, keys_of
+from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.record import KEY
+from ckpt_formats.state_dicts.write import added_options, state_tree
 from ckpt_formats.tensor import Tensor
-from ckpt_formats.training_state import training_state
 from held import array, checkpoint, contents, everything, parameter, plain, tensor
 
 F32 = DTYPES["float32"]

@@ -4,7 +4,7 @@ import click
 
 from ckpt_cli.options import MOST_RANKS, Numbers, Reading, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
-from ckpt_formats.state_keys import STYLES
+from ckpt_formats.state_dicts.keys import STYLES
 
 
 @click.command()

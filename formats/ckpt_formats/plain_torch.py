@@ -30,10 +30,10 @@ from ckpt_formats.base import (
     WritableFormat,
 )
 from ckpt_formats.errors import Corrupt
+from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.torch_tree import apart, tree_part, write_tree
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
-from ckpt_formats.training_state import training_state
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import Global, StdDict, TensorName, Value

@@ -20,7 +20,7 @@ from ckpt_formats.dcp.folder import looks
 from ckpt_formats.dcp.plan import plan_parts
 from ckpt_formats.dcp.read import read
 from ckpt_formats.dcp.write import write_metadata, write_part
-from ckpt_formats.state_tree import added_options
+from ckpt_formats.state_dicts.write import added_options
 from ckpt_formats.transfer import Transfer
 
 

@@ -14,8 +14,8 @@ from ckpt_formats.dcp.read import PAIR
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.layout import Rule
-from ckpt_formats.state_keys import ACCELERATE, NESTED, keys_of
-from ckpt_formats.state_tree import state_tree
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, keys_of
+from ckpt_formats.state_dicts.write import state_tree
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
 

@@ -17,9 +17,9 @@ from ckpt_formats.files import Seal, unreadable
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import Rule, merge
 from ckpt_formats.naming import show
-from ckpt_formats.state_keys import TORCHTITAN
+from ckpt_formats.state_dicts.keys import TORCHTITAN
+from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Fragment, Tensor, with_replicas
-from ckpt_formats.training_state import training_state
 from ckpt_formats.values import Value
 
 PAIR = "pair"

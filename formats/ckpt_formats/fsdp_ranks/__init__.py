@@ -29,8 +29,8 @@ from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in
 from ckpt_formats.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.geometry import Shape
 from ckpt_formats.naming import show
+from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Tensor, read
-from ckpt_formats.training_state import training_state
 from ckpt_formats.values import Value
 
 Files = dict[str, dict[int, RankFile]]

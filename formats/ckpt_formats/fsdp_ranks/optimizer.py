@@ -13,9 +13,9 @@ from ckpt_formats.fsdp_ranks.merge import Merge
 from ckpt_formats.fsdp_ranks.model import Trees
 from ckpt_formats.geometry import Shape
 from ckpt_formats.numbering import Named, Run, Slot, one_way
+from ckpt_formats.state_dicts.read import role_of
 from ckpt_formats.tensor import Tensor, with_replicas
 from ckpt_formats.torchfile import TensorRef
-from ckpt_formats.training_state import role_of
 from ckpt_formats.values import Value
 
 Spread = Mapping[str, Mapping[int, Leaf]]

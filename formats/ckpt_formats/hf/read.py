@@ -17,8 +17,8 @@ from ckpt_formats.names import table_for
 from ckpt_formats.naming import show
 from ckpt_formats.registry import format_named
 from ckpt_formats.safetensors_file import natural
+from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.torchfile import open_file
-from ckpt_formats.training_state import training_state
 from ckpt_formats.values import Value
 
 _CUT_MODELS = ("dcp", "fsdp-ranks")

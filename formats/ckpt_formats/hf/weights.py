@@ -8,10 +8,10 @@ from ckpt_formats.base import Shard
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import Seal
 from ckpt_formats.hf.folder import Container, Folder
-from ckpt_formats.leaves import has_tensor
 from ckpt_formats.naming import show
 from ckpt_formats.safetensors_shards import listed, read_weights
 from ckpt_formats.shard_index import INDEX_SUFFIX, read_index
+from ckpt_formats.state_dicts.leaves import has_tensor
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_formats.leaves import between, named_leaves, tensor_leaf
 from ckpt_formats.megatron.names import TIED, is_buffer, is_expert, is_extra_state, layer_of
+from ckpt_formats.state_dicts.leaves import between, named_leaves, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
 

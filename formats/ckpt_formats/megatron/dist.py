@@ -8,7 +8,6 @@ from pathlib import Path
 from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter, Role
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.layout import Layout
-from ckpt_formats.leaves import Leaf, tensor_leaf
 from ckpt_formats.megatron.arguments import sizes_of
 from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label
 from ckpt_formats.megatron.dist_buffers import Model, states_of
@@ -22,6 +21,7 @@ from ckpt_formats.megatron.origin import origin_of
 from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages, stages_of
 from ckpt_formats.naming import show
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
 

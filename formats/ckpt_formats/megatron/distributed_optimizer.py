@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ckpt_formats.base import MASTER
 from ckpt_formats.errors import Corrupt, Unsupported
-from ckpt_formats.leaves import Leaf, tensor_leaf
 from ckpt_formats.megatron.arguments import Arguments, Parallel
 from ckpt_formats.megatron.buffers import ALIGNMENTS, Filled, Item, fill, fit, most_in_bucket
 from ckpt_formats.megatron.chunk import Chunk, is_shared
 from ckpt_formats.megatron.optimizer import Key
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.tensor_views import reshaped
 from ckpt_formats.values import Value

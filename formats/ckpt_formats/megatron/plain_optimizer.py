@@ -13,9 +13,9 @@ from pathlib import Path
 from ckpt_formats.base import MASTER
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Corrupt
-from ckpt_formats.leaves import Leaf, tensor_leaf
 from ckpt_formats.megatron.chunk import Chunk
 from ckpt_formats.megatron.optimizer import Key, Optimized, Options, members, options_of
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.values import Value
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")

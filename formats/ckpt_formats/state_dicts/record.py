@@ -17,10 +17,10 @@ from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Corrupt
-from ckpt_formats.leaves import Leaf, tensor_leaf
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.sorted_state import TrainingState
-from ckpt_formats.state_keys import StateKeys
+from ckpt_formats.state_dicts.keys import StateKeys
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
+from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.tensor import Decoded, Fragment, Tensor
 from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import Value, tensor_names

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from ckpt_formats.base import Group
 from ckpt_formats.errors import BadRules
-from ckpt_formats.leaves import Leaf, has_tensor, tensor_leaf
 from ckpt_formats.naming import show
 from ckpt_formats.numbering import Named, Run, Slot, one_way
+from ckpt_formats.state_dicts.leaves import Leaf, has_tensor, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.typed_json import encode
 from ckpt_formats.values import Value

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ckpt_formats.base import Group, Origin, Parameter
-from ckpt_formats.state_keys import StateKeys
+from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.values import Value
 
 

@@ -13,14 +13,14 @@ from ckpt_formats.base import MODEL, Group, Parameter, Role
 from ckpt_formats.dtypes import is_float
 from ckpt_formats.errors import Corrupt, Unsafe
 from ckpt_formats.extras import lift, numbered
-from ckpt_formats.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
 from ckpt_formats.naming import show
 from ckpt_formats.numbering import Named
-from ckpt_formats.optimizer_state import is_flat, is_optimizer, match
-from ckpt_formats.own_record import KEY, has_record, with_record
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.sorted_state import TrainingState
-from ckpt_formats.state_keys import StateKeys
+from ckpt_formats.state_dicts.keys import StateKeys
+from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
+from ckpt_formats.state_dicts.optimizer import is_flat, is_optimizer, match
+from ckpt_formats.state_dicts.record import KEY, has_record, with_record
+from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.values import Value
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params")

@@ -3,7 +3,7 @@
 The model's tensors are what the optimizer updates: the masters, where there are
 any, since a script under mixed precision keeps its parameters in full and
 rounds them as it computes. What the tree has no place for is in our own record
-(`own_record`), under a key that no script asks for.
+(`record`), under a key that no script asks for.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ import numpy as np
 
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.extras import lower
-from ckpt_formats.own_record import KEY, record_of
-from ckpt_formats.state_keys import StateKeys, keys_of
+from ckpt_formats.state_dicts.keys import StateKeys, keys_of
+from ckpt_formats.state_dicts.read import RESERVED
+from ckpt_formats.state_dicts.record import KEY, record_of
 from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.training_state import RESERVED
 from ckpt_formats.values import TensorName, Value, tensor_names
 
 _ADAM: Mapping[str, Value] = {
