@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+import xxhash
 
 from ckpt_cli.executors import results
 from ckpt_cli.interrupts import deferred, heed
@@ -15,10 +16,10 @@ from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.errors import CkptError
 from ckpt_formats.files import Reader, Seal, holds
-from ckpt_formats.tensor import Raw, Tensor
+from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
 
-Kind = Literal["coverage", "checksum", "replicas", "copy", "unreadable"]
+Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Finding:
 
 def amount(checkpoint: Checkpoint) -> int:
     """Bytes that `examine` will read."""
-    return sum(seal.nbytes for seal in checkpoint.seals) + sum(_compared(p) for p in checkpoint.parameters.values())
+    decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
+    sealed = sum(seal.nbytes for seal in checkpoint.seals)
+    return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
 
 
 def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
@@ -49,6 +52,7 @@ def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes
 
 def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Finding]:
     findings = list(_coverage(checkpoint))
+    findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.doubts]
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
@@ -59,11 +63,15 @@ def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Findi
         for parameter in checkpoint.parameters.values()
         if _compared(parameter) and (parameter.name,) not in damaged
     ]
+    work += [
+        partial(_values, checkpoint.parameters[name], state, digest, effort.slab, moved)
+        for (name, state), digest in checkpoint.digests.items()
+    ]
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
         found = [f for fs in results(pool, _call, work, 2 * effort.workers) for f in fs]
     broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
-    # A copy that differs from its master because one of them is damaged is no finding of its own.
-    findings += [f for f in found if f.kind not in ("copy", "replicas") or not broken & set(f.tensors)]
+    # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
+    findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
 
 
@@ -100,6 +108,20 @@ def _seal(seal: Seal, tensors: tuple[str, ...], moved: Moved) -> list[Finding]:
     return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
 
 
+def _values(parameter: Parameter, state: str, digest: int, slab: int, moved: Moved) -> list[Finding]:
+    """Is what comes out of a codec what the checkpoint says went in?"""
+    name, hashed = parameter.name, xxhash.xxh3_128()
+    with Reader(check=False) as reader:
+        try:
+            for chunk in Transfer(reader, slab, moved).chunks(parameter.states[state]):
+                hashed.update(chunk)
+        except CkptError as error:
+            return [Finding("values", error.what, error.where or name, (name,))]
+    where = ", ".join(sorted({str(raw.path) for raw in parameter.states[state].sources()}))
+    what = f"{state}: the values that are decoded do not fit their checksum"
+    return [] if hashed.intdigest() == digest else [Finding("values", what, where, (name,))]
+
+
 def _compared(parameter: Parameter) -> int:
     """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
@@ -110,7 +132,7 @@ def _compared(parameter: Parameter) -> int:
 
 
 def _stored(tensor: Tensor) -> bool:
-    return all(isinstance(fragment.blob, Raw) for fragment in tensor.fragments)
+    return not any(isinstance(fragment.blob, Decoded) for fragment in tensor.fragments)
 
 
 def _agreement(parameter: Parameter, slab: int, moved: Moved) -> list[Finding]:

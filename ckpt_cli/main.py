@@ -28,7 +28,10 @@ COMMANDS = {
     "reshard": "ckpt_cli.commands.reshard:reshard",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
+    "rules": "ckpt_cli.commands.rules:rules",
     "diff": "ckpt_cli.commands.diff:diff",
+    "compress": "ckpt_cli.commands.compress:compress",
+    "decompress": "ckpt_cli.commands.decompress:decompress",
 }
 
 EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from ckpt_cli import savings
 from ckpt_cli.pipeline import space_needed
 from ckpt_cli.report import data, say, say_notices, size
 from ckpt_formats.base import Checkpoint, Parameter, Part
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
 from ckpt_formats.registry import detect
-from ckpt_formats.tensor import Raw
+from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.typed_json import encode
 from ckpt_formats.values import Record, TensorName, Value
 
@@ -40,6 +41,7 @@ def print_json(checkpoint: Checkpoint) -> None:
                             "shape": list(t.shape),
                             "nbytes": t.nbytes,
                             "blocks": len(t.fragments),
+                            **_coded(t),
                         }
                         for s, t in p.states.items()
                     },
@@ -75,6 +77,10 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         count = sum(parameter.weight.size for parameter in members)
         held = size(sum(parameter.nbytes for parameter in members))
         click.echo(f"{role + 's':<11} {len(members)} tensors, {count:,} elements, {held} with all states")
+    if savings.is_coded(checkpoint):
+        click.echo("\nstored")
+        for line in savings.table(savings.rows(checkpoint)):
+            click.echo(f"  {line}")
     click.echo("\nparameters")
     for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
         click.echo(f"  {line}")
@@ -185,6 +191,12 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
                 for raw in fragment.blob.sources():
                     yield raw.path, raw.offset, raw.offset + raw.span, first, last
         at += parameter.weight.size
+
+
+def _coded(tensor: Tensor) -> dict[str, Any]:
+    """How a state is stored that is not stored as it is."""
+    nbytes, codecs = savings.stored(tensor)
+    return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:

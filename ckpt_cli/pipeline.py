@@ -55,6 +55,7 @@ class Outcome:
 def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, ...]:
     """Everything that can be known before the first byte is read: the parts. Raises if the copy cannot succeed."""
     check_whole(source)
+    check_sound(source)
     check_target(goal.target, source.path)
     return format.plan(source, goal)
 
@@ -105,6 +106,16 @@ def check_whole(source: Checkpoint) -> None:
     if flaws:
         more = f" (and {len(flaws) - 3} more)" if len(flaws) > 3 else ""
         raise Incomplete("; ".join(flaws[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
+
+
+def check_sound(source: Checkpoint) -> None:
+    """Nothing says that the values are not what was meant to be saved. Raises `Corrupt`."""
+    if source.doubts:
+        raise Corrupt(
+            source.doubts[0],
+            where=source.path,
+            hint="Take another checkpoint of the run, or only the weights: --model-only.",
+        )
 
 
 def space_needed(parts: Iterable[Part]) -> int:

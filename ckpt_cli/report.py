@@ -46,6 +46,8 @@ def say_notices(checkpoint: Checkpoint) -> None:
 def say_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
     for loss in format.losses(checkpoint, parts):
         say(f"note: {format.name} has no place for {show(loss)}")
+    for remark in format.remarks(checkpoint, parts):
+        say(f"note: {show(remark)}")
 
 
 def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
@@ -70,14 +72,19 @@ def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_nam
 def outcome(done: Outcome, seconds: float, as_json: bool) -> None:
     """What a run wrote."""
     if as_json:
-        said = {"target": str(done.target), "files": done.files, "nbytes": done.nbytes, "seconds": round(seconds, 3)}
-        data(said | {"resumed_files": done.resumed, "checksums_verified": done.checksums})
+        data(outcome_json(done, seconds))
         return
     resumed = f", {done.resumed} of them by an earlier run" if done.resumed else ""
     checked = f"; {done.checksums} checksums of the source hold" if done.checksums else "; the source has no checksums"
     rate = size(done.nbytes / seconds) if seconds else "?"
     wrote = f"wrote {show(str(done.target))}: {size(done.nbytes)} in {done.files} files{resumed}"
     say(f"{wrote}, {seconds:.1f} s, {rate}/s{checked}")
+
+
+def outcome_json(done: Outcome, seconds: float) -> dict[str, Any]:
+    """What a run wrote, for programs."""
+    said = {"target": str(done.target), "files": done.files, "nbytes": done.nbytes, "seconds": round(seconds, 3)}
+    return said | {"resumed_files": done.resumed, "checksums_verified": done.checksums}
 
 
 def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, as_json: bool) -> None:

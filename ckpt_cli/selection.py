@@ -41,7 +41,8 @@ def model_only(source: Checkpoint) -> Checkpoint:
         for name, parameter in source.parameters.items()
         if parameter.role != "extra"
     }
-    return replace(source, parameters=parameters, groups=(), extras={})
+    # What makes a checkpoint doubtful is its optimizer's states.
+    return replace(source, parameters=parameters, groups=(), extras={}, doubts=())
 
 
 def cast(source: Checkpoint, name: str) -> Checkpoint:

@@ -2,23 +2,28 @@
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_cli import pipeline, report
 from ckpt_cli.options import Reading
-from ckpt_cli.pipeline import Effort
+from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import progress
+from ckpt_cli.savings import is_coded
+from ckpt_codecs import warm_up
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import read_whole
-from ckpt_formats.layout import Rule
+from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
+_PATIENCE = 2.0
+"""Seconds without a word."""
 
 
 def open_source(path: str, reading: Reading) -> Checkpoint:
@@ -30,6 +35,17 @@ def open_source(path: str, reading: Reading) -> Checkpoint:
 def rules_of(reading: Reading) -> tuple[Rule, ...]:
     """The rules of the user's file, if there is one."""
     return read_rules(Path(reading.rules)) if reading.rules else ()
+
+
+def layout_of(checkpoint: Checkpoint, reading: Reading) -> Layout:
+    """How a checkpoint's tensors are cut over ranks: as its format read them, or as its engine would cut them."""
+    if checkpoint.layout.rules:
+        return checkpoint.layout
+    if checkpoint.origin.engine == "megatron":
+        from ckpt_formats.megatron.rules import layout_of as megatron_layout_of
+
+        return megatron_layout_of(checkpoint, rules_of(reading))
+    return Layout(rules_of(reading))
 
 
 def order_of(reading: Reading) -> tuple[str, ...]:
@@ -57,8 +73,21 @@ def effort_of(workers: int | None, memory: int) -> Effort:
 
 def choices(reading: Reading, *others: object) -> str:
     """What the user chose, as a text: another choice is another piece of work, which cannot go on with this one."""
-    files = (file and Path(file).read_text("utf-8") for file in (reading.rules, reading.param_order))
+    files = (file and _text(Path(file)) for file in (reading.rules, reading.param_order))
     return json.dumps([*files, reading.shapes, *others])
+
+
+def marks(path: Path | None) -> list[tuple[str, int, int]]:
+    """Name, size and time of a file that the user names, or of those in a folder: others are another choice."""
+    if path is None or not path.exists():
+        return []
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+
+def _text(path: Path) -> str:
+    """What a file says; of a shipped set of rules, its name."""
+    return path.read_text("utf-8") if path.exists() else str(path)
 
 
 def check_degrees(format: WritableFormat, degrees: Degrees) -> None:
@@ -73,9 +102,30 @@ def run(
     source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, what: str, as_json: bool
 ) -> None:
     """Write, with a bar, and say what was written."""
+    outcome, seconds = write(source, format, goal, choices, effort, what)
+    report.outcome(outcome, seconds, as_json)
+
+
+def write(
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, what: str
+) -> tuple[Outcome, float]:
+    """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)
     report.say_losses(format, source, parts)
+    if goal.coding is not None or is_coded(source):
+        load_kernels()
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
         outcome = pipeline.copy(source, format, goal, choices, effort, moved, parts)
-    report.outcome(outcome, time.monotonic() - began, as_json)
+    return outcome, time.monotonic() - began
+
+
+def load_kernels() -> None:
+    """Make the codecs ready, and say so if it takes a while: on a machine's first use they are compiled."""
+    said = threading.Timer(_PATIENCE, report.say, ["compiling kernels, once on this machine ..."])
+    said.daemon = True
+    said.start()
+    try:
+        warm_up()
+    finally:
+        said.cancel()

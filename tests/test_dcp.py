@@ -26,7 +26,7 @@ from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import Rule
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.state_keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
 from ckpt_formats.tensor import read
 from ckpt_formats.universal import Universal
 from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state

@@ -25,7 +25,7 @@ from ckpt_cli.selection import cast
 from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.state_keys import ACCELERATE, NESTED, StateKeys
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, StateKeys
 from ckpt_formats.tensor import Array, Tensor, read
 from ckpt_formats.values import TensorName, Value
 from torch_jobs import launch

@@ -11,7 +11,9 @@ import pytest
 
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_cli.selection import cast
+from ckpt_codecs import from_config
 from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.coding import Coding
 from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import Held, Tensor, read
@@ -54,6 +56,30 @@ def test_a_reader_of_the_page_reads_what_we_write(sample, tmp_path):
     for parameter, state, tensor in source.tensors():
         assert found.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
         assert found.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
+
+
+def decode(codec, data, shape, dtype, base, base_dtype):
+    below = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
+    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], below).tobytes()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
+def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
+    source = open_checkpoint(sample)
+    random = np.random.default_rng(0)
+    large = {
+        "fp32": random.standard_normal((700, 400)).astype(np.float32),
+        "exp_avg": random.standard_normal((700, 400)).astype(np.float32),
+        "exp_avg_sq": random.standard_normal((700, 400)).astype(np.float32) ** 2,
+    }
+    large["param"] = large["fp32"].astype(DTYPES["bfloat16"])
+    parameters = {**source.parameters, "large": Parameter("large", "parameter", {s: held(a) for s, a in large.items()})}
+    source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
+    copy(source, writable("universal"), Goal(tmp_path / "u", coding=Coding()), "", Effort())
+    found = UniversalReader(tmp_path / "u", decode)
+    assert found.manifest["version"] == 2
+    for parameter, state, tensor in source.tensors():
+        assert found.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
 
 
 def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):

@@ -27,17 +27,24 @@ FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
 
 
 class UniversalReader:
-    """A folder of version 1, by the rules of the page; every MUST is an assertion."""
+    """A folder of version 1 or 2, by the rules of the page; every MUST is an assertion.
 
-    def __init__(self, folder):
+    What the bytes of a chunk mean is another page's: `decode` gives the values of one, of which it is told the
+    codec, the shape, the type, and the base's values and type.
+    """
+
+    def __init__(self, folder, decode=None):
         self.folder = Path(folder)
+        self.decode = decode
         raw = (self.folder / "manifest.json").read_bytes()
         first = FIRST_LINE.match(raw)
         assert first
         assert first.end() == 57
         assert xxhash.xxh3_128(raw[57:]).hexdigest().encode() == first[1]
         self.manifest = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice, parse_constant=refuse)
-        assert (self.manifest["format"], self.manifest["version"]) == ("ckpt-universal", 1)
+        states = [state for entry in self.manifest["parameters"] for state in entry["states"].values()]
+        version = 2 if any("chunk" in state for state in states) else 1
+        assert (self.manifest["format"], self.manifest["version"]) == ("ckpt-universal", version)
         assert self.manifest["content"] == content_id(self.manifest)
         self.entries = {entry["name"]: entry for entry in self.manifest["parameters"]}
         assert len(self.entries) == len({entry["file"] for entry in self.entries.values()})
@@ -58,23 +65,33 @@ class UniversalReader:
         assert 8 + length == begin
         assert begin % 64 == 0
         header = json.loads(raw[8:begin], object_pairs_hook=no_key_twice)
-        assert header.pop("__metadata__") == {"ckpt": "universal 1", "parameter": entry["name"]}
+        version = 2 if any("chunk" in state for state in stored.values()) else 1
+        assert header.pop("__metadata__") == {"ckpt": f"universal {version}", "parameter": entry["name"]}
         assert list(header) == sorted(stored, key=lambda name: name == "param" and "fp32" in stored)
         end = begin
         for name, said in header.items():
             state = stored[name]
             size = math.prod(state["shape"]) * ITEMSIZE[state["dtype"]]
-            assert state["codec"] is None
-            assert (said["dtype"], said["shape"]) == (TAGS[state["dtype"]], state["shape"])
+            if "chunk" in state:
+                assert state["codec"]["name"]
+                size = state["nbytes"]
+                assert (said["dtype"], said["shape"]) == ("U8", [size])
+            else:
+                assert state["codec"] is None
+                assert (said["dtype"], said["shape"]) == (TAGS[state["dtype"]], state["shape"])
+                assert state["stored"] == state["values"]
             assert [begin + at for at in said["data_offsets"]] == [state["offset"], state["offset"] + size]
             assert (state["offset"], state["nbytes"]) == (end, size)
-            assert digest(raw[end : end + size]) == state["stored"] == state["values"]
+            assert digest(raw[end : end + size]) == state["stored"]
             end += size
         assert end == len(raw)
         for name, state in entry["states"].items():
             if "offset" not in state:
                 assert state["codec"] == {"name": "rounded"}
+            if "base" in state:
                 assert stored[state["base"]]["shape"] == state["shape"]
+                assert "base" not in stored[state["base"]]
+            if "offset" not in state or "chunk" in state:
                 assert digest(self.values(entry["name"], name)) == state["values"]
 
     def values(self, parameter, name):
@@ -84,10 +101,35 @@ class UniversalReader:
         if "offset" in state:
             with (self.folder / entry["file"]).open("rb") as file:
                 file.seek(state["offset"])
-                return file.read(state["nbytes"])
+                data = file.read(state["nbytes"])
+            return self.coded(entry, state, data) if "chunk" in state else data
         base = self.values(parameter, state["base"])
         types = (entry["states"][state["base"]]["dtype"], state["dtype"])
         return base if types[0] == types[1] else ROUND[types](base)
+
+    def coded(self, entry, state, data):
+        """The values of a state that is stored in chunks."""
+        size, each = ITEMSIZE[state["dtype"]], math.prod(state["chunk"])
+        elements = math.prod(state["shape"])
+        assert 1 <= len(state["chunk"]) <= 2
+        assert 1 <= each <= 2**22
+        assert len(state["chunk"]) == 1 or elements % state["chunk"][1] == 0
+        count = -(-elements // each)
+        ends = len(data) - 16 * count
+        base = self.values(entry["name"], state["base"]) if "base" in state else None
+        known = entry["states"][state["base"]]["dtype"] if "base" in state else None
+        values, at = b"", 0
+        for i, (length, check) in enumerate(struct.iter_unpack("<QQ", data[ends:])):
+            taken = min(each, elements - i * each)
+            shape = [taken] if len(state["chunk"]) == 1 else [taken // state["chunk"][1], state["chunk"][1]]
+            assert length <= taken * size + 1024
+            below = None if base is None else base[i * each * ITEMSIZE[known] :][: taken * ITEMSIZE[known]]
+            made = self.decode(state["codec"], data[at : at + length], shape, state["dtype"], below, known)
+            assert len(made) == taken * size
+            assert xxhash.xxh3_64(made).intdigest() == check
+            values, at = values + made, at + length
+        assert data[at:ends] == bytes(-at % 8)
+        return values
 
 
 def bfloat16(data):

@@ -4,7 +4,7 @@ import click
 
 from ckpt_cli.options import Bytes, Reading, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
-from ckpt_formats.state_keys import STYLES
+from ckpt_formats.state_dicts.keys import STYLES
 
 
 @click.command()
@@ -30,6 +30,11 @@ from ckpt_formats.state_keys import STYLES
     help="Largest file, where a format cuts into several.",
 )
 @click.option(
+    "--config",
+    type=click.Path(readable=False),
+    help="config.json, or the folder that holds it and the tokenizer, for `hf`.  [default: what the source has]",
+)
+@click.option(
     "--keys",
     type=click.Choice(list(STYLES)),
     help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
@@ -48,6 +53,7 @@ def convert(
     model_only: bool,
     dtype: str | None,
     shard_size: int,
+    config: str | None,
     keys: str | None,
     dry_run: bool,
     workers: int | None,
@@ -84,14 +90,17 @@ def convert(
     if dtype:
         checkpoint = selection.cast(checkpoint, dtype)
     report.say_notices(checkpoint)
-    format, goal = (
-        writable(format_name),
-        Goal(Path(target), shard_nbytes=shard_size, keys=STYLES[keys] if keys else None),
+    format = writable(format_name)
+    goal = Goal(
+        Path(target),
+        shard_nbytes=shard_size,
+        config=Path(config) if config else None,
+        keys=STYLES[keys] if keys else None,
     )
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)
         report.say_losses(format, checkpoint, parts)
         report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
-    choices = work.choices(reading, only, skip, model_only, dtype, keys)
+    choices = work.choices(reading, only, skip, model_only, dtype, work.marks(goal.config), keys)
     work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)

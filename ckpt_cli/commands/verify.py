@@ -29,9 +29,12 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
     from ckpt_cli import report, work
     from ckpt_cli.checks import amount, examine
     from ckpt_cli.progress import progress
+    from ckpt_cli.savings import is_coded
 
     checkpoint = work.open_source(path, reading)
     report.say_notices(checkpoint)
+    if is_coded(checkpoint):
+        work.load_kernels()
     began = time.monotonic()
     with progress("verifying", amount(checkpoint)) as moved:
         findings = examine(checkpoint, work.effort_of(workers, memory), moved)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+DType = np.dtype[Any]
 Shape = tuple[int, ...]
 
 
@@ -24,13 +25,15 @@ class Codec(ABC):
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    context: ClassVar[str | None] = None
+    """The state of the same parameter that serves as base, by the name that optimizers give it."""
 
     @abstractmethod
     def encode(self, array: Array, base: Array | None) -> bytes:
         """Bytes for a block. Raises `NotApplicable` if this codec cannot hold these values."""
 
     @abstractmethod
-    def decode(self, data: bytes, shape: Shape, dtype: np.dtype[Any], base: Array | None) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         """The block again. `data` is hostile: raises `CodecError`, never more memory than `shape` earns."""
 
     def config(self) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """A low-precision copy that is only its master, rounded: stored as nothing at all."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Codec, Shape
+from ckpt_codecs.base import Array, Codec, DType, Shape
+from ckpt_codecs.chunks import words
+from ckpt_codecs.engine import engine, loaded
 from ckpt_codecs.errors import CodecError, NotApplicable
 
 
@@ -21,21 +23,34 @@ class Rounded(Codec):
     lossless: ClassVar[bool] = True
 
     def encode(self, array: Array, base: Array | None) -> bytes:
+        if base is not None and base.shape == array.shape and _by_engine(base, array.dtype):
+            if not engine().is_bfloat16_of(words(base), words(array)):
+                raise NotApplicable("the copy is not its master, rounded, or there are NaNs")
+            return b""
         if base is None or not self.holds(base, array.dtype):
             raise NotApplicable("there is no base, or it has NaNs")
         if not _same_bits(self.decode(b"", array.shape, array.dtype, base), array):
             raise NotApplicable("the copy is not its master, rounded")
         return b""
 
-    def holds(self, base: Array, dtype: np.dtype[Any]) -> bool:
+    def holds(self, base: Array, dtype: DType) -> bool:
         """Is the rounding of these values the same on every machine?"""
         return bool(base.dtype == dtype or not np.isnan(base).any())
 
-    def decode(self, data: bytes, shape: Shape, dtype: np.dtype[Any], base: Array | None) -> Array:
+    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         if base is None or base.shape != shape or data:
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
+        if _by_engine(base, dtype):
+            made = np.empty(base.size, np.uint16)
+            engine().to_bfloat16(words(base), made)
+            return made.view(dtype).reshape(shape)
         with np.errstate(over="ignore", invalid="ignore"):
             return base.astype(dtype)
+
+
+def _by_engine(base: Array, dtype: DType) -> bool:
+    """Is this the common case, and are kernels at hand that are ten times as fast as NumPy?"""
+    return base.dtype.name == "float32" and dtype.name == "bfloat16" and loaded() is not None
 
 
 def _same_bits(a: Array, b: Array) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from ckpt_formats.coding import Coding
 from ckpt_formats.files import Evidence, Seal
-from ckpt_formats.layout import Rule
-from ckpt_formats.state_keys import StateKeys
+from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
@@ -81,7 +82,11 @@ class Checkpoint:
     `aliases` maps the other names of tied tensors to the name that holds the
     values. Tensors inside `extras` are `TensorName`s of parameters of the role
     `extra`. `seals` are all checksums that the files promise. `notices` are
-    things worth telling the user which are no error.
+    things worth telling the user which are no error. `doubts` are signs that the
+    values are not what the engine meant to save: `verify` finds them, and nothing
+    is written of such a checkpoint. `layout` says how the ranks' tensors were cut.
+    `digests` are the XXH3-128 hashes that are promised for values which are stored
+    coded, by parameter and state.
     """
 
     path: Path
@@ -91,8 +96,11 @@ class Checkpoint:
     extras: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[Shard, ...] = ()
-    seals: tuple[Seal, ...] = ()
+    seals: Sequence[Seal] = ()
     notices: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    layout: Layout = field(default_factory=Layout)
+    digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""
@@ -147,8 +155,12 @@ class Goal:
     """Rows of the vocabulary's tables with their padding; None: as the source has them."""
     shard_nbytes: int = 5 << 30
     """About how large the files become, in formats that cut a model into several."""
+    config: Path | None = None
+    """A model's configuration, or the folder that holds it; None: what came with the source."""
     keys: StateKeys | None = None
     """How a tree of state dicts is to be keyed; None: as the source was."""
+    coding: Coding | None = None
+    """How states are to be coded, in formats that can; None: their values are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -228,4 +240,8 @@ class WritableFormat(Format):
 
     def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         """What of the source the format has no place for, in words."""
+        return ()
+
+    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+        """What the user should know of the result before it is written, in sentences."""
         return ()

@@ -10,12 +10,13 @@ and names the seals that do not hold. So bytes are read once, not twice.
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -25,8 +26,11 @@ from ckpt_formats.errors import Corrupt, NotFound, Unsafe
 
 Kind = Literal["crc32", "xxh3-128"]
 
+_Array = np.ndarray[Any, np.dtype[Any]]
+
 _BLOCK = 1 << 22
 _MOST_PIECES = 4096
+_MOST_KEPT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Reader:
         self._most_files = most_files
         self._files: dict[Path, int] = {}
         self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
+        self._kept: OrderedDict[Hashable, _Array] = OrderedDict()
 
     def __enter__(self) -> "Reader":
         return self
@@ -93,6 +98,17 @@ class Reader:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
             self._tally(seal).note(offset - seal.offset, out)
+
+    def keep(self, key: Hashable, make: Callable[[], "_Array"]) -> "_Array":
+        """What `make` gives; made anew only if it is not among the last few MiB asked for. Not to be changed."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        made = make()
+        self._kept[key] = made
+        while len(self._kept) > 1 and sum(array.nbytes for array in self._kept.values()) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return made
 
     def evidence(self) -> tuple[Evidence, ...]:
         """What has been read of every sealed range so far."""

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
     "deepspeed-universal": "ckpt_formats.deepspeed_universal:DeepSpeedUniversal",
+    "megatron": "ckpt_formats.megatron:Megatron",
     "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
+    "hf": "ckpt_formats.hf:HuggingFace",
+    "fsdp-ranks": "ckpt_formats.fsdp_ranks:FsdpRanks",
+    "dcp": "ckpt_formats.dcp:DCP",
     "safetensors": "ckpt_formats.safetensors:Safetensors",
     "torch": "ckpt_formats.plain_torch:PlainTorch",
 }

@@ -37,9 +37,10 @@ class Transfer:
         for _, values in self.slabs(tensor):
             yield as_bytes(values).data
 
-    def fetch(self, tensor: Tensor, box: Box, slot: str = "values") -> Array:
+    def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
         """The values of one block. Arrays of different slots do not disturb each other.
 
+        `counted` is false for what is read beside the work: a sample, a base.
         Raises `Corrupt` if a replica of the tensor holds other bits.
         """
         block = tensor.crop(box)
@@ -48,7 +49,7 @@ class Transfer:
             held = self._scratch[slot] = np.empty(block.nbytes, np.uint8)
         out = held[: block.nbytes].view(block.dtype).reshape(block.shape)
         block.read_into(out, self.reader)
-        self._moved(block.nbytes)
+        self._moved(block.nbytes if counted else 0)
         return out
 
 

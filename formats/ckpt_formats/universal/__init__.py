@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Goal, Options, Parameter, Part, Receipt, Shard, WritableFormat
+from ckpt_formats.coding import Coding
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import unreadable
 from ckpt_formats.naming import file_stem
@@ -35,20 +36,28 @@ class Universal(WritableFormat):
             said.aliases,
             files,
             tuple(seal for entry in said.entries for seal in parameter_file.seals(path / entry.file, entry)),
+            digests={
+                (entry.name, name): manifest.hash_number(state.values)
+                for entry in said.entries
+                for name, state in entry.states.items()
+                if state.chunk is not None
+            },
         )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         for parameter in source.parameters.values():
             parameter_file.check_storable(parameter)
+        what = {} if goal.coding is None else {"coding": goal.coding.to_json()}
         return tuple(
-            Part(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,))
+            Part(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), what)
             for name, parameter in source.parameters.items()
         )
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         (parameter,) = part.parameters
         (folder / part.file).parent.mkdir(exist_ok=True)
-        entry = parameter_file.write_parameter(folder, part.file, parameter, transfer)
+        coding = Coding.of_json(part.what.get("coding"))
+        entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding)
         seals = tuple(replace(seal, path=Path(part.file)) for seal in parameter_file.seals(folder / part.file, entry))
         return Receipt(part.file, entry.nbytes, seals, manifest.entry_json(entry), transfer.reader.evidence())
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import xxhash
 
 from ckpt_formats.base import Group, Origin, Role
+from ckpt_formats.coded import ENTRY, MOST_ELEMENTS, chunk_count
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.files import read_whole
@@ -26,7 +27,8 @@ from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import Value, tensor_names
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
+"""The highest that is read. Written is the lowest that says everything: 1, unless a state is coded."""
 _MOST_BYTES = 4 << 30
 _FILE = re.compile(r"(parameters|extras)/[a-z0-9][a-z0-9._-]{0,110}\.safetensors")
 _FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
@@ -44,6 +46,8 @@ class State:
     offset: int | None = None
     nbytes: int = 0
     stored: str | None = None
+    chunk: Shape | None = None
+    """Of a state whose bytes are coded: how many rows and columns, or elements, a chunk has."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,11 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, Value] = field(default_factory=dict)
     written_by: str = ""
+
+    @property
+    def version(self) -> int:
+        """Of the format: the lowest whose readers understand all of it."""
+        return 2 if any(state.chunk is not None for entry in self.entries for state in entry.states.values()) else 1
 
     @property
     def content(self) -> str:
@@ -107,7 +116,7 @@ def dump(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`."""
     said = {
         "format": "ckpt-universal",
-        "version": VERSION,
+        "version": manifest.version,
         "written_by": manifest.written_by,
         "content": manifest.content,
         "origin": {
@@ -137,9 +146,11 @@ def load(path: Path) -> Manifest:
     check = _Checks(path)
     if said.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
-    if not natural(said.get("version")) or said["version"] != VERSION:
+    if not natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
         raise Unsupported(
-            f"format version {said.get('version')!r}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
+            f"format version {said.get('version')!r:.30}; this program reads 1 to {VERSION}",
+            where=path,
+            hint="Upgrade ckpt.",
         )
     origin = check.mapping(said, "origin")
     step = origin.get("step")
@@ -157,6 +168,8 @@ def load(path: Path) -> Manifest:
         check.values(said, "extras"),
         check.text(said, "written_by"),
     )
+    if said["version"] < manifest.version:
+        raise Unsupported("it has coded states, which version 1 of the format has not", where=path)
     names = {entry.name for entry in manifest.entries}
     extras = {entry.name for entry in manifest.entries if entry.role == "extra"}
     lost = sorted(name for name in tensor_names(manifest.extras) if name not in extras)
@@ -177,6 +190,8 @@ def entry_json(entry: Entry) -> dict[str, Any]:
             said["base"] = state.base
         if state.offset is not None:
             said |= {"offset": state.offset, "nbytes": state.nbytes, "stored": state.stored}
+        if state.chunk is not None:
+            said["chunk"] = list(state.chunk)
         states[name] = said | {"values": state.values}
     return {
         "name": entry.name,
@@ -228,9 +243,23 @@ def _state(said: Any, check: "_Checks") -> State:
         check.true(codec is not None and base is not None, "a state without bytes needs a codec and a base")
         return State(dtype, shape, values, codec, base)
     nbytes = check.natural(said, "nbytes")
+    offset, stored = check.natural(said, "offset"), check.hash(said, "stored")
     if codec is None:
         check.true(nbytes == prod(shape) * DTYPES[dtype].itemsize, f"{nbytes} bytes for shape {list(shape)} of {dtype}")
-    return State(dtype, shape, values, codec, base, check.natural(said, "offset"), nbytes, check.hash(said, "stored"))
+        return State(dtype, shape, values, codec, base, offset, nbytes, stored)
+    if "chunk" not in said:
+        raise Unsupported(f"a state is stored with the codec {codec['name']!r:.40}, without chunks", where=check.path)
+    return State(dtype, shape, values, codec, base, offset, nbytes, stored, _chunk(said, shape, nbytes, check))
+
+
+def _chunk(said: Any, shape: Shape, nbytes: int, check: "_Checks") -> Shape:
+    chunk = tuple(check.sequence(said, "chunk"))
+    sane = len(chunk) in (1, 2) and all(natural(n) and n for n in chunk) and prod(chunk) <= MOST_ELEMENTS
+    check.true(sane, f"chunk {chunk!r:.80}")
+    check.true(prod(shape) % chunk[-1] == 0 or len(chunk) == 1, f"chunk {list(chunk)} for shape {list(shape)}")
+    count = chunk_count(shape, chunk)
+    check.true(count * ENTRY.itemsize <= nbytes, f"{nbytes} bytes for {count} chunks")
+    return chunk
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""`ckpt compress`: write a checkpoint again, smaller, without losing a bit."""
+
+import click
+
+from ckpt_cli.options import Reading, as_json, common, effort, reading
+from ckpt_formats.coding import LEVELS
+
+
+@click.command()
+@click.argument("source", type=click.Path(readable=False))
+@click.argument("target", type=click.Path(readable=False))
+@click.option(
+    "--codec",
+    default="auto",
+    show_default=True,
+    metavar="NAME[:OPTION=VALUE,...]",
+    help="One codec for all states that it can hold, instead of the best for each.",
+)
+@click.option(
+    "--level", type=click.Choice(list(LEVELS)), default="default", show_default=True, help="Speed against size."
+)
+@click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded.")
+@click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
+@effort
+@reading
+@as_json
+@common
+def compress(
+    source: str,
+    target: str,
+    codec: str,
+    level: str,
+    no_check: bool,
+    dry_run: bool,
+    workers: int | None,
+    memory: int,
+    reading: Reading,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SOURCE as a compressed universal checkpoint TARGET.
+
+    SOURCE is any checkpoint that can be read, also a single .safetensors or .pt
+    file. Nothing is lost: every tensor comes back bit for bit, and what was
+    encoded is decoded and compared before it is believed. Every command reads
+    the result like any other checkpoint; `ckpt decompress` undoes it. A table on
+    stdout says what each kind of state takes.
+
+    \b
+    Examples:
+      ckpt compress run/global_step1000 step1000.small
+      ckpt compress model.safetensors model.small --level max
+      ckpt compress run/global_step1000 step1000.small --dry-run
+    """
+    from pathlib import Path
+
+    from ckpt_cli import compression, report, work
+    from ckpt_formats.base import Goal
+
+    checkpoint = work.open_source(source, reading)
+    report.say_notices(checkpoint)
+    goal = Goal(Path(target), coding=compression.coding_of(codec, level, not no_check))
+    if dry_run:
+        compression.foretell(checkpoint, goal, as_json)
+        return
+    choices = work.choices(reading, "compress", codec, level)
+    compression.run(checkpoint, goal, choices, work.effort_of(workers, memory), as_json)

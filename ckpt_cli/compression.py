@@ -1,0 +1,69 @@
+"""What `compress` does: code every state, and say what it saved."""
+
+from typing import cast
+
+import click
+
+from ckpt_cli import pipeline, report, savings, work
+from ckpt_cli.estimate import estimate
+from ckpt_cli.pipeline import Effort
+from ckpt_cli.savings import Row
+from ckpt_codecs import CodecError, Rounded, parse
+from ckpt_formats.base import Checkpoint, Goal, Options
+from ckpt_formats.coding import Coding, Level
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.naming import show
+from ckpt_formats.registry import writable
+from ckpt_formats.universal import Universal
+
+AUTO = "auto"
+_HINT = "Leave it out, and the best is taken for each state."
+
+
+def coding_of(codec: str, level: str, check: bool) -> Coding:
+    """What the user chose. Raises `Unsupported` for a codec that is not there, or loses bits."""
+    if codec == AUTO:
+        return Coding(None, cast(Level, level), check)
+    try:
+        parsed = parse(codec)
+    except CodecError as error:
+        raise Unsupported(f"--codec: {error}", hint=_HINT) from None
+    if not parsed.lossless:
+        raise Unsupported(f"--codec: {parsed.name} changes values, and compress must not", hint=_HINT)
+    if isinstance(parsed, Rounded):
+        raise Unsupported("--codec: a copy that is its master, rounded, is always found", hint=_HINT)
+    return Coding(parsed.config(), cast(Level, level), check)
+
+
+def run(source: Checkpoint, goal: Goal, choices: str, effort: Effort, as_json: bool) -> None:
+    """Compress, with a bar, and print the table of what is stored now."""
+    outcome, seconds = work.write(source, writable(Universal.name), goal, choices, effort, "compressing")
+    rows = savings.rows(Universal().read(goal.target, Options()))
+    if as_json:
+        report.data(report.outcome_json(outcome, seconds) | _json(rows))
+        return
+    _print(rows, "stored")
+    report.outcome(outcome, seconds, as_json=False)
+
+
+def foretell(source: Checkpoint, goal: Goal, as_json: bool) -> None:
+    """Print the same table as it would be, about; nothing is written."""
+    pipeline.plan(source, writable(Universal.name), goal)
+    rows = estimate(source, goal.coding or Coding())
+    if as_json:
+        report.data({"target": str(goal.target), "estimate": True} | _json(rows))
+        return
+    _print(rows, "about")
+    report.say(f"estimated for {show(str(goal.target))} from some chunks of each kind; nothing was written")
+
+
+def _print(rows: list[Row], sizes: str) -> None:
+    for line in savings.table(rows, sizes):
+        click.echo(line)
+
+
+def _json(rows: list[Row]) -> dict[str, object]:
+    whole = savings.total(rows)
+    ratio = None if whole.ratio is None else round(whole.ratio, 4)
+    said = {"raw_nbytes": whole.raw, "stored_nbytes": whole.stored, "ratio": ratio}
+    return said | {"states": [row.to_json() for row in rows]}

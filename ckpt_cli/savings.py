@@ -1,0 +1,134 @@
+"""What the states of a checkpoint take, decoded and as they are stored: a row for each kind of state."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_formats.base import Checkpoint, Parameter
+from ckpt_formats.coded import Coded
+from ckpt_formats.tensor import Decoded, Tensor
+
+PLAIN = "none"
+"""Said for a codec where values are stored as they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All states of one kind and element type."""
+
+    state: str
+    dtype: str
+    elements: int
+    raw: int
+    """Bytes of the values."""
+    stored: int
+    codecs: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """None where nothing is stored: the values are derived from others."""
+        return self.raw / self.stored if self.stored else None
+
+    @property
+    def bits(self) -> float:
+        """Stored, for each element."""
+        return 8 * self.stored / max(self.elements, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "dtype": self.dtype,
+            "elements": self.elements,
+            "raw_nbytes": self.raw,
+            "stored_nbytes": self.stored,
+            "ratio": None if self.ratio is None else round(self.ratio, 4),
+            "bits_per_element": round(self.bits, 3),
+            "codecs": list(self.codecs),
+        }
+
+
+def rows(checkpoint: Checkpoint) -> list[Row]:
+    """Of a checkpoint as it is stored; the largest kinds first."""
+    return merged(
+        Row(kind(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
+        for parameter, state, tensor in checkpoint.tensors()
+    )
+
+
+def merged(parts: Iterable[Row]) -> list[Row]:
+    """One row for all that share state and element type."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for part in parts:
+        found.setdefault((part.state, part.dtype), []).append(part)
+    return sorted((_sum(*key, members) for key, members in found.items()), key=lambda row: -row.raw)
+
+
+def total(parts: Iterable[Row]) -> Row:
+    """All rows together."""
+    return _sum("total", "", list(parts))
+
+
+def kind(parameter: Parameter, state: str) -> str:
+    """What the row of a state is called: the optimizer's name for it, or what the tensor is where it is not trained."""
+    return state if parameter.role == "parameter" else parameter.role
+
+
+def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
+    """How many bytes a tensor of a checkpoint takes in its file, and the codecs they are for."""
+    nbytes, codecs = 0, []
+    for fragment in tensor.fragments:
+        blob = fragment.blob
+        if isinstance(blob, Coded):
+            nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
+        elif isinstance(blob, Decoded):
+            name = blob.codec.name
+        else:
+            nbytes, name = nbytes + fragment.box.size * tensor.dtype.itemsize, PLAIN
+        codecs.append(name)
+    return nbytes, tuple(dict.fromkeys(codecs))
+
+
+def is_coded(checkpoint: Checkpoint) -> bool:
+    """Is any state stored coded?"""
+    return any(isinstance(f.blob, Coded) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+
+
+def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:
+    """The rows and their total, for people."""
+    from ckpt_cli.report import size
+
+    lines = [("state", "type", "elements", "raw", sizes, "ratio", "bits", "codec")]
+    for row in (*parts, total(parts)):
+        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        codecs = "" if row.state == "total" and not row.dtype else ", ".join(row.codecs)
+        lines.append(
+            (
+                row.state,
+                row.dtype,
+                f"{row.elements:,}",
+                size(row.raw),
+                size(row.stored),
+                ratio,
+                f"{row.bits:.2f}",
+                codecs,
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(8)]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _sum(state: str, dtype: str, parts: list[Row]) -> Row:
+    codecs = dict.fromkeys(name for part in parts for name in part.codecs)
+    return Row(
+        state,
+        dtype,
+        sum(part.elements for part in parts),
+        sum(part.raw for part in parts),
+        sum(part.stored for part in parts),
+        tuple(codecs),
+    )

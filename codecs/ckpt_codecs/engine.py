@@ -1,0 +1,131 @@
+"""Which of the two engines does the work: compiled kernels, or NumPy and zstandard. Both read what either wrote."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Protocol, cast
+
+from ckpt_codecs.base import Array
+
+
+class Engine(Protocol):
+    """What codecs are made of. Planes are one-dimensional arrays of bytes."""
+
+    NAME: str
+
+    def was_compiled(self) -> bool:
+        """Did this process have to compile what no cache held?"""
+        ...
+
+    def split(self, words: Array, parts: list[Array]) -> None:
+        """Words of 2 or 4 bytes into planes, the lowest first, the exponent last."""
+        ...
+
+    def merge(self, parts: list[Array], words: Array) -> None: ...
+
+    def survey(self, plane: Array) -> float:
+        """Bits a symbol, estimated from a sample."""
+        ...
+
+    def below128(self, plane: Array) -> bool: ...
+
+    def pack7(self, plane: Array, out: Array) -> None:
+        """Bytes below 128 into seven eighths of their room."""
+        ...
+
+    def unpack7(self, packed: Array, plane: Array) -> None: ...
+
+    def to_residuals(
+        self, words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array
+    ) -> None:
+        """Split float32 words into planes; fill `rows` with scales, and `out` with the distances of the exponents."""
+        ...
+
+    def from_residuals(
+        self, residuals: Array, parts: list[Array], base: Array | None, columns: int, rows: Array, words: Array
+    ) -> None:
+        """The words again, from residuals and the three lower planes."""
+        ...
+
+    def to_bfloat16(self, words: Array, out: Array) -> None:
+        """Round float32 words to nearest, ties to even. A NaN keeps its sign and no payload."""
+        ...
+
+    def is_bfloat16_of(self, words: Array, halves: Array) -> bool:
+        """Are these the values rounded, and none of them a NaN?"""
+        ...
+
+    def pack2(self, plane: Array, symbols: Array, out: Array) -> None:
+        """Two neighbours to a byte, as digits to the base of how many symbols there are."""
+        ...
+
+    def unpack2(self, packed: Array, symbols: Array, plane: Array) -> None: ...
+
+    def gaps(self, plane: Array, common: int) -> tuple[Array, Array]:
+        """How many common symbols stand before each other one (255: as many, and no symbol yet), and the others."""
+        ...
+
+    def from_gaps(self, made: Array, others: Array, common: int, out: Array) -> bool:
+        """Fill `out`; False if these are no gaps of a plane of its size."""
+        ...
+
+    def tally(self, plane: Array) -> int:
+        """How many bytes a plane takes entropy-coded: one if it is constant."""
+        ...
+
+    def counts(self) -> Array:
+        """How often each symbol occurs in the plane that this thread has tallied last."""
+        ...
+
+    def press(self, plane: Array, out: Array, at: int) -> tuple[int, int]:
+        """Entropy-code the plane that this thread has tallied last, into `out` from `at` on: its kind and size."""
+        ...
+
+    def unpress(self, source: Array, at: int, end: int, out: Array) -> bool:
+        """Fill `out` from a Huffman stream; False if it is none."""
+        ...
+
+
+_instead: ContextVar[Engine | None] = ContextVar("engine", default=None)
+
+
+def engine() -> Engine:
+    """The kernels; without Numba, or with `CKPT_NO_JIT=1` in the environment, what does without."""
+    return _instead.get() or _default()
+
+
+@contextmanager
+def using(name: str) -> Iterator[Engine]:
+    """Have this thread work with the engine `kernels` or `portable`, whatever it would choose."""
+    before = _instead.set(_load(name))
+    try:
+        yield engine()
+    finally:
+        _instead.reset(before)
+
+
+def loaded() -> Engine | None:
+    """The engine, if this process has needed it already."""
+    return engine() if _instead.get() or _default.cache_info().currsize else None
+
+
+def warm_up() -> bool:
+    """Make the engine ready: True if kernels had to be compiled, which takes a while, once for this machine."""
+    return engine().was_compiled()
+
+
+@cache
+def _default() -> Engine:
+    if os.environ.get("CKPT_NO_JIT", "0") in ("", "0"):
+        try:
+            return _load("kernels")
+        except ImportError:
+            pass
+    return _load("portable")
+
+
+def _load(name: str) -> Engine:
+    return cast(Engine, importlib.import_module(f"ckpt_codecs.{name}"))

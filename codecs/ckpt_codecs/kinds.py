@@ -1,0 +1,20 @@
+"""Numbers that stand in files. They never change their meaning: docs/codecs.md."""
+
+# How a stream of bytes is held.
+STORED = 0
+CONSTANT = 1
+SEPTETS = 2
+HUFFMAN = 3
+HUF0 = 4
+RUNS = 5
+DIGITS = 6
+
+# How a chunk is held: its first byte.
+RAW = 0
+SAME = 1
+ZSTD = 2
+PLANES = 3
+EXPECTED = 4
+SCALED = 5
+WORDS = 6
+STEPS = 7

@@ -1,0 +1,89 @@
+"""Floats of every kind, by planes of bytes: exponents are coded, mantissas only where they are not noise."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ckpt_codecs.base import Array, DType, Shape
+from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, empty_words, plain, raw, read, same, words
+from ckpt_codecs.engine import engine
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.kinds import PLANES
+from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import LEVELS, Effort, Levelled
+
+NAMES = tuple(f"plane{i}" for i in range(8))
+
+
+@dataclass(frozen=True)
+class Planes(Levelled):
+    """Each byte of a value in a plane of its own, the exponent in one of them."""
+
+    name: ClassVar[str] = "planes"
+    lossless: ClassVar[bool] = True
+
+    def encode(self, array: Array, base: Array | None = None) -> bytes:
+        bits = words(array)
+        if not LEAST_FLOATS <= bits.size <= MOST:
+            return same(array) or raw(array)
+        return same(array) or encode_planes(bits, LEVELS[self.level]) or raw(array)
+
+    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
+        made = plain(data, shape, dtype)
+        if made is not None:
+            return made
+        if data[0] != PLANES:
+            raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
+        return decode_planes(data, shape, dtype)
+
+
+def encode_planes(bits: Array, effort: Effort) -> bytes | None:
+    """A chunk of planes; None if it would be larger than the values."""
+    size, width = bits.size, bits.itemsize
+    writer = Writer(PLANES, width, size * width)
+    top = borrow("top", size)
+    parts = [*(writer.place(i, size) for i in range(width - 1)), top]
+    split(bits, parts)
+    for i in range(width - 1):
+        writer.add_placed(i, size, effort)
+    writer.add(top, effort, sure=width in (2, 4))
+    return writer.data(size * width)
+
+
+def decode_planes(data: bytes, shape: Shape, dtype: DType) -> Array:
+    bits = empty_words(shape, dtype)
+    merge(read(data, [bits.size] * bits.itemsize, NAMES[: bits.itemsize]), bits)
+    return bits.view(dtype).reshape(shape)
+
+
+def split(bits: Array, parts: list[Array]) -> None:
+    """Words of any width into planes, the lowest first."""
+    width = bits.itemsize
+    if width in (2, 4):
+        engine().split(bits, parts)
+    elif width == 1:
+        parts[0][:] = bits
+    else:
+        turned = bits << np.uint64(1)
+        parts[7][:] = turned >> np.uint64(56)
+        rest = ((bits >> np.uint64(8)) & np.uint64(1 << 55)) | (bits & np.uint64((1 << 55) - 1))
+        for i in range(7):
+            parts[i][:] = rest >> np.uint64(8 * i) & np.uint64(255)
+
+
+def merge(parts: list[Array], bits: Array) -> None:
+    width = bits.itemsize
+    if width in (2, 4):
+        engine().merge(parts, bits)
+    elif width == 1:
+        bits[:] = parts[0]
+    else:
+        bits[:] = parts[7]
+        bits <<= np.uint64(55)
+        for i in range(7):
+            low = parts[i].astype(np.uint64) << np.uint64(8 * i)
+            if i == 6:
+                bits |= (low & np.uint64(1 << 55)) << np.uint64(8)
+                low &= np.uint64((1 << 55) - 1)
+            bits |= low

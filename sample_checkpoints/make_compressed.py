@@ -1,0 +1,128 @@
+"""Write the golden compressed checkpoint: `python sample_checkpoints/make_compressed.py`. No engine is needed.
+
+`universal-v2/` has states coded by every codec at every level, of one chunk and of several, beside states that are
+stored as they are. `universal-v2.expected.json` holds what it must read as: the XXH3-128 of every state's values, as
+computed here before anything was coded. A golden file of a version once released is never made again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
+
+from ckpt_codecs import CODECS
+from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.coding import LEVELS, Coding
+from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.files import Reader
+from ckpt_formats.tensor import Array, Held, Tensor, read
+from ckpt_formats.transfer import Transfer
+from ckpt_formats.universal import Universal
+
+HERE = Path(__file__).resolve().parent
+NAME = "universal-v2"
+
+
+def drawn(dtype: str, *shape: int, seed: int = 0, scale: float = 0.02) -> Array:
+    """Normally distributed; MT19937's stream is fixed for ever."""
+    values = np.random.RandomState(seed).standard_normal(shape) * scale
+    return values.astype(np.float64).astype(DTYPES[dtype])
+
+
+def trained(rows: int, columns: int, seed: int) -> dict[str, Array]:
+    """A master, its copy, and moments that go together, as training leaves them."""
+    master = drawn("float32", rows, columns, seed=seed)
+    columnwise = np.exp(drawn("float32", columns, seed=seed + 1, scale=1.0))
+    second = ((drawn("float32", rows, columns, seed=seed + 2, scale=1e-4)) * columnwise).astype(np.float32) ** 2
+    first = (np.sqrt(second) * drawn("float32", rows, columns, seed=seed + 3, scale=1.0)).astype(np.float32)
+    return {"fp32": master, "exp_avg": first, "exp_avg_sq": second, "param": master.astype(DTYPES["bfloat16"])}
+
+
+def sparse(dtype: str, *shape: int, seed: int = 0) -> Array:
+    """Zeros but for a few: several chunks in a small file."""
+    made = np.zeros(int(np.prod(shape)), DTYPES[dtype])
+    places = np.random.RandomState(seed).randint(0, made.size, 300)
+    made[places] = drawn("float32", 300, seed=seed, scale=3.0).astype(made.dtype)
+    return made.reshape(shape)
+
+
+def odd(dtype: str) -> Array:
+    """Both zeros, the least denormal, infinities, NaNs of two signs with a payload, over and over."""
+    bits = {
+        "float32": [0, 1 << 31, 1, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0001, 0xFFA0_0001],
+        "bfloat16": [0, 1 << 15, 1, 0x7F80, 0xFF80, 0x7FC1, 0xFFA1],
+    }[dtype]
+    return np.resize(np.array(bits, f"u{DTYPES[dtype].itemsize}"), 700).view(DTYPES[dtype])
+
+
+def parameters() -> Iterator[tuple[str, dict[str, Array], Coding]]:
+    """Name, states and coding of each."""
+    for level in LEVELS:
+        yield f"trained.{level}", trained(40, 96, 1), Coding(level=level)
+        several = {"fp32": sparse("float32", 700, 900, seed=1), "param": sparse("bfloat16", 700, 900, seed=2)}
+        several |= {
+            "exp_avg": sparse("float32", 700, 900, seed=3),
+            "exp_avg_sq": sparse("float32", 700, 900, seed=4) ** 2,
+        }
+        yield f"several.chunks.{level}", several, Coding(level=level)
+    for name, codec in CODECS.items():
+        if codec.lossless and name != "rounded":
+            for dtype in ("float32", "bfloat16", "int32"):
+                held = {
+                    "exp_avg": drawn(dtype, 30, 70, scale=2.0),
+                    "exp_avg_sq": drawn(dtype, 30, 70, seed=1, scale=2.0),
+                }
+                yield f"by.{name}.{dtype}", held, Coding(codec().config())
+    for dtype in SAFETENSORS_TAGS:
+        yield f"type.{dtype}", {"param": drawn(dtype, 17, 100, scale=4.0)}, Coding()
+    yield "odd.float32", {"param": odd("float32"), "exp_avg": odd("float32")}, Coding()
+    yield "odd.bfloat16", {"param": odd("bfloat16")}, Coding()
+    yield "run", {"param": sparse("int8", 600_001)}, Coding()
+    yield "four.axes", {"param": drawn("float16", 8, 5, 3, 3)}, Coding()
+    yield "scalar", {"param": drawn("float32")}, Coding()
+    yield "empty", {"param": drawn("float32", 0, 3)}, Coding()
+    noise = np.random.RandomState(9).randint(0, 256, 3000).astype(np.uint8)
+    yield "noise", {"param": noise}, Coding()
+
+
+def main() -> None:
+    out = HERE / NAME
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    found = {name: (states, coding) for name, states, coding in parameters()}
+    held = {
+        name: Parameter(name, "parameter", {s: Tensor.of(Held(a)) for s, a in states.items()}, {"step": 7})
+        for name, (states, _) in found.items()
+    }
+    group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(held))
+    source = Checkpoint(out, Origin("golden", "2", 7), held, (group,), {"epoch": 3})
+    format = Universal()
+    receipts = []
+    for part in format.plan(source, Goal(out)):
+        (parameter,) = part.parameters
+        coding = found[parameter.name][1]
+        with Reader() as reader:
+            receipts.append(format.write(out, replace(part, what={"coding": coding.to_json()}), Transfer(reader)))
+    format.commit(out, source, receipts)
+    expected = {
+        f"{name}/{state}": [tensor.dtype.name, list(tensor.shape), xxhash.xxh3_128_hexdigest(read(tensor).tobytes())]
+        for name, parameter in held.items()
+        for state, tensor in parameter.states.items()
+    }
+    out.with_suffix(".expected.json").write_text(json.dumps(expected, indent=0) + "\n")
+    print(f"{out}: {sum(p.stat().st_size for p in out.rglob('*') if p.is_file()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

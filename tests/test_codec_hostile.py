@@ -1,0 +1,225 @@
+"""Bytes of strangers: an error or a wrong array that a checksum finds, never a crash, never memory for the asking."""
+
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_codecs import Codec, CodecError, FirstMoment, Integers, Planes, SecondMoment
+from ckpt_codecs.engine import using
+from ckpt_formats.tensor import Array
+from codec_arrays import CHUNKED, F32, Case
+from codec_fuzz import fuzz, seeds, survives
+from test_codecs import BOTH, ENGINES
+
+SEEDS = seeds()
+EACH = pytest.mark.parametrize(("codec", "case", "data"), SEEDS, ids=[f"{c.name}-{case[0]}" for c, case, _ in SEEDS])
+
+
+@BOTH
+@EACH
+def test_a_chunk_cut_anywhere_is_refused(codec: Codec, case: Case, data: bytes, name: str) -> None:
+    places = range(len(data)) if name == "kernels" and len(data) < 30000 else range(0, len(data), 997)
+    with using(name):
+        assert not any(survives(codec, data[:at], case[1], case[2]) for at in {*places, *range(min(80, len(data)))})
+
+
+@BOTH
+@EACH
+def test_a_chunk_that_goes_on_is_refused(codec: Codec, case: Case, data: bytes, name: str) -> None:
+    with using(name):
+        assert not survives(codec, data + b"\0", case[1], case[2])
+
+
+@EACH
+def test_another_shape_or_type_is_survived(codec: Codec, case: Case, data: bytes) -> None:
+    for shape in ((), (0,), (1,), (5,), (3, 64), (case[1].size + 1,), (case[1].size - 1,), (2, case[1].size)):
+        for dtype in (case[1].dtype, F32, np.dtype(np.uint8), np.dtype(np.float64)):
+            other = np.zeros(shape, dtype)
+            survives(codec, data, other, None)
+            survives(codec, data, other, np.zeros(shape, F32))
+
+
+@EACH
+def test_a_chunk_given_to_another_codec_is_survived(codec: Codec, case: Case, data: bytes) -> None:
+    for other in CHUNKED:
+        survives(other, data, case[1], case[2])
+
+
+def test_two_thousand_mutations_of_every_codec_are_survived() -> None:
+    arrays = fuzz(1, 2000)
+    assert set(arrays) == {codec.name for codec in CHUNKED}
+    assert all(0 < many < 2000 for many in arrays.values()), arrays
+
+
+def test_mutations_are_survived_without_numba() -> None:
+    with using("portable"):
+        fuzz(2, 200)
+
+
+@pytest.mark.slow
+def test_no_kernel_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
+    """In a process where Numba checks every index, those of loads and stores of whole words included."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("codec_fuzz.py")), "3", "2000"],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "NUMBA_BOUNDSCHECK": "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- crafted streams
+
+
+def stream(kind: int, data: bytes) -> bytes:
+    return bytes([kind]) + struct.pack("<I", len(data)) + data
+
+
+def one_plane(kind: int, data: bytes) -> bytes:
+    """A chunk of integers with a single plane."""
+    return bytes([6]) + bytes([kind]) + struct.pack("<I", len(data)) + data
+
+
+def code(first: int, lengths: list[int], sizes: list[int], streams: bytes = b"") -> bytes:
+    nibbles = [*lengths, 0]
+    packed = bytes(nibbles[i] | nibbles[i + 1] << 4 for i in range(0, len(lengths), 2))
+    return bytes([first, first + len(lengths) - 1]) + packed + struct.pack("<8I", *sizes) + streams
+
+
+ALONE = [0] * 8
+DAMAGED = {
+    "no code": b"",
+    "half a head": b"\0",
+    "one symbol": code(5, [1], ALONE),
+    "last before first": b"\5\4" + bytes(40),
+    "nothing used": code(0, [0, 0], ALONE),
+    "too few codes": code(0, [1, 2], ALONE),
+    "too many codes": code(0, [1, 1, 1], ALONE),
+    "a length of 12": code(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12], ALONE),
+    "a length of 15": code(0, [15, 1], ALONE),
+    "nibbles past the end": b"\0\xff" + bytes(20),
+    "empty streams": code(0, [1, 1], ALONE),
+    "streams past the end": code(0, [1, 1], [1 << 31] * 8),
+    "sizes that wrap around": code(0, [1, 1], [0xFFFFFFFF, 1 + 104, 0, 0, 0, 0, 0, 0], bytes(104)),
+    "one stream has all": code(0, [1, 1], [104, 0, 0, 0, 0, 0, 0, 0], bytes(104)),
+    "the last has all": code(0, [1, 1], [0, 0, 0, 0, 0, 0, 0, 104], bytes(104)),
+    "a byte too few": code(0, [1, 1], [13] * 7 + [12], bytes(103)),
+    "a byte too many": code(0, [1, 1], [14] + [13] * 7, bytes(105)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_crafted_code_is_refused(what: str, name: str) -> None:
+    values = np.zeros(8 * 104, np.uint8)
+    whole = one_plane(3, code(0, [1, 1], [13] * 8, bytes(range(104))))
+    with using(name):
+        assert Integers().decode(whole, values.shape, values.dtype).max() == 1
+        assert not survives(Integers(), one_plane(3, DAMAGED[what]), values, None)
+
+
+RUNS = {
+    "no head": b"\0" * 8,
+    "more gaps than values": b"\0" + struct.pack("<II", 0xFFFFFFFF, 0) + stream(1, b"\0") + stream(0, b""),
+    "more others than values": b"\0" + struct.pack("<II", 0, 0xFFFFFFFF) + stream(0, b"") + stream(1, b"\0"),
+    "a gap past the end": b"\0" + struct.pack("<II", 1, 1) + stream(0, b"\x65") + stream(0, b"\1"),
+    "gaps without others": b"\0" + struct.pack("<II", 2, 1) + stream(0, b"\1\1") + stream(0, b"\1"),
+    "others without gaps": b"\0" + struct.pack("<II", 1, 2) + stream(0, b"\1") + stream(0, b"\1\1"),
+    "a long gap at the end": b"\0" + struct.pack("<II", 2, 1) + stream(0, b"\1\xff") + stream(0, b"\1"),
+    "runs within runs": b"\0" + struct.pack("<II", 1, 1) + stream(5, b"\1") + stream(0, b"\1"),
+    "bytes left over": b"\0" + struct.pack("<II", 1, 1) + stream(0, b"\1") + stream(0, b"\1") + b"\0",
+    "an inner stream past the end": b"\0" + struct.pack("<II", 1, 1) + b"\0\xff\xff\xff\xff\1",
+}
+DIGITS = {
+    "nothing": b"",
+    "base 0": b"\0" + stream(0, bytes(13)),
+    "base 1": b"\1\0" + stream(0, bytes(13)),
+    "base 17": bytes([17, *range(17)]) + stream(0, bytes(50)),
+    "fewer symbols than the base": b"\3\1\2",
+    "too few digits": b"\2\0\1" + stream(0, bytes(12)),
+    "digits within digits": b"\2\0\1" + stream(6, bytes(13)),
+    "bytes left over": b"\2\0\1" + stream(0, bytes(13)) + b"\0",
+}
+
+
+@BOTH
+@pytest.mark.parametrize(("kind", "what"), [*((5, what) for what in RUNS), *((6, what) for what in DIGITS)])
+def test_crafted_runs_and_digits_are_refused(kind: int, what: str, name: str) -> None:
+    values = np.zeros(100, np.uint8)
+    with using(name):
+        whole = b"\0" + struct.pack("<II", 1, 1) + stream(0, b"\x63") * 2
+        assert survives(Integers(), one_plane(5, whole), values, None)
+        assert survives(Integers(), one_plane(6, b"\2\0\1" + stream(0, bytes(13))), values, None)
+        assert not survives(Integers(), one_plane(kind, (RUNS if kind == 5 else DIGITS)[what]), values, None)
+
+
+def test_a_byte_of_digits_beyond_its_base_is_survived() -> None:
+    values = np.zeros(100, np.uint8)
+    found = []
+    for name in ENGINES:
+        with using(name):
+            data = one_plane(6, bytes([7, *range(7)]) + stream(0, bytes(range(206, 256))))
+            found.append(Integers().decode(data, values.shape, values.dtype).tobytes())
+    assert found[0] == found[1]
+
+
+@BOTH
+def test_a_frame_that_promises_terabytes_gets_no_memory(name: str) -> None:
+    import zstandard
+
+    values = np.zeros(100, np.uint8)
+    huge = b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + b"\1\0\0"
+    unknown = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
+    tracemalloc.start()
+    with using(name):
+        for frame in (huge, unknown, b"", b"\x28\xb5\x2f\xfd", zstandard.ZstdCompressor().compress(bytes(101))):
+            assert not survives(Integers(), b"\2" + frame, values, None)
+            assert not survives(Integers(), one_plane(4, frame), values, None)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+@BOTH
+def test_scales_and_bases_may_hold_anything(name: str) -> None:
+    """Foretelling wraps nowhere, whatever the scales: every residual has an exponent."""
+    random = np.random.default_rng(0)
+    shape, size = (100, 64), 6400
+    planes = [random.bytes(size) for _ in range(3)]
+    for mode, codec in ((4, FirstMoment()), (5, SecondMoment())):
+        streams = [*planes, b"\xff\x7f", random.bytes(100), random.bytes(100), random.bytes(size)]
+        head = b"".join(b"\0" + struct.pack("<I", len(data)) for data in streams)
+        data = bytes([mode]) + head + b"".join(streams)
+        base: Array = np.frombuffer(random.bytes(4 * size), np.uint32).view(F32).reshape(shape)
+        made = codec.decode(data, shape, F32, base)
+        for other in ENGINES:
+            with using(other):
+                assert codec.decode(data, shape, F32, base).tobytes() == made.tobytes()
+
+
+def test_a_first_moment_needs_its_base() -> None:
+    codec, case, data = next(seed for seed in SEEDS if seed[0] == FirstMoment())
+    for base in (None, np.zeros((3, 3), F32), case[1].astype(np.float16)):
+        with pytest.raises(CodecError, match="coded against"):
+            codec.decode(data, case[1].shape, case[1].dtype, base)
+
+
+def test_modes_and_kinds_that_nobody_knows_are_refused() -> None:
+    values = np.zeros((70, 80), F32)
+    data = Planes().encode(np.random.default_rng(0).normal(0, 1, values.shape).astype(F32), None)
+    for codec in CHUNKED:
+        for mode in range(8, 256):
+            assert not survives(codec, bytes([mode]) + data[1:], values, values)
+    for kind in range(7, 256):
+        assert not survives(Planes(), data[:16] + bytes([kind]) + data[17:], values, None)

@@ -1,0 +1,329 @@
+"""Every codec gives back every bit, on either engine, and reads what the other wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt_codecs
+from ckpt_codecs import CODECS, Codec, CodecError, Integers, Planes, SecondMoment, Zstd, best_for, from_config, parse
+from ckpt_codecs.engine import engine, using
+from ckpt_codecs.rounded import Rounded
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.tensor import Array
+from codec_arrays import CHUNKED, F32, Case, cases
+from held import FLOATS, STORABLE, array, arrays, bits
+
+ENGINES = ["kernels", "portable"]
+BOTH = pytest.mark.parametrize("name", ENGINES)
+LEVELS = [Planes("fast"), Planes("max"), ckpt_codecs.FirstMoment("max"), SecondMoment("fast"), Integers("max"), Zstd(1)]
+
+
+def each_engine_reads(codec: Codec, values: Array, base: Array | None) -> None:
+    written = []
+    for name in ENGINES:
+        with using(name):
+            written.append(codec.encode(values, base))
+        assert len(written[-1]) <= values.nbytes + 1
+    for data in written:
+        for name in ENGINES:
+            with using(name):
+                assert bits(codec.decode(data, values.shape, values.dtype, base)) == bits(values)
+
+
+@pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
+def test_every_bit_comes_back_whichever_engine_wrote_it(codec: Codec) -> None:
+    for _, values, base in cases():
+        each_engine_reads(codec, values, base)
+
+
+@pytest.mark.parametrize("codec", LEVELS, ids=lambda codec: f"{codec.name}-{codec.level}")
+def test_every_bit_comes_back_at_every_level(codec: Codec) -> None:
+    for _, values, base in list(cases())[::11]:
+        each_engine_reads(codec, values, base)
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrays(), arrays(FLOATS), st.sampled_from(CHUNKED))
+def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: Codec) -> None:
+    each_engine_reads(codec, values, base)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40000),
+    st.lists(st.floats(0.001, 1), min_size=1, max_size=40),
+    st.integers(0, 255),
+    st.integers(0, 1000),
+)
+def test_streams_of_any_alphabet_come_back(size: int, weights: list[float], least: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values = (random.choice(len(weights), size, p=np.array(weights) / sum(weights)) + least).astype(np.uint8)
+    each_engine_reads(Integers(), values, None)
+
+
+@pytest.mark.parametrize("shape", [(1 << 18,), (1000, 300), (3, 100_001)])
+def test_whole_chunks_come_back(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).normal(0, 0.02, shape).astype(F32)
+    for codec in CHUNKED:
+        each_engine_reads(codec, values, np.square(values))
+
+
+@BOTH
+def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
+    values = np.random.default_rng(0).normal(0, 1, (80, 160)).astype(F32)
+    shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(F32).reshape(values.shape)
+    for given_ in (values.T, values[::2, 1::3], shifted):
+        with using(name):
+            for codec in CHUNKED:
+                data = codec.encode(given_, given_)
+                assert bits(codec.decode(data, given_.shape, given_.dtype, given_)) == bits(
+                    np.ascontiguousarray(given_)
+                )
+
+
+@BOTH
+def test_codes_are_as_small_as_they_should_be(name: str) -> None:
+    """Bits an element, against the entropy of exponents and what is noise."""
+    random = np.random.default_rng(0)
+    weights = random.normal(0, 0.02, (1024, 256)).astype(F32)
+    scales = np.exp(random.normal(0, 2, 256)) * np.exp(random.normal(0, 1, (1024, 1)))
+    second = (scales * random.chisquare(3, weights.shape)).astype(F32)
+    first = (np.sqrt(second) * random.normal(0, 1, weights.shape)).astype(F32)
+
+    def cost(codec: Codec, values: Array, base: Array | None = None) -> float:
+        with using(name):
+            return 8 * len(codec.encode(values, base)) / values.size
+
+    assert cost(Planes(), weights) < 26.7
+    assert cost(Planes(), weights.astype(DTYPES["bfloat16"])) < 10.7
+    assert cost(Planes(), weights.astype(DTYPES["bfloat16"]).astype(F32)) < 10.7
+    assert cost(Planes(), np.abs(weights)) < 25.7
+    assert cost(SecondMoment(), second) < cost(Planes(), second) - 1.2
+    assert cost(ckpt_codecs.FirstMoment(), first, second) < cost(Planes(), first) - 0.5
+    assert cost(Integers(), np.arange(100_000)) < 0.02
+    assert cost(Integers(), random.random(100_000) < 0.01) < 0.11
+    assert cost(Integers(), random.integers(0, 3, 100_000)) < (1.7 if name == "kernels" else 1.9)
+    assert cost(Planes(), np.ones(100_000, F32)) < 0.001
+
+
+def test_a_copy_is_its_master_rounded_with_and_without_kernels() -> None:
+    master = np.concatenate([array(F32, (3000,)), np.random.default_rng(0).normal(0, 1, 3000).astype(F32)])
+    with np.errstate(all="ignore"):
+        copy = master.astype(DTYPES["bfloat16"])
+    for name in ENGINES:
+        with using(name):
+            assert bits(Rounded().decode(b"", copy.shape, copy.dtype, master)) == bits(copy)
+            assert Rounded().encode(copy[3000:], master[3000:]) == b""
+            with pytest.raises(ckpt_codecs.NotApplicable):
+                Rounded().encode(copy, master)  # there are NaNs
+            other = copy[3000:].copy()
+            other.view(np.uint16)[77] ^= 1
+            with pytest.raises(ckpt_codecs.NotApplicable):
+                Rounded().encode(other, master[3000:])
+
+
+def test_two_threads_do_not_share_their_scratch() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    work = [case for case in cases(3) if case[1].size > 100]
+
+    def one(case: Case) -> bool:
+        _, values, base = case
+        return all(
+            bits(c.decode(c.encode(values, base), values.shape, values.dtype, base)) == bits(values) for c in CHUNKED
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, work * 2))
+
+
+# --- names and configurations
+
+
+@pytest.mark.parametrize("codec", [*CHUNKED, *LEVELS, Rounded()], ids=repr)
+def test_a_configuration_as_json_makes_the_codec_again(codec: Codec) -> None:
+    assert from_config(json.loads(json.dumps(codec.config()))) == codec
+    options = ",".join(f"{key}={value}" for key, value in codec.config().items() if key != "name")
+    assert parse(f"{codec.name}:{options}") == codec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nothing",
+        "planes:level",
+        "planes:level=best",
+        "planes:levle=max",
+        "planes:level=max,level=max",
+        "planes:=",
+        "rounded:a=1",
+        "zstd:level=0",
+        "zstd:level=23",
+        "zstd:level=true",
+        "zstd:level=x",
+    ],
+)
+def test_what_is_no_codec_is_refused(text: str) -> None:
+    with pytest.raises(CodecError):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"name": 1},
+        {"name": ["planes"]},
+        {"name": "planes", "level": []},
+        {"name": "planes", "level": None},
+        {"name": "planes", "x": 1},
+        {"name": "zstd", "level": 1e9},
+        {"name": "zstd", "level": "3"},
+    ],
+)
+def test_a_configuration_from_a_stranger_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(CodecError):
+        from_config(config)
+
+
+def test_each_codec_is_listed_by_its_own_name() -> None:
+    assert all(name == codec.name for name, codec in CODECS.items())
+
+
+@pytest.mark.parametrize("level", ["fast", "default", "max"])
+def test_there_is_a_codec_for_every_state(level: str) -> None:
+    for dtype in STORABLE:
+        for role in ("parameter", "frozen", "buffer", "extra"):
+            for state in ("fp32", "param", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"):
+                codecs = best_for(role, state, dtype, level)
+                values = array(dtype, (70, 80))
+                assert codecs
+                assert len(codecs[0].encode(values, None)) <= values.nbytes + 1
+    assert best_for("parameter", "exp_avg", F32)[0].context == "exp_avg_sq"
+    assert best_for("parameter", "exp_avg_sq", F32)[0] == SecondMoment()
+    with pytest.raises(CodecError):
+        best_for("parameter", "fp32", F32, "best")
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from ckpt_codecs import Codec, Zstd
+
+@dataclass(frozen=True)
+class Mine(Zstd):
+    name = "mine"
+
+@dataclass(frozen=True)
+class Fake(Zstd):
+    name = "zstd"
+"""
+
+
+def test_another_package_offers_a_codec(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ckpt.codecs]\nmine = mine:Mine\nwrong = mine:Mine\nzstd = mine:Fake\n")
+    code = (
+        "import ckpt_codecs as c\n"
+        "assert c.parse('mine:level=5').config() == {'name': 'mine', 'level': 5}\n"
+        "assert c.find('zstd') is c.Zstd\n"
+        "try: c.parse('wrong')\n"
+        "except c.CodecError as error: print(error)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no class of that name" in done.stdout
+
+
+# --- processes
+
+
+REPORT = """
+import sys, json, numpy as np, ckpt_codecs
+early = {"numba", "zstandard"} & set(sys.modules)
+codec = ckpt_codecs.FirstMoment()
+values = np.random.default_rng(0).normal(0, 1, (300, 300)).astype("f4")
+data = codec.encode(values, np.square(values))
+assert codec.decode(data, values.shape, values.dtype, np.square(values)).tobytes() == values.tobytes()
+from ckpt_codecs.engine import engine
+print(json.dumps([sorted(early), engine().NAME, "numba" in sys.modules, ckpt_codecs.warm_up()]))
+"""
+
+
+def run(code: str, **env: str) -> list[object]:
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[object] = json.loads(done.stdout)
+    return found
+
+
+def test_numba_is_imported_with_the_first_chunk() -> None:
+    engine()  # so that the cache is full
+    assert run(REPORT) == [[], "kernels", True, False]
+
+
+def test_no_numba_is_needed() -> None:
+    assert run(REPORT, CKPT_NO_JIT="1") == [[], "portable", False, False]
+    hidden = "import sys; sys.modules['numba'] = None\n" + REPORT.replace('"numba" in sys.modules', "False")
+    assert run(hidden)[1] == "portable"
+
+
+@pytest.mark.slow
+def test_kernels_compile_where_nothing_can_be_written(tmp_path: Path) -> None:
+    assert run(REPORT, NUMBA_CACHE_DIR=str(tmp_path))[-1] is True
+    assert run(REPORT, NUMBA_CACHE_DIR=str(tmp_path))[-1] is False
+
+
+PEAK = """
+import resource, json, numpy as np, ckpt_codecs as c
+{warm}
+random = np.random.default_rng(0)
+chunk = random.normal(0, 1, (1024, 256)).astype("f4")
+def work(n):
+    for _ in range(n):
+        for codec in (c.Planes(), c.FirstMoment(), c.SecondMoment(), c.Integers()):
+            codec.decode(codec.encode(chunk, chunk), chunk.shape, chunk.dtype, chunk)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+first = work(3)
+print(json.dumps([first, work(60)]))
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
+    first, last = run(PEAK.format(warm="c.warm_up()"))
+    assert isinstance(first, int)
+    assert isinstance(last, int)
+    assert last - first < 20_000  # kB
+
+
+def test_prod_of_shape_bounds_what_decoding_allocates() -> None:
+    """Directories that promise the world get no memory for it."""
+    import tracemalloc
+
+    data = bytes([3]) + b"".join(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (3, 5, 6, 4))
+    tracemalloc.start()
+    for codec in CHUNKED:
+        with pytest.raises(CodecError):
+            codec.decode(data + bytes(100), (10, 10), F32, None)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()

@@ -1,0 +1,76 @@
+"""What version 2 of the universal format once wrote, with every codec at every level, reads for ever as it did.
+
+`sample_checkpoints/make_compressed.py` made it; no test does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort
+from ckpt_codecs import CODECS
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.coded import Coded
+from ckpt_formats.coding import LEVELS
+from ckpt_formats.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.tensor import Decoded, Raw, read
+from ckpt_formats.universal import manifest
+from damage import SAMPLES
+
+GOLDEN = SAMPLES / "universal-v2"
+CONTENT = "blake2b-256:b090603626c6e5e99dc13c262281287bf9b002b18daf1352f42ccbd6dd01878a"
+
+
+@pytest.fixture(scope="module")
+def golden() -> Checkpoint:
+    return open_checkpoint(GOLDEN)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return json.loads(GOLDEN.with_suffix(".expected.json").read_text())
+
+
+def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Checkpoint, expected: Any) -> None:
+    found = {
+        f"{p.name}/{state}": [t.dtype.name, list(t.shape), xxhash.xxh3_128_hexdigest(read(t).tobytes())]
+        for p, state, t in golden.tensors()
+    }
+    assert found == expected
+
+
+def test_it_is_undamaged(golden: Checkpoint) -> None:
+    assert {finding.kind for finding in examine(golden, Effort(2))} <= {"copy"}
+
+
+def test_its_content_id_is_as_it_was() -> None:
+    assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
+
+
+def test_it_has_one_of_everything(golden: Checkpoint) -> None:
+    """So that it stays worth its name: every codec, level and element type, one chunk and several."""
+    blobs = [tensor.fragments[0].blob for _, _, tensor in golden.tensors()]
+    coded = [blob.store for blob in blobs if isinstance(blob, Coded)]
+    assert {store.codec.name for store in coded} == CODECS.keys() - {"rounded"}
+    assert any(isinstance(blob, Decoded) for blob in blobs)
+    assert any(isinstance(blob, Raw) for blob in blobs)
+    assert {store.codec.config().get("level") for store in coded} >= set(LEVELS)
+    assert {t.dtype.name for _, _, t in golden.tensors()} == set(SAFETENSORS_TAGS)
+    assert {store.count > 1 for store in coded} == {len(store.chunk) == 1 for store in coded} == {False, True}
+    assert {store.base is None for store in coded} == {False, True}
+
+
+@pytest.mark.parametrize("without", ["kernels", "nothing"])
+def test_it_is_read_with_and_without_kernels(without: str, tmp_path: Path) -> None:
+    env = {**os.environ, "CKPT_NO_JIT": "1" if without == "kernels" else "0"}
+    command = [sys.executable, "-m", "ckpt_cli", "verify", str(GOLDEN), "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert {finding["kind"] for finding in json.loads(ran.stdout)["findings"]} <= {"copy"}
