@@ -106,7 +106,7 @@ def _limit(lengths, n):
                 break
 
 
-@kernel(SIZE, COUNTS, OUT32, NUMBERS32, OUT)
+@kernel(SIZE, COUNTS, OUT32, NUMBERS32, OUT, short=True)
 def assign(counts, total, order, lengths):
     """Lengths of an optimal code, near optimal where it would be longer than 11 bits. Returns how many symbols occur.
 
@@ -155,7 +155,7 @@ def stream_size(counts, lengths, s):
     return bits >> 3
 
 
-@kernel(SIZE, COUNTS, BYTES)
+@kernel(SIZE, COUNTS, BYTES, short=True)
 def cost(counts, lengths):
     """Bytes that `encode` will write."""
     first, last = span(lengths)

@@ -1,5 +1,9 @@
 # mypy: ignore-errors
-"""How kernels are compiled: ahead of the first call, once per machine, without the GIL."""
+"""How kernels are compiled: ahead of the first call, once per machine, without the GIL.
+
+Types stand in `kernel(...)`, not in annotations, hence mypy is not asked here. Numba's cache
+looks at the file of a kernel alone: after a change to a `part` in another file, delete `__pycache__`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +31,18 @@ COMPILED: list[Any] = []
 """Every kernel of this process, to ask whether it came from the cache."""
 
 
-def kernel(result: Any, *arguments: Any) -> Callable[[Function], Function]:
-    """Compile a function for these types, now, or load it from Numba's cache on the disk."""
+def kernel(result: Any, *arguments: Any, short: bool = False) -> Callable[[Function], Function]:
+    """Compile a function for these types, now, or load it from Numba's cache on the disk.
+
+    `short`: it keeps the GIL, since taking it again may cost more than the microseconds that the function takes.
+    """
 
     def compiled(function: Function) -> Function:
         signature = result(*arguments)
         try:
-            made = numba.njit(signature, nogil=True, cache=True)(function)
+            made = numba.njit(signature, nogil=not short, cache=True)(function)
         except RuntimeError:  # no folder can be written: compile for this process alone
-            made = numba.njit(signature, nogil=True)(function)
+            made = numba.njit(signature, nogil=not short)(function)
         COMPILED.append(made)
         return made
 

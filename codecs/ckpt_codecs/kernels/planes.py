@@ -161,7 +161,7 @@ def from_gaps(before, others, common, plane):
     return found == others.size and (not before.size or before[before.size - 1] != U8(255))
 
 
-@kernel(types.boolean, BYTES)
+@kernel(types.boolean, BYTES, short=True)
 def below128(plane):
     every = U8(0)
     for i in range(plane.size):
@@ -175,7 +175,7 @@ SAMPLES = 16
 SAMPLE = 256
 
 
-@kernel(types.float64, BYTES)
+@kernel(types.float64, BYTES, short=True)
 def survey(plane):
     """Bits a symbol, estimated from sixteen places."""
     table = np.zeros(512, np.uint32)
