@@ -12,7 +12,6 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -173,26 +172,13 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def write_sealed(folder: Path, file: str, pieces: Iterable[bytes | memoryview]) -> Seal:
-    """Write a file front to back; return a seal of all of it, its path relative to the folder.
-
-    Each piece is written while the next is made, so it must stay as it is until
-    the one after that is asked for.
-    """
+    """Write a file front to back; return a seal of all of it, its path relative to the folder."""
     digest, nbytes = xxhash.xxh3_128(), 0
-
-    def put(piece: bytes | memoryview) -> None:
-        digest.update(piece)
-        write_all(out, piece)
-
-    with (folder / file).open("wb", buffering=0) as out, ThreadPoolExecutor(1, "ckpt-write") as writer:
-        writing: Future[None] | None = None
+    with (folder / file).open("wb", buffering=0) as out:
         for piece in pieces:
-            if writing is not None:
-                writing.result()
-            writing = writer.submit(put, piece)
+            digest.update(piece)
             nbytes += len(piece)
-        if writing is not None:
-            writing.result()
+            write_all(out, piece)
     return Seal(Path(file), 0, nbytes, "xxh3-128", int(digest.intdigest()), file)
 
 

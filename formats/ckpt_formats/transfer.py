@@ -22,7 +22,6 @@ class Transfer:
         self._slab = slab_nbytes
         self._moved = moved
         self._scratch: dict[str, Array] = {}
-        self._turn = False
 
     def boxes(self, tensor: Tensor) -> Iterator[Box]:
         """Blocks of a tensor, in storage order, each within the budget."""
@@ -34,10 +33,9 @@ class Transfer:
             yield box, self.fetch(tensor, box)
 
     def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """All bytes of a tensor, in storage order. Each chunk is valid until the next but one, of whichever tensor."""
-        for box in self.boxes(tensor):
-            self._turn = not self._turn
-            yield as_bytes(self.fetch(tensor, box, "even" if self._turn else "odd")).data
+        """All bytes of a tensor, in storage order."""
+        for _, values in self.slabs(tensor):
+            yield as_bytes(values).data
 
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
         """The values of one block. Arrays of different slots do not disturb each other.
