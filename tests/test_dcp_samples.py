@@ -10,6 +10,7 @@ from safetensors import safe_open
 from ckpt_cli.checks import examine
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal
+from ckpt_formats.dcp.read import BESIDE
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import read
 
@@ -44,7 +45,7 @@ def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
 def test_it_is_what_the_run_held(sample: Path) -> None:
     found = open_checkpoint(sample)
     assert_is_the_truth(found, sample / "truth.safetensors")
-    assert found.notices == ()
+    assert found.notices == (f"{BESIDE}: truth.safetensors",)
     assert examine(found, Effort()) == []
 
 

@@ -29,6 +29,8 @@ RANKS = "ranks"
 _COPIES = ("replicated", "averaged", "first")
 """Rules that speak of whole copies. All others are about shards, which the metadata know better."""
 
+BESIDE = "beside the checkpoint, and not read"
+
 
 def read(path: Path, options: Options) -> Checkpoint:
     """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
@@ -112,7 +114,7 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
 def _beside(path: Path, members: Sequence[Member]) -> Iterator[str]:
     """What trainers keep in files of their own: schedulers, random states."""
     if others := list(strangers(path if len(members) > 1 else members[0].folder, members)):
-        yield f"beside the checkpoint, and not read: {_few(others)}"
+        yield f"{BESIDE}: {_few(others)}"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.base import Checkpoint, Options, Origin, Parameter, Shard
+from ckpt_formats.dcp.read import BESIDE
 from ckpt_formats.errors import Incomplete, form_of
 from ckpt_formats.extras import lift
 from ckpt_formats.files import Seal
@@ -128,7 +129,8 @@ def _cut_model(path: Path, options: Options) -> Checkpoint:
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
     parameters = dict(inner.parameters)
     lifted = {key: lift(value, key, parameters) for key, value in extras.items()}
-    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
+    notices = tuple(notice for notice in inner.notices if not notice.startswith(BESIDE))  # we do read it
+    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted}, notices=notices)
 
 
 def _left(names: Sequence[str]) -> tuple[str, ...]:
