@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from ckpt_cli.executors import results
-from ckpt_cli.interrupts import deferred, heed
+from ckpt_cli.interrupts import heeding
 from ckpt_cli.pipeline import Effort, Moved
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
@@ -41,12 +41,7 @@ def amount(checkpoint: Checkpoint) -> int:
 
 def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
-    with deferred() as asked:
-
-        def count(nbytes: int) -> None:
-            heed(asked)
-            moved(nbytes)
-
+    with heeding(moved) as count:
         return _examine(checkpoint, effort, count)
 
 

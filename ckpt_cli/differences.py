@@ -5,7 +5,7 @@ state, the `weight`, whether a checkpoint calls it master or parameter; the copy
 that a model computes with is a state of its own where there is a master too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ckpt_cli.executors import results
-from ckpt_cli.interrupts import deferred, heed
+from ckpt_cli.interrupts import heeding
 from ckpt_cli.pipeline import Effort, Moved
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.dtypes import is_float
@@ -23,7 +23,6 @@ from ckpt_formats.files import Reader
 from ckpt_formats.tensor import Array, Tensor, read
 from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.typed_json import encode
-from ckpt_formats.values import Value
 
 Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
 """`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
@@ -118,12 +117,7 @@ def compare(
     ours, theirs = tensors_by_state(first), tensors_by_state(second)
     pairs = [Pair(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
     pairs += [Pair(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
-    with deferred() as asked:
-
-        def count(nbytes: int) -> None:
-            heed(asked)
-            moved(nbytes)
-
+    with heeding(moved) as count:
         work = [partial(_pair, *key, a, theirs[key], effort, count) for key, a in ours.items() if key in theirs]
         with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
             pairs += results(pool, lambda job: job(), work, 2 * effort.workers)
@@ -215,7 +209,7 @@ def _values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         name = min(apart)
         yield f"step of {len(apart)} parameters, such as `{name}`: {steps[name]:g} -> {others[name]:g}"
     yield from _groups(first, second)
-    yield from _apart(_plain(first.extras), _plain(second.extras), "extras")
+    yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), "extras")
 
 
 def _counts(source: Checkpoint) -> dict[str, float]:
@@ -247,10 +241,6 @@ def _groups(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 def _listed(value: Any) -> Any:
     """Lists and tuples of the same items are the same option."""
     return value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
-
-
-def _plain(extras: Mapping[str, Value]) -> Any:
-    return encode(dict(extras))
 
 
 def _apart(a: Any, b: Any, place: str) -> Iterator[str]:

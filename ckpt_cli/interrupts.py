@@ -8,7 +8,7 @@ run, an interrupt is a fact that they look at between two slabs.
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -39,3 +39,15 @@ def heed(asked: threading.Event) -> None:
     """Raises KeyboardInterrupt if somebody asked for it."""
     if asked.is_set():
         raise KeyboardInterrupt
+
+
+@contextmanager
+def heeding(moved: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+    """Within, interrupts are deferred, and heeded whenever bytes are counted: by `moved`, as it gives it."""
+    with deferred() as asked:
+
+        def count(nbytes: int) -> None:
+            heed(asked)
+            moved(nbytes)
+
+        yield count

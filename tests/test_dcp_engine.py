@@ -14,7 +14,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -26,10 +25,11 @@ from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, StateKeys
-from ckpt_formats.tensor import Array, Tensor, read
+from ckpt_formats.tensor import read
 from ckpt_formats.values import TensorName, Value
 from torch_jobs import launch
 from torch_jobs.kinds import KINDS, TRAININGS, Kind
+from torch_values import as_torch, same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -151,17 +151,6 @@ def opened(kind: Kind, zoo: Path, truth: dict[str, Any]) -> Checkpoint:
     if kind.way.keys == "raw":
         order = tuple(stored(name, kind) for group in truth["groups"] for name in group["names"])
     return open_checkpoint(zoo / str(kind), Options(order=order))
-
-
-def as_torch(array: Array) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def same(tensor: Tensor, expected: torch.Tensor) -> bool:
-    got = as_torch(read(tensor))
-    return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
 
 
 def stored(name: str, kind: Kind) -> str:

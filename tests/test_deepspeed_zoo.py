@@ -5,7 +5,6 @@ Set CKPT_ZOO to a folder to keep the checkpoints between runs; otherwise they ar
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,8 +12,9 @@ from ckpt_cli.checks import examine
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import Array, Tensor, read
+from ckpt_formats.tensor import read
 from engines.kinds import KINDS
+from torch_values import same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -28,17 +28,6 @@ def kind(request: pytest.FixtureRequest, zoo: Path) -> Path:
 @pytest.fixture(scope="module")
 def truth(kind: Path) -> dict:
     return torch.load(kind / "truth.pt", weights_only=False)
-
-
-def as_torch(array: Array) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def same(tensor: Tensor, expected: torch.Tensor) -> bool:
-    got = as_torch(read(tensor))
-    return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
 
 
 def assert_is_the_truth(found: Checkpoint, truth: dict) -> None:

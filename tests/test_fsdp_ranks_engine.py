@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,9 +13,10 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
 from ckpt_formats.errors import CkptError, Unsupported
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import Tensor, read
+from ckpt_formats.tensor import read
 from rank_jobs import launch
 from rank_jobs.kinds import KINDS, Kind
+from torch_values import same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -71,11 +71,6 @@ def job(request: pytest.FixtureRequest, jobs: Path) -> Job:
 
 def job_of(jobs: Path, name: str) -> Job:
     return Job(KINDS[name], jobs / name, torch.load(jobs / name / "truth.pt", weights_only=False))
-
-
-def same(tensor: Tensor, expected: torch.Tensor) -> bool:
-    got = torch.from_numpy(np.array(read(tensor)))
-    return got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
 
 
 def assert_is_the_truth(found: Checkpoint, job: Job) -> None:
