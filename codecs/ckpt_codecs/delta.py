@@ -1,0 +1,75 @@
+"""What a delta codec is: it takes the states of a parameter from one step of a run to a later one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from ckpt_codecs.base import Array, DType, Shape
+
+States = Mapping[str, Array]
+"""A chunk of each state of one parameter, all of one shape: `fp32`, `param`, `exp_avg`, `exp_avg_sq`, ..."""
+Form = Mapping[str, DType]
+"""The states that a chunk holds, and their types."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of the way between two states of a run.
+
+    `options` are those of the optimizer's group at the later state (`lr`,
+    `betas`, `eps`, `weight_decay`, ...), as far as they are plain numbers or
+    lists of them; `before` and `after` are the numbers of optimizer steps, None
+    where nobody knows.
+    """
+
+    before: int | None = None
+    after: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The same chunk of one parameter at two steps. `before` may lack states that `after` has: all, in an anchor."""
+
+    before: States
+    after: States
+
+
+@dataclass(frozen=True)
+class DeltaCodec(ABC):
+    """Encodes a chunk of all states of a parameter against the same chunk of an earlier state.
+
+    The states are coded together since they tell of each other: Adam's new
+    weights follow from the old ones and from the new moments.
+
+    Law of configuration: as of `Codec`; what was fitted to one parameter is part of it.
+    Law of exactness: if `lossless`, then `decode(encode(change), ...) == change.after`,
+    bit for bit, whatever the two have to do with each other.
+    Law of determinism: `decode` gives the same bits on every machine, with the
+    compiled kernels and without, so that a later delta can be coded against it.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+
+    def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "DeltaCodec":
+        """The same codec with what it must know of one parameter. `changes` gives chunks of it, anew at each call."""
+        return self
+
+    @abstractmethod
+    def encode(self, change: Change) -> bytes:
+        """Bytes for a chunk. Raises `NotApplicable` if this codec cannot hold these values."""
+
+    @abstractmethod
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        """The chunk's states of the later step, or those that are wanted and no more work than they take.
+
+        `data` is hostile: raises `CodecError`, never takes more memory than `shape` and `form` earn.
+        """
+
+    def config(self) -> dict[str, Any]:
+        """This codec as JSON; `from_config` makes it again."""
+        return {"name": self.name, **asdict(self)}
