@@ -15,13 +15,20 @@ from ckpt_formats.state_dicts.keys import STYLES
     "--tp", type=click.IntRange(1, MOST_RANKS), help="Tensor-parallel ranks; the checkpoint's rules must say how."
 )
 @click.option("--pp", type=click.IntRange(1, MOST_RANKS), help="Pipeline stages.")
-@click.option("--stages", type=Numbers(), help="First layer of each pipeline stage, such as 0,4,8.")
+@click.option("--vpp", type=click.IntRange(1, MOST_RANKS), help="Model chunks of each pipeline stage.")
+@click.option("--stages", type=Numbers(), help="First layer of each pipeline stage, or model chunk, such as 0,4,8.")
+@click.option("--ep", type=click.IntRange(1, MOST_RANKS), help="Expert-parallel ranks.")
+@click.option("--etp", type=click.IntRange(1, MOST_RANKS), help="Tensor-parallel ranks of each expert.")
 @click.option(
     "--vocab-rows",
     type=click.IntRange(1),
     help="Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
 )
-@click.option("--zero", type=click.IntRange(0, 3), help="ZeRO stage.")
+@click.option(
+    "--zero",
+    type=click.IntRange(0, 3),
+    help="ZeRO stage; of Megatron, 1 is its distributed optimizer, 0 the plain one.",
+)
 @click.option("--to", "format_name", type=click.Choice(list(FORMATS)), help="Format.  [default: the source's own]")
 @click.option(
     "--keys",
@@ -39,7 +46,10 @@ def reshard(
     dp: int | None,
     tp: int | None,
     pp: int | None,
+    vpp: int | None,
     stages: tuple[int, ...] | None,
+    ep: int | None,
+    etp: int | None,
     vocab_rows: int | None,
     zero: int | None,
     format_name: str | None,
@@ -61,6 +71,7 @@ def reshard(
       ckpt reshard run resumed --dp 4
       ckpt reshard run/global_step1000 resumed --dp 8 --zero 3 --dry-run
       ckpt reshard step1000 resumed --to deepspeed --dp 2 --zero 1
+      ckpt reshard megatron/iter_0001000 resumed --tp 4 --pp 2 --vpp 2
     """
     from pathlib import Path
 
@@ -70,10 +81,10 @@ def reshard(
 
     checkpoint = work.open_source(source, reading)
     format = writable(format_name or detect(Path(source)).name)
-    pp = len(stages) if stages and pp is None else pp
+    pp = len(stages) // (vpp or 1) if stages and pp is None else pp
     goal = Goal(
         Path(target),
-        Degrees(dp, tp, pp, zero, stages),
+        Degrees(dp, tp, pp, zero, vpp, ep, etp, stages),
         work.rules_of(reading),
         vocab_rows,
         keys=STYLES[keys] if keys else None,

@@ -138,7 +138,13 @@ class Degrees:
     tp: int | None = None
     pp: int | None = None
     zero: int | None = None
-    """The ZeRO stage."""
+    """The ZeRO stage. Of Megatron, 1 is its distributed optimizer."""
+    vpp: int | None = None
+    """Model chunks of each pipeline stage."""
+    ep: int | None = None
+    """Expert-parallel ranks."""
+    etp: int | None = None
+    """Tensor-parallel ranks of each expert."""
     stages: tuple[int, ...] | None = None
     """The first layer of each pipeline stage."""
 

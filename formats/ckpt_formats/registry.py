@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
     "deepspeed-universal": "ckpt_formats.deepspeed_universal:DeepSpeedUniversal",
-    "megatron": "ckpt_formats.megatron:Megatron",
+    "megatron": "ckpt_formats.megatron:MegatronDist",
+    "megatron-legacy": "ckpt_formats.megatron:MegatronLegacy",
     "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
     "hf": "ckpt_formats.hf:HuggingFace",
     "fsdp-ranks": "ckpt_formats.fsdp_ranks:FsdpRanks",

@@ -8,7 +8,9 @@ PPP is there only with more than one pipeline stage, EEE only with more than one
 expert-parallel rank, so what a single number after TT means only the arguments tell.
 """
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +64,10 @@ def is_iteration(path: Path) -> bool:
     return is_legacy(path) or is_dist(path)
 
 
-def is_run(path: Path) -> bool:
-    """Is this a folder of several iterations, the latest of them one that we know?"""
+def is_of_kind(path: Path, kind: Callable[[Path], bool]) -> bool:
+    """Is this an iteration of this kind, or a folder of several, the latest of which is?"""
     try:
-        return (path / POINTER).is_file() and is_iteration(path / _latest(path))
+        return kind(path) or ((path / POINTER).is_file() and kind(path / _latest(path)))
     except Exception:  # detection never raises
         return False
 
@@ -109,3 +111,15 @@ def _latest(path: Path) -> str:
     if not said.isascii() or not said.isdecimal() or len(said) > 18:
         raise Corrupt(f"`{POINTER}` holds {show(said[:60])!r}, not the number of an iteration", where=pointer)
     return f"iter_{int(said):07d}"
+
+
+def folder_of(iteration: int | None) -> str:
+    """The name of an iteration's folder; without a number it is a release."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def point_to(run: Path, folder: str) -> None:
+    """Write the run's pointer, which makes its folder a checkpoint."""
+    draft = run / f"{POINTER}.tmp"
+    draft.write_text(folder if folder == "release" else str(int(folder.removeprefix("iter_"))))
+    os.replace(draft, run / POINTER)

@@ -1,0 +1,75 @@
+"""The arguments of a run that is cut otherwise: the source's, with the new degrees and stages."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.megatron.arguments import Arguments, Parallel
+from ckpt_formats.megatron.stages import Stages, stages_of
+from ckpt_formats.values import Value
+
+DRAWN = "pipeline_model_parallel_layout"
+_EVEN: Mapping[str, Value] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    DRAWN: None,
+}
+
+
+def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, others: Mapping[str, Value]) -> Arguments:
+    """The arguments for these degrees and stages; `others` change, too.
+
+    What Megatron derives from its options when it starts is set like them, since it saves what it has derived.
+    """
+    several = stages.chunks if parallel.pp > 1 and stages.chunks > 1 else None
+    changed: dict[str, Value] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": several,
+        "num_virtual_stages_per_pipeline_rank": several,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "data_parallel_size": parallel.dp,
+        "world_size": parallel.tp * parallel.pp * parallel.dp,
+        **others,
+    }
+    if parallel.tp == 1:
+        changed["sequence_parallel"] = False
+    old = {"model_parallel_size": parallel.tp, "transformer_pipeline_model_parallel_size": parallel.pp}
+    changed |= {name: degree for name, degree in old.items() if args.record.get(name) is not None}
+    return changed_to(args, _stages(changed_to(args, changed), stages))
+
+
+def changed_to(args: Arguments, changed: Mapping[str, Value]) -> Arguments:
+    state = args.record.state
+    return replace(args, record=replace(args.record, state={**(state if isinstance(state, dict) else {}), **changed}))
+
+
+def _stages(args: Arguments, stages: Stages) -> Mapping[str, Value]:
+    """How options say which layers are where: as they did; evenly; with other first and last stages; drawn."""
+    first, last = (sum(stages.counts[end :: stages.pp]) for end in (0, stages.pp - 1))
+    uneven = {**_EVEN, "decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+    ways: list[Mapping[str, Value]] = [{}, _EVEN]
+    if stages.pp > 2:
+        ways.append(uneven)
+    return next((way for way in ways if _says(changed_to(args, way), stages)), {**_EVEN, DRAWN: drawing(stages)})
+
+
+def _says(args: Arguments, stages: Stages) -> bool:
+    """Do these arguments give these stages?"""
+    try:
+        return stages_of(args, stages.pp) == stages
+    except Unsupported:
+        return False
+
+
+def drawing(stages: Stages) -> str:
+    """The stages as a layout string: E is the embedding, t a layer, L the loss.
+
+    >>> drawing(Stages((1, 3, 0), 3))
+    'Et|ttt|L'
+    """
+    return "E" + "|".join("t" * count for count in stages.counts) + "L"
