@@ -66,6 +66,13 @@ def effort(command: F) -> F:
     return workers(memory(command))
 
 
+def accept_doubts(command: F) -> F:
+    """`--accept-doubts`, of every command that writes what it reads."""
+    return click.option(
+        "--accept-doubts", is_flag=True, help="Write also what `ckpt verify` doubts, such as shifted optimizer states."
+    )(command)
+
+
 @dataclass(frozen=True)
 class Reading:
     """What the user says of the source: files, by the options that name them."""

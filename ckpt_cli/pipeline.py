@@ -114,7 +114,8 @@ def check_sound(source: Checkpoint) -> None:
         raise Corrupt(
             source.doubts[0],
             where=source.path,
-            hint="Take another checkpoint of the run, or only the weights: --model-only.",
+            hint="Take another checkpoint of the run, or only the weights: --model-only. "
+            "If you know better, --accept-doubts writes all as it is.",
         )
 
 

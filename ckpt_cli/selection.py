@@ -13,6 +13,10 @@ from ckpt_formats.rules import safe_pattern
 from ckpt_formats.tensor import Decoded, Tensor
 
 
+_OF_THE_MODEL = ("args", "checkpoint_version", "hf/config.json")
+"""Extras that say what the model is: Megatron's arguments, Hugging Face's configuration."""
+
+
 def only(source: Checkpoint, keep: Sequence[str], drop: Sequence[str]) -> Checkpoint:
     """The parameters whose names match one of `keep` (all, if empty) and none of `drop`. Extras stay.
 
@@ -35,14 +39,15 @@ def only(source: Checkpoint, keep: Sequence[str], drop: Sequence[str]) -> Checkp
 
 
 def model_only(source: Checkpoint) -> Checkpoint:
-    """The model's own tensors, without optimizer, masters or extras."""
+    """The model's own tensors and what says its sizes, without optimizer, masters or other extras."""
     parameters = {
         name: replace(parameter, states={MODEL: parameter.weight}, values={})
         for name, parameter in source.parameters.items()
         if parameter.role != "extra"
     }
+    extras = {key: source.extras[key] for key in _OF_THE_MODEL if key in source.extras}
     # What makes a checkpoint doubtful is its optimizer's states.
-    return replace(source, parameters=parameters, groups=(), extras={}, doubts=())
+    return replace(source, parameters=parameters, groups=(), extras=extras, doubts=())
 
 
 def cast(source: Checkpoint, name: str) -> Checkpoint:

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ckpt_cli import pipeline, report
@@ -26,10 +26,11 @@ _PATIENCE = 2.0
 """Seconds without a word."""
 
 
-def open_source(path: str, reading: Reading) -> Checkpoint:
-    """The checkpoint at a path, read as the user says."""
+def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
+    """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
     shapes = Path(reading.shapes) if reading.shapes else None
-    return open_checkpoint(Path(path), Options(rules_of(reading), order_of(reading), shapes))
+    found = open_checkpoint(Path(path), Options(rules_of(reading), order_of(reading), shapes))
+    return replace(found, doubts=(), notices=(*found.notices, *found.doubts)) if accept_doubts else found
 
 
 def rules_of(reading: Reading) -> tuple[Rule, ...]:

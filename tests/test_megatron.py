@@ -456,6 +456,12 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     assert not (tmp_path / "universal").exists()
     weights = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal"), "--model-only"])
     assert weights.exit_code == 0, weights.output
+    accepted = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "accepted"), "--accept-doubts"])
+    assert accepted.exit_code == 0, accepted.output
+    assert "the optimizer's masters of 15 of 15 parameters" in accepted.stderr
+    masters = {p.name: read(p.states["fp32"]) for p in open_checkpoint(tmp_path / "accepted").parameters.values()}
+    assert len(masters) == 15
+    assert not any(master.any() for master in masters.values())
 
 
 def _change(folder: Path, change: Any) -> None:

@@ -1,5 +1,6 @@
 """Fewer tensors, fewer states, another element type: lazy, and exactly what was asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, is_float
 from ckpt_formats.errors import BadRules, NotFound, Unsafe, Unsupported
 from ckpt_formats.tensor import read
 from ckpt_formats.universal import Universal
+from ckpt_formats.values import Value
 from held import bits, contents, everything, folder
 
 SOURCE = everything()
@@ -83,6 +85,11 @@ def test_the_model_alone_has_its_weights_and_nothing_else() -> None:
         assert bits(read(p.states[MODEL])) == bits(read(SOURCE.parameters[name].weight))
     assert (made.groups, made.extras, made.aliases) == ((), {}, SOURCE.aliases)
     assert contents(model_only(made)) == contents(made)
+
+
+def test_the_model_alone_keeps_what_says_its_sizes() -> None:
+    said: dict[str, Value] = {"args": "its arguments", "hf/config.json": {"hidden_size": 8}}
+    assert model_only(replace(SOURCE, extras={**SOURCE.extras, **said})).extras == said
 
 
 @pytest.mark.parametrize("name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d))])

@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, effort, reading
+from ckpt_cli.options import Reading, accept_doubts, as_json, common, effort, reading
 from ckpt_formats.coding import LEVELS
 
 
@@ -21,6 +21,7 @@ from ckpt_formats.coding import LEVELS
 )
 @click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded.")
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
+@accept_doubts
 @effort
 @reading
 @as_json
@@ -32,6 +33,7 @@ def compress(
     level: str,
     no_check: bool,
     dry_run: bool,
+    accept_doubts: bool,
     workers: int | None,
     memory: int,
     reading: Reading,
@@ -56,7 +58,7 @@ def compress(
     from ckpt_cli import compression, report, work
     from ckpt_formats.base import Goal
 
-    checkpoint = work.open_source(source, reading)
+    checkpoint = work.open_source(source, reading, accept_doubts)
     report.say_notices(checkpoint)
     goal = Goal(Path(target), coding=compression.coding_of(codec, level, not no_check))
     if dry_run:

@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Bytes, Reading, as_json, common, effort, reading
+from ckpt_cli.options import Bytes, Reading, accept_doubts, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
 from ckpt_formats.state_dicts.keys import STYLES
 
@@ -40,6 +40,7 @@ from ckpt_formats.state_dicts.keys import STYLES
     help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
+@accept_doubts
 @effort
 @reading
 @as_json
@@ -56,6 +57,7 @@ def convert(
     config: str | None,
     keys: str | None,
     dry_run: bool,
+    accept_doubts: bool,
     workers: int | None,
     memory: int,
     reading: Reading,
@@ -82,7 +84,7 @@ def convert(
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
 
-    checkpoint = work.open_source(source, reading)
+    checkpoint = work.open_source(source, reading, accept_doubts)
     if only or skip:
         checkpoint = selection.only(checkpoint, only, skip)
     if model_only:

@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import MOST_RANKS, Numbers, Reading, as_json, common, effort, reading
+from ckpt_cli.options import MOST_RANKS, Numbers, Reading, accept_doubts, as_json, common, effort, reading
 from ckpt_formats.registry import FORMATS
 from ckpt_formats.state_dicts.keys import STYLES
 
@@ -36,6 +36,7 @@ from ckpt_formats.state_dicts.keys import STYLES
     help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
+@accept_doubts
 @effort
 @reading
 @as_json
@@ -55,6 +56,7 @@ def reshard(
     format_name: str | None,
     keys: str | None,
     dry_run: bool,
+    accept_doubts: bool,
     workers: int | None,
     memory: int,
     reading: Reading,
@@ -79,7 +81,7 @@ def reshard(
     from ckpt_formats.base import Degrees, Goal
     from ckpt_formats.registry import detect, writable
 
-    checkpoint = work.open_source(source, reading)
+    checkpoint = work.open_source(source, reading, accept_doubts)
     format = writable(format_name or detect(Path(source)).name)
     pp = len(stages) // (vpp or 1) if stages and pp is None else pp
     goal = Goal(

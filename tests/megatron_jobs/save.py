@@ -113,6 +113,11 @@ def fill(models: list[Any], kind: Kind, what: str) -> None:
 
 
 def run(kind: Kind, out: Path) -> None:
+    save(kind, *trained(kind), out)
+
+
+def trained(kind: Kind, steps: int = STEPS) -> tuple[list[Any], Any, TransformerConfig]:
+    """The wrapped chunks of this rank after some steps, their optimizer and their configuration."""
     parallel_state.initialize_model_parallel(
         kind.tp,
         kind.pp,
@@ -151,10 +156,10 @@ def run(kind: Kind, out: Path) -> None:
         ),
         wrapped,
     )
-    for _ in range(STEPS):
+    for _ in range(steps):
         fill(wrapped, kind, "gradients")
         optimizer.step()
-    save(kind, wrapped, optimizer, config, out)
+    return wrapped, optimizer, config
 
 
 def arguments(kind: Kind, config: TransformerConfig) -> argparse.Namespace:
@@ -214,10 +219,32 @@ def iteration(run: Path) -> Path:
 def save_dist(
     models: list[Any], optimizer: Any, common: dict[str, Any], run: Path, encoding: str | None, wrapped: bool
 ) -> None:
+    state = sharded(models, optimizer, common, encoding, wrapped)
+    if torch.distributed.get_rank() == 0:
+        iteration(run).mkdir(parents=True)
+        (run / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    torch.distributed.barrier()
+    told = {key: value for key, value in metadata_of(encoding).items() if key != "dp_cp_group"}
+    dist_checkpointing.save(state, str(iteration(run)), content_metadata=told)
+
+
+def metadata_of(encoding: str | None) -> dict[str, Any]:
+    """What Megatron is told of how to save."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if encoding is not None:
-        metadata["distrib_optim_sharding_type"] = encoding
+    return metadata if encoding is None else {**metadata, "distrib_optim_sharding_type": encoding}
+
+
+def sharded(
+    models: list[Any],
+    optimizer: Any,
+    common: dict[str, Any],
+    encoding: str | None,
+    wrapped: bool,
+    is_loading: bool = False,
+) -> dict[str, Any]:
+    """The state of this rank as Megatron saves it, and loads into it: with the place of each shard."""
+    metadata = metadata_of(encoding)
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
     if not wrapped:
         models = [model.module for model in models]
@@ -233,14 +260,9 @@ def save_dist(
         place,
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    state = {**common, **model, "rng_state": rng}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
-    if torch.distributed.get_rank() == 0:
-        iteration(run).mkdir(parents=True)
-        (run / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-    torch.distributed.barrier()
-    told = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(iteration(run)), content_metadata=told)
+    state = {**common, **model} if is_loading else {**common, **model, "rng_state": rng}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
 
 
 def save_legacy(kind: Kind, models: list[Any], optimizer: Any, common: dict[str, Any], run: Path) -> None:
