@@ -31,6 +31,7 @@ samples: $(VENV)/.tested  ## make sample_checkpoints/ again, with the real engin
 	$(BIN)/python sample_checkpoints/make_universal.py
 	$(BIN)/python sample_checkpoints/make_compressed.py
 	$(BIN)/python sample_checkpoints/make_dcp.py
+	$(BIN)/python sample_checkpoints/make_megatron.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

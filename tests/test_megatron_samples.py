@@ -1,0 +1,68 @@
+"""The samples of Megatron core, against what Megatron itself loads of them: read, resharded, converted, and damaged."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from ckpt_cli.checks import examine
+from ckpt_cli.pipeline import Effort
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.tensor import read
+from damage import BROKEN, ckpt
+
+FOLDER = Path(__file__).parents[1] / "sample_checkpoints"
+SAMPLES = sorted(FOLDER.glob("megatron-*"))
+SHIFTED = FOLDER / "damaged" / "megatron-shifted-optimizer"
+DEGREES = ("--tp 1 --pp 1", "--tp 2 --pp 1", "--tp 1 --pp 4", "--tp 1 --pp 2 --vpp 2", "--pp 2 --stages 0,3", "--dp 2")
+
+
+@pytest.fixture(params=SAMPLES, ids=lambda path: path.name)
+def sample(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+def assert_is_the_truth(found: Checkpoint, sample: Path) -> None:
+    with safe_open(sample / "truth.safetensors", "np") as file:
+        expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    held = {f"{p.name}/{state}": tensor for p, state, tensor in found.tensors() if p.role != "extra"}
+    assert held.keys() == expected.keys()
+    for key, array in expected.items():
+        got = read(held[key])
+        assert (got.dtype, got.shape) == (array.dtype, array.shape), key
+        assert np.array_equal(got, array), key
+
+
+def test_it_is_what_the_run_held(sample: Path) -> None:
+    found = open_checkpoint(sample)
+    assert_is_the_truth(found, sample)
+    assert examine(found, Effort()) == []
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "universal", "dcp", "torch"])
+def test_it_is_the_same_in_any_layout_and_back(sample: Path, tmp_path: Path, to: str) -> None:
+    """Along a path of layouts, each made of the one before, and at last in another format."""
+    at = sample
+    for number, degrees in enumerate(DEGREES):
+        after = tmp_path / f"run{number}"
+        assert ckpt("reshard", at, after, *degrees.split()).code == 0
+        assert detect(after).name == detect(sample).name
+        assert ckpt("diff", at, after, "--json").code in (0, 1)  # 1: the arguments say the new degrees
+        assert_is_the_truth(open_checkpoint(after), sample)
+        at = after
+    assert ckpt("convert", at, tmp_path / "made", "--to", to).code == 0
+    assert_is_the_truth(open_checkpoint(tmp_path / "made"), sample)
+
+
+def test_shifted_states_are_found_and_refused(tmp_path: Path) -> None:
+    verified = ckpt("verify", SHIFTED)
+    assert verified.code == BROKEN
+    assert "the optimizer's masters of" in verified.out
+    for command in ("convert", "reshard"):
+        refused = ckpt(command, SHIFTED, tmp_path / "out")
+        assert refused.code == BROKEN
+        assert "shifted" in refused.err
+        assert not (tmp_path / "out").exists()
