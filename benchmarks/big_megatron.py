@@ -16,10 +16,12 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
+import torch
 from megatron.core import dist_checkpointing
 
 from engines import ranks
@@ -53,6 +55,7 @@ def make(kind: Kind, out: Path) -> None:
 def reshard(kind: Kind, source: Path, out: Path) -> None:
     """Of one rank: load what it has at its degrees, save it."""
     models, optimizer, config = save.trained(kind, steps=0)
+    _begin(optimizer)
     common = {"args": save.arguments(kind, config), "checkpoint_version": 3.0, "iteration": save.STEPS}
     state = save.sharded(models, optimizer, common, ENCODING, kind.wrapped, is_loading=True)
     loaded = dist_checkpointing.load(state, str(save.iteration(source)))
@@ -60,6 +63,15 @@ def reshard(kind: Kind, source: Path, out: Path) -> None:
         model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     save.save_dist(models, optimizer, common, out, ENCODING, kind.wrapped)
+
+
+def _begin(optimizer: Any) -> None:
+    """Give every parameter the states that are loaded over; a step would do so, too, in more time."""
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                one.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
 
 def main() -> None:

@@ -18,11 +18,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from measure import Run, in_turn, measure, medians, size, warm
+from beside import Program, copying, table
+from measure import in_turn, measure, size, warm
 from opening import OPEN
 
 HERE = Path(__file__).resolve().parent
@@ -30,9 +31,8 @@ CKPT = [sys.executable, "-m", "ckpt_cli"]
 BIG = [sys.executable, str(HERE / "big_dcp.py")]
 BY_TORCH = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]
 ONLINE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / "big_dcp.py")]
-COPY_AND_FSYNC = 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +'
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-WHOLE, FILE, WEIGHTS, SYNCED = "cp, DCP", "cp, torch file", "cp, weights", ", fsync"
+WHOLE, FILE, WEIGHTS = "cp, DCP", "cp, torch file", "cp, weights"
 METADATA = {
     "ckpt, read_metadata": OPEN.format(
         imports="from ckpt_formats.dcp.metadata import read_metadata", call="read_metadata(Path(sys.argv[1]))"
@@ -43,13 +43,6 @@ METADATA = {
 }
 
 
-@dataclass(frozen=True)
-class Program:
-    command: list[str]
-    beside: str
-    """The `cp` that it is held against."""
-
-
 def programs(source: Path, file: Path, weights: Path, out: Path, millions: float) -> dict[str, Program]:
     """Every program by name; each writes something at `out`, given without an end."""
 
@@ -57,10 +50,9 @@ def programs(source: Path, file: Path, weights: Path, out: Path, millions: float
         return [*CKPT, command, str(read), f"{out}{suffix}", *options]
 
     rank_by_rank = [*ONLINE, "reshard", str(source), str(out), f"--millions={millions}"]
-    copies = {}
+    copies: dict[str, Program] = {}
     for name, path, suffix in ((WHOLE, source, ""), (FILE, file, ".pt"), (WEIGHTS, weights, ".safetensors")):
-        copies[name] = Program(["cp", "-r", str(path), f"{out}{suffix}"], name)
-        copies[f"{name}{SYNCED}"] = Program(["bash", "-c", COPY_AND_FSYNC, "-", str(path), f"{out}{suffix}"], name)
+        copies |= copying(name, path, f"{out}{suffix}")
     return {
         **copies,
         "ckpt: DCP to torch": Program(ours("convert", source, ".pt", "--to", "torch"), WHOLE),
@@ -74,24 +66,6 @@ def programs(source: Path, file: Path, weights: Path, out: Path, millions: float
         "torch: weights to HF": Program([*BIG, "weights", str(source), str(out)], WEIGHTS),
         "import of torch's DCP alone": Program([sys.executable, "-c", "import torch.distributed.checkpoint"], WHOLE),
     }
-
-
-def table(listed: dict[str, Program], found: dict[str, list[Run]], sizes: dict[str, int]) -> str:
-    """Medians, and ratios to the `cp` beside, also to that with an fsync of every file."""
-    middle = {name: medians(runs) for name, runs in found.items()}
-    rows = [
-        f"{'':28}{'wall s':>8}{'x cp':>7}{'x fsync':>9}{'best s':>8}{'CPU s':>8}{'x cp':>7}"
-        f"{'tree MB':>9}{'process MB':>12}{'output MB':>11}"
-    ]
-    for name, run in middle.items():
-        copied, synced = (middle[f"{listed[name].beside}{end}"] for end in ("", SYNCED))
-        best = min(one.wall for one in found[name])
-        rows.append(
-            f"{name:28}{run.wall:8.2f}{run.wall / copied.wall:7.2f}{run.wall / synced.wall:9.2f}{best:8.2f}"
-            f"{run.cpu:8.2f}{run.cpu / copied.cpu:7.2f}"
-            f"{run.tree / 1e6:9.0f}{run.process / 1e6:12.0f}{sizes[name] / 1e6:11.0f}"
-        )
-    return "\n".join(rows)
 
 
 def opening(folder: Path, rounds: int) -> dict[str, list[list[float]]]:
