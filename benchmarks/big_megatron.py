@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from engines import ranks
 from megatron_jobs import save, without_cuda
 from megatron_jobs.kinds import LLAMA, Kind
+from megatron_jobs.resume_dist import keep_steps
 
 WIDTH, INNER, HEADS, GROUPS, ROWS = 1024, 2816, 16, 8, 8192
 LAYER = WIDTH * (WIDTH + 2 * WIDTH * GROUPS // HEADS) + WIDTH * WIDTH + 3 * WIDTH * INNER + 2 * WIDTH
@@ -54,6 +55,7 @@ def make(kind: Kind, out: Path) -> None:
 
 def reshard(kind: Kind, source: Path, out: Path) -> None:
     """Of one rank: load what it has at its degrees, save it."""
+    keep_steps()
     models, optimizer, config = save.trained(kind, steps=0)
     _begin(optimizer)
     common = {"args": save.arguments(kind, config), "checkpoint_version": 3.0, "iteration": save.STEPS}

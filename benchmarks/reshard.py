@@ -2,8 +2,8 @@
 
 Real Megatron core trains and saves a Llama at tp 2 x pp 2 in both layouts (`big_megatron.py`); they are written again
 for tp 4 and for pp 4. All programs read through a warm page cache, in turn; outputs are removed, and what the last one
-left is flushed, outside the timed part. Figures are medians; ratios are to `cp` of the same input. Ours checks every
-checksum of what it reads, and returns when its output is on the disk: so `cp` is also given with an fsync of every file.
+left is flushed, outside the timed part. Figures are medians; ratios are to `cp` of the same input. Ours checks each
+checksum of what it reads, and returns when its output is on the disk: so `cp` is also given with an fsync of each file.
 
 Beside it Megatron itself: as many processes as ranks load the `torch_dist` checkpoint at the new degrees and save it.
 Its converter drops the optimizer, and its loader for Megatron core has not run since 0.15. Nothing is asserted.

@@ -28,3 +28,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = Path(kept) if kept else tmp_path_factory.mktemp("zoo")
     launch.train(KINDS, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def megatron_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `megatron_jobs.launch.save` puts kinds of runs of real Megatron, for all tests together.
+
+    Set CKPT_MEGATRON to a folder to keep them between runs; otherwise they are made anew, in minutes.
+    """
+    kept = os.environ.get("CKPT_MEGATRON")
+    return Path(kept) if kept else tmp_path_factory.mktemp("megatron")

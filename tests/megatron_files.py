@@ -7,7 +7,7 @@ cut is the rules' own, so that reading back says that reading undoes it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,29 @@ def write(
         torch.save({**root, **more}, folder / "model_optim_rng.pt")
     (run / "latest_checkpointed_iteration.txt").write_text("5")
     return run
+
+
+def loaded(run: Path) -> dict[str, dict[str, Any]]:
+    """What PyTorch loads of every file: a value for each place in it. The order of a file's own items is left out."""
+    found = {}
+    for path in sorted(run.rglob("*.pt")):
+        values = torch.load(path, weights_only=False)
+        found[str(path.relative_to(run))] = {**dict(places(values)), "/": sorted(map(str, values))}
+    return found
+
+
+def places(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield at, (str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, argparse.Namespace):
+        yield from places(vars(value), at)
+    elif isinstance(value, dict):
+        yield f"{at}/", tuple(map(str, value))
+        for key, item in value.items():
+            yield from places(item, f"{at}/{key}")
+    elif isinstance(value, (list, tuple)):
+        yield f"{at}/", len(value)
+        for i, item in enumerate(value):
+            yield from places(item, f"{at}/{i}")
+    else:
+        yield at, repr(value)

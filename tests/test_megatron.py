@@ -16,7 +16,7 @@ from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import Rule
-from ckpt_formats.megatron import Megatron
+from ckpt_formats.megatron import MegatronLegacy
 from ckpt_formats.megatron.buffers import Item, fill, fit
 from ckpt_formats.megatron.dist_model import named
 from ckpt_formats.megatron.dist_optimizer import unflattened
@@ -40,7 +40,7 @@ def test_tensor_parallel_parts_are_joined_as_megatron_cut_them(tmp_path: Path, t
 
 def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_path: Path) -> None:
     run = write(tmp_path, whole())
-    assert detect(run).name == detect(run / "iter_0000005").name == "megatron"
+    assert detect(run).name == detect(run / "iter_0000005").name == "megatron-legacy"
     assert open_checkpoint(run).parameters.keys() == open_checkpoint(run / "iter_0000005").parameters.keys()
     (run / "latest_checkpointed_iteration.txt").write_text("release")
     (run / "iter_0000005").rename(run / "release")
@@ -52,8 +52,8 @@ def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, said: str) -> None:
     run = write(tmp_path, whole())
     (run / "latest_checkpointed_iteration.txt").write_text(said)
     with pytest.raises((NotFound, Corrupt)):
-        Megatron().read(run, Options())
-    assert not Megatron().detect(run)
+        MegatronLegacy().read(run, Options())
+    assert not MegatronLegacy().detect(run)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_a_parameter_without_a_rule_is_an_error_that_suggests_one(tmp_path: Path
     assert "[[rule]]" in str(found.value.hint)
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nmatch = '.*adapter.*'\nhow = 'replicated'\n")
-    read_back = Megatron().read(run, Options(read_rules(rules)))
+    read_back = MegatronLegacy().read(run, Options(read_rules(rules)))
     assert np.array_equal(read(read_back.parameters["decoder.layers.0.adapter.down.weight"].weight), np.ones((4, 8)))
 
 
 def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
-    plain = Megatron().read(run, Options((Rule(r".*\.linear_fc1\.weight"),)))
+    plain = MegatronLegacy().read(run, Options((Rule(r".*\.linear_fc1\.weight"),)))
     halves = [cut("linear_fc1.weight", whole()["decoder.layers.0.mlp.linear_fc1.weight"], 2, rank) for rank in (0, 1)]
     assert np.array_equal(
         read(plain.parameters["decoder.layers.0.mlp.linear_fc1.weight"].weight), np.concatenate(halves)
@@ -177,12 +177,12 @@ def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path
         (Rule(r".*\.linear_fc2\.weight", length="hidden"), "has length 16 along axis 0"),
     ):
         with pytest.raises(BadRules, match=message):
-            Megatron().read(run, Options((wrong,)))
+            MegatronLegacy().read(run, Options((wrong,)))
 
 
 def test_a_padded_vocabulary_is_trimmed_to_the_size_that_the_user_says(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
-    found = Megatron().read(run, Options((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
+    found = MegatronLegacy().read(run, Options((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
     assert found.parameters["output_layer.weight"].weight.shape == (13, 8)
 
 

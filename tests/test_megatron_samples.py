@@ -42,18 +42,20 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
     assert examine(found, Effort()) == []
 
 
-@pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "universal", "dcp", "torch"])
-def test_it_is_the_same_in_any_layout_and_back(sample: Path, tmp_path: Path, to: str) -> None:
-    """Along a path of layouts, each made of the one before, and at last in another format."""
+def test_it_is_the_same_in_any_layout(sample: Path, tmp_path: Path) -> None:
+    """Along a path of layouts, each made of the one before."""
     at = sample
     for number, degrees in enumerate(DEGREES):
         after = tmp_path / f"run{number}"
         assert ckpt("reshard", at, after, *degrees.split()).code == 0
         assert detect(after).name == detect(sample).name
-        assert ckpt("diff", at, after, "--json").code in (0, 1)  # 1: the arguments say the new degrees
         assert_is_the_truth(open_checkpoint(after), sample)
         at = after
-    assert ckpt("convert", at, tmp_path / "made", "--to", to).code == 0
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "universal", "dcp", "torch"])
+def test_it_is_the_same_in_any_format(sample: Path, tmp_path: Path, to: str) -> None:
+    assert ckpt("convert", sample, tmp_path / "made", "--to", to).code == 0
     assert_is_the_truth(open_checkpoint(tmp_path / "made"), sample)
 
 

@@ -17,6 +17,8 @@ from ckpt_formats.tensor import Fragment, Mean, Tensor, Zeros, join, with_replic
 from ckpt_formats.tensor_views import stacked, unstacked
 
 How = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
+_COPIES = ("replicated", "averaged", "first")
+"""Every rank holds all of the tensor."""
 Over = Literal["tensor", "expert"]
 """Which group of ranks cuts a tensor: the tensor-parallel ranks, or those that share an expert."""
 
@@ -175,17 +177,28 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
     if (rule.vocabulary is not None or rule.padded) and whole.shape:
         rows = max(whole.shape[0], rows or 0)
         whole = _padded(whole, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
-    else:
-        _check_length(name, whole.shape, rule, ranks)
-    if rule.how in ("replicated", "averaged", "first"):
-        return [whole] * ranks
+    blocks = cuts(name, whole.shape, rule, ranks)
+    return [whole] * ranks if rule.how in _COPIES else [_shard(whole, placed) for placed in blocks]
+
+
+def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[Placed, ...]]:
+    """The blocks of each rank's shard of a tensor of this shape, which has its padding already.
+
+    Raises `BadRules` if the tensor does not divide.
+    """
+    if rule.vocabulary is None and not rule.padded:
+        _check_length(name, shape, rule, ranks)
+    if rule.how in _COPIES:
+        return [(Placed(Box.whole(shape), Box.whole(shape)),)] * ranks
+    if rule.how == "unique":
+        raise BadRules(f"tensor `{name}` is each rank's own: its shards are no blocks of it")
     if rule.how == "blocks":
-        if rule.shape != whole.shape or len(rule.blocks) != ranks:
+        if rule.shape != shape or len(rule.blocks) != ranks:
             raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
-        return [_shard(whole, blocks) for blocks in rule.blocks]
-    if not 0 <= rule.axis < len(whole.shape):
-        raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} has no axis {rule.axis} to cut along")
-    length = whole.shape[rule.axis]
+        return list(rule.blocks)
+    if not 0 <= rule.axis < len(shape):
+        raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to cut along")
+    length = shape[rule.axis]
     # Widths are those of one number of ranks; over another, the same pieces are divided evenly.
     fused = tuple(sum(row) for row in rule.widths) or _pieces(name, rule)
     pieces = [length // fused] * fused if isinstance(fused, int) else list(fused)
@@ -195,7 +208,7 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
         raise BadRules(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
-    return [_shard(whole, tuple(place(whole.shape, rule.axis, table, rank))) for rank in range(ranks)]
+    return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
 
 
 def lengths(name: str, rule: Rule, local: Sequence[int]) -> list[list[int]]:

@@ -23,6 +23,11 @@ from ckpt_formats.geometry import Box, Shape, flat_boxes, missing, overlaps
 Array = np.ndarray[Any, DType]
 
 _SPAN = 1 << 22
+"""Bytes of a file that are read at once for the sake of some among them."""
+_PIECE = 1 << 15
+"""Bytes in a row below which reading what lies between costs less than another read: the system fetches it anyway."""
+_MOST_AROUND = 16
+"""Bytes read for each one wanted."""
 _MOST_PAIRS = 1000
 """Overlaps that are worth naming: of many equal blocks, every pair overlaps."""
 
@@ -95,7 +100,8 @@ class Raw:
             reader.read_into(self.path, self.offset, out.reshape(-1).view(np.uint8).data, self.seal)
             return
         useful = out.size * self.dtype.itemsize
-        if self.span <= max(2 * useful, 4096) and self.span <= _SPAN:
+        around = _MOST_AROUND if _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE else 2
+        if self.span <= max(around * useful, 4096) and self.span <= _SPAN:
             window = np.empty(self.span, np.uint8)
             reader.read_into(self.path, self.offset, window.data, self.seal)
             out[...] = np.ndarray(self.shape, self.dtype, window, 0, self.strides)
@@ -403,6 +409,16 @@ def packed(shape: Shape, strides: Shape, itemsize: int) -> bool:
             return False
         step *= length
     return True
+
+
+def _in_a_row(shape: Shape, strides: Shape, itemsize: int) -> int:
+    """Bytes of the longest runs of values that lie without holes."""
+    step = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != step:
+            break
+        step *= length
+    return step
 
 
 def _put(values: Shape, axis: int, value: int) -> Shape:

@@ -1,8 +1,10 @@
 """Tensors seen another way, without reading them: with an axis more or less, or as a range of a flat buffer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from types import EllipsisType
 
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Unsupported
@@ -56,6 +58,54 @@ class Unstacked(_Seen):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[None], reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Pile:
+    """A blob of tensors of one shape, by new first axes: however many there are, a block of one is found at once.
+
+    There may be none at a place, if nobody asks for what is there.
+    """
+
+    lengths: Shape
+    """Of the new axes."""
+    tensors: Mapping[Shape, Tensor]
+    """By place along them; never empty."""
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.lengths, *self._first.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return self._first.dtype
+
+    def crop(self, box: Box) -> "Pile":
+        axes = len(self.lengths)
+        rest = Box(box.start[axes:], box.stop[axes:])
+        cut = Box(box.start[:axes], box.stop[:axes])
+        held = {
+            tuple(i - first for i, first in zip(place, cut.start, strict=True)): self.tensors[place].crop(rest)
+            for place in product(*map(range, cut.start, cut.stop))
+        }
+        return Pile(cut.shape, held)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        for place, tensor in self.tensors.items():
+            index: tuple[int | EllipsisType, ...] = (*place, ...)
+            tensor.read_into(out[index], reader)
+
+    def sources(self) -> Iterator[Raw]:
+        for tensor in self.tensors.values():
+            yield from tensor.sources()
+
+    def flaws(self) -> Iterator[str]:
+        for tensor in self.tensors.values():
+            yield from tensor.flaws()
+
+    @property
+    def _first(self) -> Tensor:
+        return next(iter(self.tensors.values()))
 
 
 @dataclass(frozen=True)

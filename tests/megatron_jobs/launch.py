@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from engines.launch import run_script
 from megatron_jobs.kinds import KINDS
@@ -16,3 +18,10 @@ def save(kinds: Iterable[str], out: Path) -> None:
     missing = [name for name in kinds if name in KINDS and not (out / name / "truth.pt").exists()]
     if missing:
         run_script(HERE / "save.py", [str(out), *missing], len(missing))
+
+
+def resume(jobs: Mapping[str, Mapping[str, Any]], out: Path, script: str = "resume.py") -> None:
+    """Let Megatron go on from checkpoints, legacy ones or (`resume_dist.py`) others; the script says what it leaves."""
+    listed = out / "jobs.json"
+    listed.write_text(json.dumps(jobs))
+    run_script(HERE / script, [str(listed), str(out)], len(jobs))

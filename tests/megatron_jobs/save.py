@@ -249,20 +249,24 @@ def sharded(
     if not wrapped:
         models = [model.module for model in models]
     model = {name: one.sharded_state_dict(metadata=metadata) for name, one in zip(names, models, strict=True)}
-    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    rng = ShardedObject(
-        "rng_state",
-        [{"torch_rng_state": torch.get_rng_state()}],
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        place,
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+    rng = random_states([{"torch_rng_state": torch.get_rng_state()}])
     state = {**common, **model} if is_loading else {**common, **model, "rng_state": rng}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def random_states(own: Any) -> ShardedObject:
+    """A rank's random states. With experts on several ranks, each data-parallel rank has its own."""
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    counts = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    dp = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        together = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return ShardedObject("rng_state", own, (*counts, together), (*place, dp))
+    return ShardedObject("rng_state", own, counts, place, replica_id=dp)
 
 
 def save_legacy(kind: Kind, models: list[Any], optimizer: Any, common: dict[str, Any], run: Path) -> None:
@@ -278,8 +282,9 @@ def save_legacy(kind: Kind, models: list[Any], optimizer: Any, common: dict[str,
         optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))  # all of them together
     if parallel_state.get_expert_data_parallel_rank() == 0:
         chunks = [model.state_dict_for_save_checkpoint() for model in models]
-        state = {**common, "optimizer": optimizer.state_dict()}
+        state = dict(common)
         state |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": one for i, one in enumerate(chunks)}
+        state["optimizer"] = optimizer.state_dict()
         state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()}]
         torch.save(state, folder / "model_optim_rng.pt")
     if torch.distributed.get_rank() == 0:

@@ -62,14 +62,17 @@ def _said(entry: Entry, at: int, nbytes: int) -> list[Any]:
     return [*said, tensor.dtype.name, list(tensor.shape), entry.chunk, list(box.start), list(box.shape)]
 
 
-def write_metadata(folder: Path, receipts: Sequence[Receipt]) -> None:
-    """Write `.metadata` into each folder that has files of data."""
+def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = True) -> None:
+    """Write `.metadata` into each folder that has files of data.
+
+    `named` says that names are paths in a state dict, which the planner's data tell. Not all planners save any.
+    """
     folders: dict[Path, list[Receipt]] = {}
     for receipt in receipts:
         folders.setdefault((folder / receipt.file).parent, []).append(receipt)
     for one, held in folders.items():
         with uncollected():
-            data = emit(_metadata(held), protocol=4)
+            data = emit(_metadata(held, named), protocol=4)
         with (one / DRAFT).open("wb") as file:
             file.write(data)
             file.flush()
@@ -77,7 +80,7 @@ def write_metadata(folder: Path, receipts: Sequence[Receipt]) -> None:
         os.replace(one / DRAFT, one / METADATA)
 
 
-def _metadata(receipts: Iterable[Receipt]) -> Record:
+def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
     items = [(Path(receipt.file).name, said) for receipt in receipts for said in receipt.entry["items"]]
     items.sort(key=lambda item: (item[1][0], item[1][7:8]))
     entries: dict[str, Record] = {}
@@ -103,7 +106,7 @@ def _metadata(receipts: Iterable[Receipt]) -> Record:
         "Metadata",
         {
             "state_dict_metadata": entries,
-            "planner_data": paths,
+            "planner_data": paths if named else None,
             "storage_data": dict(places),
             "storage_meta": _object("StorageMeta", meta),
             "version": VERSION,

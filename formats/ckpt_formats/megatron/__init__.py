@@ -8,6 +8,7 @@ whole       all ranks -> whole parameters, by the rules in `rule_sets`; local: t
 masters     are the optimizer's masters those of the weights?
 carried     everything that is not a tensor of the model
 target      what is to be written; write_legacy, write_dist: its files
+dist_keys   keys of distributed checkpoints; dist_shards, dist_objects, dist_common: what is under them, and beside
 """
 
 from abc import abstractmethod
@@ -41,7 +42,8 @@ class _Megatron(WritableFormat):
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         target = settle_target(source, goal)
         first, *others = self.parts(target)
-        return replace(first, what={**first.what, "remarks": tuple(remarks_of(target))}), *others
+        remarks = (*remarks_of(target), *first.what.get("remarks", ()))
+        return replace(first, what={**first.what, "remarks": remarks}), *others
 
     @abstractmethod
     def parts(self, target: Target) -> Sequence[Part]:
@@ -52,6 +54,9 @@ class _Megatron(WritableFormat):
 
     def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         return tuple(remark for part in parts for remark in part.what.get("remarks", ()))
+
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+        return tuple(loss for part in parts for loss in part.what.get("losses", ()))
 
 
 class MegatronDist(_Megatron):
@@ -67,6 +72,10 @@ class MegatronDist(_Megatron):
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         return write_dist.write(folder, part, transfer)
 
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        write_dist.write_index(folder, receipts)
+        super().commit(folder, source, receipts)
+
 
 class MegatronLegacy(_Megatron):
     name = "megatron-legacy"
@@ -79,4 +88,5 @@ class MegatronLegacy(_Megatron):
         return write_legacy.parts(target)
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
         return write_tree(folder, part, transfer)

@@ -89,6 +89,11 @@ def parallel_of(args: Arguments) -> Parallel:
     return Parallel(tp, pp, ep, etp, world // (tp * pp * instances), world // (etp * ep * pp * instances))
 
 
+def decayed_norms(args: Arguments) -> bool:
+    """Does weight decay apply to the norms of queries and keys?"""
+    return args.flag("apply_wd_to_qk_layernorm")
+
+
 def sizes_of(args: Arguments, version: Value = 3.0) -> dict[str, int]:
     """The model's sizes, by the names that the formulas of rules use; a flag is 0 or 1. None is made up.
 

@@ -15,6 +15,19 @@ from ckpt_formats.values import Record, Value
 EXTRA_STATE = "extra_state"
 """The extra of the modules' own extra states, by name."""
 
+_KNOWN = (
+    "optimizer",
+    "state",
+    "param_groups",
+    "fp32_from_fp16_params",
+    "fp32_from_float16_params",
+    "param_state",
+    "param_state_sharding_type",
+    "per_bucket_numel",
+    "per_bucket_numel_unpadded",
+)
+"""What states and groups are in, and how they are kept."""
+
 
 def label(tp: int, pp: int, other: int | None = None) -> str:
     """What a rank is called among the extras: `tp0_pp1`, and its expert- or data-parallel rank if that counts."""
@@ -37,6 +50,22 @@ def carry(ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str
         if own:
             differing[rank] = own
     return extras | ({"ranks": differing} if differing else {})
+
+
+def optimizer_items(saved: Value) -> Value:
+    """What an optimizer saves beside states and groups: the loss scaler. Of several a list."""
+    if isinstance(saved, dict) and saved and all(type(key) is int for key in saved):
+        saved = [saved[number] for number in sorted(saved)]
+    if isinstance(saved, (list, tuple)):
+        found = [optimizer_items(one) for one in saved]
+        return found if any(found) else None
+    if not isinstance(saved, dict):
+        return None
+    kept = {str(key): value for key, value in saved.items() if key not in _KNOWN}
+    inner = saved.get("optimizer")
+    if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
+        kept["optimizer"] = rest
+    return kept
 
 
 def _difference(value: Value, first: Value) -> Value:

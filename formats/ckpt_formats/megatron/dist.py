@@ -8,8 +8,8 @@ from pathlib import Path
 from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter, Role
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.layout import Layout
-from ckpt_formats.megatron.arguments import sizes_of
-from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label
+from ckpt_formats.megatron.arguments import decayed_norms, sizes_of
+from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label, optimizer_items
 from ckpt_formats.megatron.dist_buffers import Model, states_of
 from ckpt_formats.megatron.dist_files import Dist, open_dist
 from ckpt_formats.megatron.dist_model import named, names_of
@@ -84,7 +84,8 @@ def _states(
                 tensor = unflattened(key, tensor, weight.shape)
             shaped[key] = tensor
         for name, tensor in named(shaped).items():
-            states.setdefault(name, {})[state] = tensor
+            if tensor.fragments or not tensor.size:  # of a layer that is frozen, its stack has nothing
+                states.setdefault(name, {})[state] = tensor
     if found.flat and stages is not None:
         model = Model(dist.args, dist.parallel, stages, layout, weights)
         for name, held in states_of(model, found).items():
@@ -103,7 +104,9 @@ def _groups(
         listed = saved.get("param_groups") or []
         common = (saved.get("state") or {}).get("common_step")
         named = [((0, n), weights[n].shape) for n in trained if experts is None or is_expert(n) == experts]
-        for group, keys in zip(listed, members(listed, named, experts, dist.common.path), strict=True):
+        for group, keys in zip(
+            listed, members(listed, named, experts, dist.common.path, decayed_norms(dist.args)), strict=True
+        ):
             said = options_of(group, dist.common.path)
             step = said.pop("step", common)
             names = tuple(name for _, name in keys)
@@ -134,9 +137,18 @@ def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[st
     return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
 
 
+def _saved_by_optimizers(dist: Dist, found: Sorted) -> Value:
+    """What the optimizer says of itself, or each of several: for all ranks, or for each group of ranks the same."""
+    by_chain = {chain: said for (chain, _), said in sorted(found.objects.items(), reverse=True)}
+    saved = by_chain or dist.root.get("optimizer")
+    return saved[0] if isinstance(saved, dict) and saved.keys() == {0} else saved
+
+
 def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict[str, Value]:
     """All else: what ranks have in common, then what each has of its own."""
     common = {str(key): value for key, value in dist.root.items() if key != "optimizer"}
+    if beside := optimizer_items(_saved_by_optimizers(dist, found)):
+        common["optimizer"] = beside
     by_rank: dict[str, dict[str, Value]] = {}
     states: dict[str, Value] = {}
     for key, value in found.others.items():

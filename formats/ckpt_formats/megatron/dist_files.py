@@ -76,7 +76,13 @@ def _check_container(path: Path) -> None:
 
 
 def _tensor(key: str, stored: Stored, items: Items, blocks: list[Block]) -> Tensor:
-    held = [(box, Block(key, box, stored.dtype, item, items)) for box, item in stored.blocks if item is not None]
+    held = []
+    for box, item in stored.blocks:
+        if item is None:
+            raise Corrupt(
+                f"`{show(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
+            )
+        held.append((box, Block(key, box, stored.dtype, item, items)))
     blocks += (block for _, block in held)
     return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.layout import Layout
-from ckpt_formats.megatron.arguments import sizes_of
-from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label
+from ckpt_formats.megatron.arguments import decayed_norms, sizes_of
+from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label, optimizer_items
 from ckpt_formats.megatron.chunk import Chunk, chunk_of
 from ckpt_formats.megatron.distributed_optimizer import buckets_of, buffers_of, is_tied, read_buffers
 from ckpt_formats.megatron.legacy_files import Legacy, RankFile, open_legacy
@@ -107,7 +107,7 @@ def _optimized(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk]) -> Optim
         raise Corrupt(f"there are {len(parts)} optimizers and {len(flat)} buffers of them", where=file.model.path)
     for experts, part, buffers in zip((False, True) if several else (None,), parts, flat, strict=True):
         if file.optimizer is None:
-            one = read_plain(part, chunks, experts, file.model.path)
+            one = read_plain(part, chunks, experts, file.model.path, decayed_norms(legacy.args))
         else:
             one = _distributed(legacy, file, chunks, experts, part, buffers)
         found.states |= one.states
@@ -128,7 +128,9 @@ def _distributed(
         found.states = read_buffers(flat, buffers, buckets, file.optimizer.path)
     listed = saved["optimizer"]["param_groups"]
     named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
-    for group, keys in zip(listed, members(listed, named, experts, file.model.path), strict=True):
+    for group, keys in zip(
+        listed, members(listed, named, experts, file.model.path, decayed_norms(legacy.args)), strict=True
+    ):
         said = options_of(group, file.model.path)
         # Megatron keeps the step with the group: it is each parameter's.
         step = {"step": said["step"]} if "step" in said else {}
@@ -211,21 +213,6 @@ def _items(rank: Rank) -> dict[str, Value]:
     items: dict[str, Value] = {str(k): v for k, v in root.items() if not str(k).startswith(_OURS)}
     if rank.extra_states:
         items[EXTRA_STATE] = dict(rank.extra_states)
-    if other := _optimizer_items(root.get("optimizer")):
+    if other := optimizer_items(root.get("optimizer")):
         items["optimizer"] = other
     return items
-
-
-def _optimizer_items(saved: Value) -> Value:
-    """What an optimizer saves beside states and groups: the loss scaler."""
-    if isinstance(saved, (list, tuple)):
-        found = [_optimizer_items(one) for one in saved]
-        return found if any(found) else None
-    if not isinstance(saved, dict):
-        return None
-    known = ("optimizer", "state", "param_groups", "fp32_from_fp16_params", "fp32_from_float16_params")
-    kept = {str(key): value for key, value in saved.items() if key not in known}
-    inner = saved.get("optimizer")
-    if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in known}):
-        kept["optimizer"] = rest
-    return kept

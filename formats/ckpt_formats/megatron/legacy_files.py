@@ -122,9 +122,9 @@ def _ranks(
     """Every rank that should be there, in the order of stages, tensor- and expert-parallel ranks."""
     files = {f.numbers: (f.path.name, m, o) for f, m, o in zip(folders, models, optimizers, strict=True)}
     made = []
-    for numbers, tp, pp, ep, etp in _expected(parallel):
+    for numbers, tp, pp, ep, etp in saving_ranks(parallel):
         if numbers not in files:
-            name = _folder_name(numbers)
+            name = folder_name(numbers)
             raise Incomplete(
                 f"{name} is missing: the run had tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, "
                 f"{len(files)} folders are here",
@@ -133,7 +133,7 @@ def _ranks(
             )
         made.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
     if files:
-        name = _folder_name(next(iter(files)))
+        name = folder_name(next(iter(files)))
         what = f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}: there is no rank of {name}"
         raise Corrupt(what, where=path, hint=_MIXED)
     if missing := set(range(parallel.tp)) - {rank.tp for rank in made}:
@@ -146,7 +146,7 @@ def _ranks(
     return tuple(made)
 
 
-def _expected(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
+def saving_ranks(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
     """(numbers in the folder's name, tp, pp, ep, etp) of every rank that saves.
 
     Within a stage ranks are counted by tp first; those that save hold the first
@@ -159,7 +159,7 @@ def _expected(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, i
             yield numbers, tp, pp, ep, etp
 
 
-def _folder_name(numbers: Sequence[int]) -> str:
+def folder_name(numbers: Sequence[int]) -> str:
     return "_".join([f"mp_rank_{numbers[0]:02}", *(f"{number:03}" for number in numbers[1:])])
 
 

@@ -9,7 +9,7 @@ from ckpt_formats.base import Parameter
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.geometry import slab
 from ckpt_formats.layout import split
-from ckpt_formats.megatron.names import HEAD, TIED, WORD_TABLE, in_layer, is_expert, layer_of
+from ckpt_formats.megatron.names import in_layer, is_expert, layer_of
 from ckpt_formats.megatron.target import Target, is_padded
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
@@ -61,9 +61,9 @@ class Ranks:
         last = place.pp == target.parallel.pp - 1 and chunk == target.stages.chunks - 1
         names = [n for n in self._by_chunk[(place.pp, chunk)] if not is_expert(n) or expert_of(n) in own]
         made = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
-        if last and target.copied_head:
-            parameter, states = self._shard(WORD_TABLE, place)
-            made.append(LocalParameter(HEAD, HEAD, parameter, states))
+        if last and target.parallel.pp > 1 and target.shared_table is not None:
+            head, table = target.shared_table
+            made.append(LocalParameter(head, head, *self._shard(table, place)))
         return made
 
     def _shard(self, name: str, place: Place) -> tuple[Parameter, dict[str, Tensor]]:
@@ -102,18 +102,19 @@ class Ranks:
             (pp, v): [] for pp in range(target.parallel.pp) for v in range(target.stages.chunks)
         }
         of_layer = {layer: place for place in made for layer in target.stages.layers(*place)}
-        last = (target.parallel.pp - 1, target.stages.chunks - 1)
         for name in self._parameters:
             layer = layer_of(name)
-            if layer is not None:
-                made[of_layer[layer]].append(name)
-            else:
-                made[(0, 0) if _is_first(name) else last].append(name)
+            made[home(target, name) if layer is None else of_layer[layer]].append(name)
         return {place: _ordered(target, names) for place, names in made.items()}
 
 
+def home(target: Target, name: str) -> tuple[int, int]:
+    """The stage, and the model chunk there, of what is in no layer."""
+    return (0, 0) if _is_first(name) else (target.parallel.pp - 1, target.stages.chunks - 1)
+
+
 def _is_first(name: str) -> bool:
-    return name.startswith("embedding.") or name in TIED.values()
+    return name.removeprefix("language_model.").startswith("embedding.")
 
 
 def _ordered(target: Target, names: list[str]) -> list[str]:

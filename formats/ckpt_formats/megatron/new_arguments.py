@@ -9,9 +9,10 @@ from ckpt_formats.megatron.stages import Stages, stages_of
 from ckpt_formats.values import Value
 
 DRAWN = "pipeline_model_parallel_layout"
+_FIRST, _LAST = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
 _EVEN: Mapping[str, Value] = {
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
+    _FIRST: None,
+    _LAST: None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     DRAWN: None,
@@ -24,23 +25,31 @@ def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, others: M
     What Megatron derives from its options when it starts is set like them, since it saves what it has derived.
     """
     several = stages.chunks if parallel.pp > 1 and stages.chunks > 1 else None
+    cp = args.number("context_parallel_size", default=1) or 1
+    cp = cp if parallel.dp % cp == 0 else 1
     changed: dict[str, Value] = {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": several,
-        "num_virtual_stages_per_pipeline_rank": several,
-        "num_layers_per_virtual_pipeline_stage": None,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
-        "data_parallel_size": parallel.dp,
+        "data_parallel_size": parallel.dp // cp,
         "world_size": parallel.tp * parallel.pp * parallel.dp,
         **others,
     }
-    if parallel.tp == 1:
-        changed["sequence_parallel"] = False
+    state = args.record.state if isinstance(args.record.state, dict) else {}
+    derived: dict[str, Value] = {
+        "context_parallel_size": cp,
+        "num_virtual_stages_per_pipeline_rank": several,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "inprocess_active_world_size": changed["world_size"],
+        **({"sequence_parallel": False} if parallel.tp == 1 else {}),
+    }
+    changed |= {name: value for name, value in derived.items() if name in state}
     old = {"model_parallel_size": parallel.tp, "transformer_pipeline_model_parallel_size": parallel.pp}
-    changed |= {name: degree for name, degree in old.items() if args.record.get(name) is not None}
-    return changed_to(args, _stages(changed_to(args, changed), stages))
+    changed |= {name: degree for name, degree in old.items() if state.get(name) is not None}
+    new = changed_to(args, changed)
+    return changed_to(new, _stages(new, stages))
 
 
 def changed_to(args: Arguments, changed: Mapping[str, Value]) -> Arguments:
@@ -51,11 +60,12 @@ def changed_to(args: Arguments, changed: Mapping[str, Value]) -> Arguments:
 def _stages(args: Arguments, stages: Stages) -> Mapping[str, Value]:
     """How options say which layers are where: as they did; evenly; with other first and last stages; drawn."""
     first, last = (sum(stages.counts[end :: stages.pp]) for end in (0, stages.pp - 1))
-    uneven = {**_EVEN, "decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
-    ways: list[Mapping[str, Value]] = [{}, _EVEN]
-    if stages.pp > 2:
-        ways.append(uneven)
-    return next((way for way in ways if _says(changed_to(args, way), stages)), {**_EVEN, DRAWN: drawing(stages)})
+    ends: list[Mapping[str, Value]] = [{_FIRST: first}, {_LAST: last}, {_FIRST: first, _LAST: last}]
+    kept = {} if stages.pp > 1 else {_FIRST: None, _LAST: None, DRAWN: None}
+    ways: list[Mapping[str, Value]] = [kept, _EVEN, *({**_EVEN, **end} for end in ends if stages.pp > len(end))]
+    way = next((way for way in ways if _says(changed_to(args, way), stages)), {**_EVEN, DRAWN: drawing(stages)})
+    state = args.record.state if isinstance(args.record.state, dict) else {}
+    return {name: value for name, value in way.items() if value or name in state}
 
 
 def _says(args: Arguments, stages: Stages) -> bool:

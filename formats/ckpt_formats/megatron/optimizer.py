@@ -13,6 +13,8 @@ from ckpt_formats.values import Value
 Key = tuple[int, str]
 """A model chunk of the rank, and a name there."""
 
+_QK_NORMS = tuple(f"{which}_layernorm.{kind}" for which in "qk" for kind in ("weight", "bias"))
+
 
 @dataclass(frozen=True)
 class Options:
@@ -32,17 +34,24 @@ class Optimized:
 
 
 def members(
-    groups: Sequence[Value], named: Iterable[tuple[Key, Shape]], experts: bool | None, where: Path
+    groups: Sequence[Value],
+    named: Iterable[tuple[Key, Shape]],
+    experts: bool | None,
+    where: Path,
+    decayed_norms: bool = False,
 ) -> list[list[Key]]:
     """Which parameters are in each group. Megatron sorts them by what it does with them.
 
     No weight decay for biases and vectors; experts apart; perhaps the vocabulary's
-    tables, with a learning rate of their own. Raises `Unsupported` if the groups
-    do not tell two of them apart.
+    tables, with a learning rate of their own. `decayed_norms` says that the norms of
+    queries and keys do decay (`--apply-wd-to-qk-layernorm`). Raises `Unsupported` if the
+    groups do not tell two of them apart.
     """
     found: list[list[Key]] = [[] for _ in groups]
     for (chunk, name), shape in named:
-        fitting = [i for i, group in enumerate(groups) if _fits(group, name, shape, experts)]
+        fitting = [
+            i for i, group in enumerate(groups) if _fits(group, name, decayed(name, shape, decayed_norms), experts)
+        ]
         if len(fitting) != 1:
             raise Unsupported(
                 f"`{name}` fits {len(fitting)} of the optimizer's {len(groups)} parameter groups, which have no names",
@@ -59,10 +68,16 @@ def options_of(group: Value, where: Path) -> dict[str, Value]:
     return {str(key): value for key, value in group.items() if key != "params"}
 
 
-def _fits(group: Value, name: str, shape: Shape, experts: bool | None) -> bool:
-    decayed = not (name.endswith(".bias") or len(shape) == 1)
+def decayed(name: str, shape: Shape, norms: bool) -> bool:
+    """Does weight decay apply to a parameter?"""
+    if norms and name.endswith(_QK_NORMS):
+        return True
+    return not (name.endswith(".bias") or len(shape) == 1)
+
+
+def _fits(group: Value, name: str, decays: bool, experts: bool | None) -> bool:
     said = group.get("wd_mult", 1.0 if group.get("weight_decay") else 0.0)
-    if bool(said) != decayed:
+    if bool(said) != decays:
         return False
     if experts is not None and bool(group.get("is_expert_parallel", experts)) != experts:
         return False

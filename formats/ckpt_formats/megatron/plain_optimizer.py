@@ -21,14 +21,18 @@ from ckpt_formats.values import Value
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")
 
 
-def read_plain(saved: Value, chunks: Sequence[Chunk], experts: bool | None, where: Path) -> Optimized:
+def read_plain(
+    saved: Value, chunks: Sequence[Chunk], experts: bool | None, where: Path, decayed_norms: bool = False
+) -> Optimized:
     """The states of one optimizer: that of all parameters, of experts, or of all others."""
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
     named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
     found = Optimized()
     listed = next((saved[key] for key in _MASTERS if key in saved), None)
-    for number, (group, keys) in enumerate(zip(groups, members(groups, named, experts, where), strict=True)):
+    for number, (group, keys) in enumerate(
+        zip(groups, members(groups, named, experts, where, decayed_norms), strict=True)
+    ):
         if len(group["params"]) != len(keys):
             raise Corrupt(
                 f"group {number} of the optimizer has {len(group['params'])} parameters, the model {len(keys)} for it",

@@ -9,8 +9,9 @@ from ckpt_formats.base import Checkpoint, Degrees, Goal
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.layout import Layout
 from ckpt_formats.megatron.arguments import Arguments, Parallel
+from ckpt_formats.megatron.distributed_optimizer import is_tied
 from ckpt_formats.megatron.module_order import Modules
-from ckpt_formats.megatron.names import TIED, WORD_TABLE, is_expert, layer_of
+from ckpt_formats.megatron.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
 from ckpt_formats.megatron.new_arguments import with_parallel
 from ckpt_formats.megatron.rules import layout_of
 from ckpt_formats.megatron.stages import Stages, even, stages_of
@@ -35,10 +36,18 @@ class Target:
     """Is it the distributed optimizer that will load it?"""
 
     @cached_property
-    def tied(self) -> bool:
-        """Do the first and the last stage share a table of which the source has one?"""
+    def shared_table(self) -> tuple[str, str] | None:
+        """What the last stage and the first call a table that they share, of which the source has one."""
         names = self.source.parameters
-        return any(alias in TIED and alias not in names and TIED[alias] in names for alias in self.source.aliases)
+        said = [alias for alias in TIED if alias in self.source.aliases]
+        # One stage has no copy, so nothing in its files has the copy's name.
+        said += [alias for alias in TIED if is_tied(self.args) and not (said or alias == HEAD)]
+        return next(((a, TIED[a]) for a in said if a not in names and TIED[a] in names), None)
+
+    @property
+    def tied(self) -> bool:
+        """Do the first and the last stage share a table?"""
+        return self.shared_table is not None
 
     @property
     def copied_head(self) -> bool:

@@ -1,0 +1,202 @@
+"""Models of all of Megatron core's families in memory, small and of odd sizes, with what a run keeps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.base import Checkpoint, Group, Origin, Parameter
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.geometry import Shape
+from ckpt_formats.tensor import Array
+from ckpt_formats.values import Global, Record, TensorName, Value
+from held import array, checkpoint, parameter
+
+F32 = DTYPES["float32"]
+NAMESPACE = Global("argparse", "Namespace")
+BASE: dict[str, Value] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "transformer_impl": "local",
+    "untie_embeddings_and_output_weights": True,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "rank": 0,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "num_experts": None,
+}
+FAMILIES = ("llama", "gpt", "moe", "shared_moe", "latent", "mamba")
+
+
+def args_of(family: str, layers: int, unit: int, experts: int = 4) -> dict[str, Value]:
+    """The arguments of a run; everything that may be cut is a multiple of `unit`, and otherwise odd."""
+    said: dict[str, Value] = {
+        **BASE,
+        "num_layers": layers,
+        "hidden_size": 3 * unit,
+        "ffn_hidden_size": 5 * unit,
+        "num_attention_heads": 2 * unit,
+        "num_query_groups": unit,
+        "group_query_attention": True,
+        "kv_channels": 3,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "padded_vocab_size": 7 * unit,
+    }
+    if family == "gpt":
+        said |= {"swiglu": False, "add_bias_linear": True, "group_query_attention": False}
+        said |= {"untie_embeddings_and_output_weights": False}
+    if family in ("moe", "shared_moe"):
+        said |= {"num_experts": experts, "moe_ffn_hidden_size": 3 * unit, "moe_grouped_gemm": False}
+    if family == "shared_moe":
+        said |= {"moe_shared_expert_intermediate_size": 3 * unit, "add_bias_linear": True}
+    if family == "latent":
+        said |= {"multi_latent_attention": True, "q_lora_rank": unit, "kv_lora_rank": 3 * unit}
+        said |= {"qk_pos_emb_head_dim": unit, "v_head_dim": 3, "group_query_attention": False}
+    if family == "mamba":
+        said |= {"mamba_head_dim": 3, "mamba_state_dim": 5, "mamba_num_groups": unit, "mamba_num_heads": 2 * unit}
+    return said
+
+
+def shapes_of(family: str, said: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes in the order of Megatron's modules."""
+    hidden, rows = said["hidden_size"], said["padded_vocab_size"]
+    yield "embedding.word_embeddings.weight", (rows, hidden)
+    if family == "gpt":
+        yield "embedding.position_embeddings.weight", (11, hidden)
+    for i in range(said["num_layers"]):
+        layer = _mamba if family == "mamba" and i % 2 == 0 else _transformer
+        for name, shape in layer(said, hidden):
+            yield f"decoder.layers.{i}.{name}", shape
+    yield ("decoder.final_norm.weight" if family == "mamba" else "decoder.final_layernorm.weight"), (hidden,)
+    if family == "gpt":
+        yield "decoder.final_layernorm.bias", (hidden,)
+    if said["untie_embeddings_and_output_weights"]:
+        yield "output_layer.weight", (rows, hidden)
+
+
+def _mamba(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
+    heads, state = said["mamba_num_heads"], said["mamba_num_groups"] * said["mamba_state_dim"]
+    inner = heads * said["mamba_head_dim"]
+    yield "mixer.dt_bias", (heads,)
+    yield "mixer.A_log", (heads,)
+    yield "mixer.D", (heads,)
+    yield "mixer.in_proj.weight", (2 * inner + 2 * state + heads, hidden)
+    yield "mixer.conv1d.weight", (inner + 2 * state, 1, 4)
+    yield "mixer.conv1d.bias", (inner + 2 * state,)
+    yield "mixer.norm.weight", (inner,)
+    yield "mixer.out_proj.weight", (hidden, inner)
+    yield "norm.weight", (hidden,)
+
+
+def _transformer(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
+    heads, dim = said["num_attention_heads"], said["kv_channels"]
+    groups = said["num_query_groups"] if said["group_query_attention"] else heads
+    biased, gate = said["add_bias_linear"], 2 if said["swiglu"] else 1
+    shapes: list[tuple[str, Shape, Shape | None]] = [
+        ("input_layernorm", (hidden,), (hidden,)),
+        ("self_attention.linear_proj", (hidden, heads * dim), (hidden,)),
+    ]
+    if said.get("multi_latent_attention"):
+        q, kv, rope = said["q_lora_rank"], said["kv_lora_rank"], said["qk_pos_emb_head_dim"]
+        shapes += [
+            ("self_attention.linear_q_down_proj", (q, hidden), None),
+            ("self_attention.linear_q_up_proj", (heads * 5, q), None),
+            ("self_attention.linear_kv_down_proj", (kv + rope, hidden), None),
+            ("self_attention.linear_kv_up_proj", (heads * 7, kv), None),
+            ("self_attention.q_layernorm", (q,), None),
+            ("self_attention.kv_layernorm", (kv,), None),
+        ]
+    else:
+        shapes.append(
+            ("self_attention.linear_qkv", ((heads + 2 * groups) * dim, hidden), ((heads + 2 * groups) * dim,))
+        )
+    shapes.append(("pre_mlp_layernorm", (hidden,), (hidden,)))
+    experts, ffn = said.get("num_experts") or 0, said["ffn_hidden_size"]
+    if not experts:
+        shapes.append(("mlp.linear_fc1", (gate * ffn, hidden), (gate * ffn,)))
+        shapes.append(("mlp.linear_fc2", (hidden, ffn), (hidden,)))
+    else:
+        ffn = said["moe_ffn_hidden_size"]
+        shapes.append(("mlp.router", (experts, hidden), None))
+        for i in range(experts):
+            shapes.append((f"mlp.experts.local_experts.{i}.linear_fc1", (gate * ffn, hidden), (gate * ffn,)))
+            shapes.append((f"mlp.experts.local_experts.{i}.linear_fc2", (hidden, ffn), (hidden,)))
+        if shared := said.get("moe_shared_expert_intermediate_size"):
+            shapes.append(("mlp.shared_experts.linear_fc1", (gate * shared, hidden), (gate * shared,)))
+            shapes.append(("mlp.shared_experts.linear_fc2", (hidden, shared), (hidden,)))
+    for name, weight, bias in shapes:
+        yield f"{name}.weight", weight
+        if biased and bias is not None:
+            yield f"{name}.bias", bias
+        if name == "mlp.router" and biased:
+            yield "mlp.router.expert_bias", (experts,)
+
+
+def rounded(master: Array) -> Array:
+    """What Megatron computes with: its master, rounded."""
+    made: Array = Rounded().decode(b"", master.shape, DTYPES["bfloat16"], master)
+    return made
+
+
+def model(family: str, said: Mapping[str, Any], *, distributed: bool = True, seed: int = 0) -> Checkpoint:
+    """A run after some steps: weights, masters, moments, groups, and what is carried along."""
+    parameters: list[Parameter] = []
+    low = bool(said["bf16"])
+    for i, (name, shape) in enumerate(shapes_of(family, said)):
+        master = np.random.default_rng([seed, i]).standard_normal(shape).astype("f4")
+        if name.endswith("expert_bias"):
+            parameters.append(parameter(name, {"param": master}, "buffer"))
+            continue
+        states = {"param": rounded(master) if low else master}
+        if low or distributed:
+            states["fp32"] = master
+        states |= {state: array(F32, shape, seed + i + n) for n, state in enumerate(("exp_avg", "exp_avg_sq"), 1)}
+        parameters.append(parameter(name, states, step=9))
+    random = parameter("rng_state/0/torch_rng_state", {"param": array(DTYPES["uint8"], (17,), seed)}, "extra")
+    extras: dict[str, Value] = {
+        "args": Record(NAMESPACE, state={**said, "use_distributed_optimizer": distributed}),
+        "checkpoint_version": 3.0,
+        "iteration": 9,
+        "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 72, "lr_decay_style": "cosine"},
+        "rng_state": [{"torch_rng_state": TensorName(random.name), "random_rng_state": (3, (1, 2, 3), None)}],
+        "num_floating_point_operations_so_far": 1e18,
+        "extra_state": {
+            f"{name.rpartition('.')[0]}._extra_state": None
+            for name, shape in shapes_of(family, said)
+            if "linear" in name and name.endswith("weight")
+        },
+    }
+    tied = not said["untie_embeddings_and_output_weights"]
+    return checkpoint(
+        [*parameters, random],
+        tuple(_groups([p for p in parameters if p.role == "parameter"])),
+        extras,
+        {"output_layer.weight": "embedding.word_embeddings.weight"} if tied else {},
+        Origin("megatron", None, 9, {"container": "torch", "tp": 1, "pp": 1, "layers": [said["num_layers"]]}),
+    )
+
+
+def _groups(trained: list[Parameter]) -> Iterator[Group]:
+    """As Megatron makes them: vectors and biases are not decayed."""
+    plain = [len(p.weight.shape) == 1 or p.name.endswith(".bias") for p in trained]
+    for decayed in (True, False):
+        names = tuple(p.name for p, bare in zip(trained, plain, strict=True) if bare != decayed)
+        options = {"wd_mult": float(decayed), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        yield Group({**options, "lr": 7e-4, "betas": (0.9, 0.95), "weight_decay": 0.1 * decayed}, names)

@@ -1,0 +1,147 @@
+"""Real Megatron core goes on from the distributed checkpoints that we wrote, and has written the same itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_cli.main import cli
+from ckpt_cli.pipeline import check_sound, check_whole
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.dcp.metadata import read_metadata
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.tensor import read
+from held import bits
+from megatron_jobs.kinds import KINDS
+from megatron_jobs.launch import resume, save
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "llama to tp4": ("llama_tp2_pp2", "fully", {"tp": 4, "pp": 1}, "--tp 4 --pp 1"),
+    "llama to pp4": ("llama_tp2_pp2", "dp", {"tp": 1, "pp": 4}, "--tp 1 --pp 4"),
+    "llama to vpp2": ("llama_tp2_pp2", "legacy", {"tp": 1, "vpp": 2}, "--tp 1 --vpp 2 --to megatron"),
+    "tied, pp2 to tp2": ("gpt_tied_pp2", "legacy", {"tp": 2, "pp": 1}, "--tp 2 --pp 1 --to megatron"),
+    "tied, fp32 to pp2": ("gpt_fp32_tp2", "plain", {"tp": 1, "pp": 2}, "--tp 1 --pp 2"),
+    "experts to ep2": ("moe", "dp", {"ep": 2, "dp": 2}, "--ep 2"),
+    "experts to ep2, plain": ("moe", "zero", {"ep": 2, "dp": 2, "distributed": False}, "--ep 2 --zero 0"),
+    "plain to distributed": ("llama_tp2_plain", "plain", {"pp": 2, "distributed": True}, "--pp 2 --zero 1"),
+    "wrapped to one rank": ("llama_uneven", "fully", {"pp": 1, "more": {}}, "--pp 1"),
+}
+"""A kind, how it is saved, what is other about the new run, and how to say so."""
+OLD = sorted({kind for kind, *_ in CASES.values()})
+ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}
+"""Over other numbers of ranks, sums are made in another order."""
+
+
+@pytest.fixture(scope="session")
+def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> Path:
+    """What Megatron made of its own files, by kind, and of ours, which are in `written`, by case."""
+    out = tmp_path_factory.mktemp("resumed_dist")
+    save(OLD, megatron_folder)
+    own = {kind: "dp" if KINDS[kind].distributed else "plain" for kind in OLD}
+    jobs = {kind: {"kind": kind, "changes": {}, "run": str(megatron_folder / kind / own[kind])} for kind in OLD}
+    for case, (kind, container, changes, options) in CASES.items():
+        written = out / "written" / case
+        written.parent.mkdir(exist_ok=True)
+        reshard(megatron_folder / kind / container, written, options)
+        jobs[case] = {"kind": kind, "changes": changes, "run": str(written)}
+    resume(jobs, out, "resume_dist.py")
+    return out
+
+
+def reshard(source: Path, target: Path, options: str) -> None:
+    made = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
+    assert made.exit_code == 0, (target, made.output, made.exception)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
+    import torch
+
+    kind, _, changes, _ = CASES[case]
+    old, new = (torch.load(resumed / name / "logits.pt") for name in (kind, case))
+    assert old.std() > 0.01
+    same = changes.get("tp", KINDS[kind].tp) == KINDS[kind].tp and "ep" not in changes
+    assert torch.allclose(old, new, rtol=0, atol=0 if same else ROUNDING[KINDS[kind].dtype] * float(old.abs().max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_megatron_has_loaded_is_what_we_wrote(resumed: Path, case: str) -> None:
+    written = resumed / "written" / case
+    assert detect(written).name == "megatron"
+    found = open_checkpoint(written)
+    check_whole(found)
+    check_sound(found)
+    assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
+    kind = CASES[case][0]
+    before, old, new = (
+        states(open_checkpoint(resumed / at)) for at in (f"{kind}/loaded", f"{kind}/stepped", f"{case}/stepped")
+    )
+    assert all(old[place] != before[place] for place in old if place[1] == "exp_avg")
+    assert new == old
+
+
+def states(found: Checkpoint) -> dict[tuple[str, str], object]:
+    """Every bit that both optimizers keep: one of them has masters of fp32 weights, too, and steps are elsewhere."""
+    made: dict[tuple[str, str], object] = {}
+    for parameter, state, tensor in found.tensors():
+        low = parameter.weight.dtype.name != "float32"
+        if parameter.role != "extra" and state != "step" and (state != "fp32" or low):
+            made[parameter.name, state] = bits(read(tensor))
+    for group in found.groups:
+        for name in group.names:
+            parameter = found.parameters[name]
+            step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"]).item()
+            made[name, "step"] = int(step)
+            made[name, "group"] = group.options["wd_mult"], group.options["lr"]
+    return made
+
+
+PAIRS: dict[tuple[str, str], str] = {
+    ("llama_tp2_pp2/dp", "llama_tp2_pp2/fully"): "",
+    ("llama_tp2_pp2/fully", "llama/fully"): "--tp 1 --pp 1",
+    ("llama/zero", "llama_vpp/fully"): "--pp 2 --vpp 2",
+    ("llama_vpp/legacy", "llama/fully"): "--pp 1 --to megatron",
+    ("llama/dp", "llama_uneven/fully"): "--pp 2 --stages 0,1",
+    ("llama_plain/plain", "llama/fully"): "--zero 1",
+    ("llama_tp2_plain/legacy", "llama_tp2_plain/plain"): "--to megatron",
+    ("gpt_fp32_tp2/plain", "gpt_fp32_tp2/plain"): "",
+    ("gpt_tied_pp2/legacy", "gpt_tied/fully"): "--pp 1 --to megatron",
+    ("gpt_tied/dp", "gpt_tied_tp2/fully"): "--tp 2",
+    ("moe/legacy", "moe_ep2/fully"): "--ep 2 --to megatron",
+    ("moe_ep2/dp", "moe/fully"): "--ep 1 --dp 1",
+}
+"""Runs that differ in how they are cut and saved, and perhaps in their values."""
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
+def test_keys_blocks_and_all_else_are_as_megatron_has_them(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
+    save({name.partition("/")[0] for name in pair}, megatron_folder)
+    reshard(megatron_folder / pair[0], tmp_path / "made", PAIRS[pair])
+    assert listed(tmp_path / "made") == listed(megatron_folder / pair[1])
+
+
+def listed(run: Path) -> dict[str, Any]:
+    """What `.metadata` and `common.pt` say, without what wraps the model."""
+    import torch
+
+    folder = next(run.glob("iter_*"))
+    said = read_metadata(folder / ".metadata")
+    keys = {key: (t.dtype.name, t.shape, sorted(str(box) for box, _ in t.blocks)) for key, t in said.tensors.items()}
+    keys |= dict.fromkeys(said.objects)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    plain = {key.replace("module.", ""): one for key, one in keys.items()}
+    return {"keys": plain, **common, "args": vars(common["args"])}

@@ -1,0 +1,167 @@
+"""Real Megatron core goes on from what we wrote at another layout as it does from its own files."""
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_cli.main import cli
+from ckpt_cli.pipeline import Effort, check_sound, check_whole, copy
+from ckpt_formats.base import Checkpoint, Degrees, Goal
+from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.tensor import read
+from held import bits
+from megatron_files import loaded
+from megatron_jobs.kinds import KINDS
+from megatron_jobs.launch import resume, save
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama to tp4": ("llama_tp2_pp2", {"tp": 4, "pp": 1}, "--tp 4 --pp 1"),
+    "llama to pp4": ("llama_tp2_pp2", {"tp": 1, "pp": 4}, "--tp 1 --pp 4"),
+    "llama to vpp2": ("llama_tp2_pp2", {"tp": 1, "vpp": 2}, "--tp 1 --vpp 2"),
+    "llama to the plain optimizer": ("llama_tp2_pp2", {"distributed": False}, "--zero 0"),
+    "llama to the distributed one": (
+        "llama_tp2_plain",
+        {"tp": 1, "distributed": True, "dp": 2},
+        "--tp 1 --zero 1 --dp 2",
+    ),
+    "llama, plain, to pp2": ("llama_tp2_plain", {"pp": 2}, "--pp 2"),
+    "llama in buckets to tp2 dp2": ("llama_dp2_buckets", {"tp": 2}, "--tp 2"),
+    "gpt in buckets, dp3 to dp2": ("gpt_dp3_buckets", {"dp": 2}, "--dp 2"),
+    "tied, pp2 to tp2": ("gpt_tied_pp2", {"tp": 2, "pp": 1}, "--tp 2 --pp 1"),
+    "tied, tp2 to pp2": ("gpt_tied_tp2", {"tp": 1, "pp": 2}, "--tp 1 --pp 2"),
+    "fp32 to pp2": ("gpt_fp32_tp2", {"tp": 1, "pp": 2}, "--tp 1 --pp 2"),
+    "fp32 to the distributed one": ("gpt_fp32_tp2", {"tp": 1, "distributed": True, "dp": 2}, "--tp 1 --zero 1 --dp 2"),
+    "experts to ep2": ("moe", {"ep": 2, "dp": 2}, "--ep 2"),
+    "experts to ep4, plain": ("moe", {"ep": 4, "dp": 4, "distributed": False}, "--ep 4 --zero 0"),
+    "experts to tp2": ("moe_ep2", {"ep": 1, "dp": 1, "tp": 2}, "--ep 1 --tp 2 --dp 1"),
+    "experts, ep2 to ep2 pp2": ("moe_ep2", {"pp": 2}, "--pp 2"),
+}
+"""A kind, what is other about the new run, and how to say so."""
+
+OLD = sorted({kind for kind, _, _ in CASES.values()})
+ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}
+"""Over other numbers of ranks, sums are made in another order."""
+
+
+@pytest.fixture(scope="session")
+def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> Path:
+    """What Megatron made of its own files, by kind, and of ours, which are in `written`, by case."""
+    out = tmp_path_factory.mktemp("resumed")
+    save(OLD, megatron_folder)
+    jobs = {kind: {"kind": kind, "changes": {}, "run": str(megatron_folder / kind / "legacy")} for kind in OLD}
+    for case, (kind, changes, options) in CASES.items():
+        written = out / "written" / case
+        written.parent.mkdir(exist_ok=True)
+        made = CliRunner().invoke(cli, ["reshard", jobs[kind]["run"], str(written), *options.split()])
+        assert made.exit_code == 0, (case, made.output, made.exception)
+        jobs[case] = {"kind": kind, "changes": changes, "run": str(written)}
+    resume(jobs, out)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
+    import torch
+
+    kind, changes, _ = CASES[case]
+    old, new = (torch.load(resumed / name / "logits.pt") for name in (kind, case))
+    assert old.std() > 0.01
+    same = changes.get("tp", KINDS[kind].tp) == KINDS[kind].tp and "ep" not in changes
+    assert torch.allclose(old, new, rtol=0, atol=0 if same else ROUNDING[KINDS[kind].dtype] * float(old.abs().max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_megatron_has_loaded_is_what_we_wrote(resumed: Path, case: str) -> None:
+    written = resumed / "written" / case
+    assert detect(written).name == "megatron-legacy"
+    found = open_checkpoint(written)
+    check_whole(found)
+    check_sound(found)
+    assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
+    old, new = (states(open_checkpoint(resumed / name / "stepped")) for name in (CASES[case][0], case))
+    before = states(open_checkpoint(resumed / CASES[case][0] / "loaded"))
+    assert all(old[place] != before[place] for place in old if place[1] == "exp_avg")
+    assert new == old
+
+
+PAIRS: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama", "llama_vpp"): {"pp": 2, "vpp": 2},
+    ("llama_vpp", "llama"): {"pp": 1, "vpp": 1},
+    ("llama", "llama_dp2_buckets"): {"dp": 2},
+    ("llama_dp2_buckets", "llama_vpp"): {"pp": 2, "vpp": 2, "dp": 1},
+    ("llama", "llama_plain"): {"zero": 0},
+    ("llama_plain", "llama_uneven"): {"pp": 2, "stages": (0, 1), "zero": 1},
+    ("gpt", "gpt_dp3_buckets"): {"dp": 3},
+    ("gpt_dp3_buckets", "gpt"): {"dp": 1},
+    ("gpt_tied", "gpt_tied_pp2"): {"pp": 2},
+    ("gpt_tied_pp2", "gpt_tied"): {"pp": 1},
+}
+"""Runs that differ in nothing but how they are cut and kept."""
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
+def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
+    save(pair, megatron_folder)
+    source, want = (megatron_folder / kind / "legacy" for kind in pair)
+    found = open_checkpoint(source)
+    # How large buckets are is no matter of the layout: the run's arguments say it.
+    found = replace(found, extras={**found.extras, "args": open_checkpoint(want).extras["args"]})
+    copy(found, writable("megatron-legacy"), Goal(tmp_path / "made", Degrees(**PAIRS[pair])), "", Effort(1, 1 << 20))
+    assert_same_files(tmp_path / "made", want)
+
+
+@pytest.mark.parametrize("name", ["gpt_tied_tp2/dp", "moe_ep2/fully", "llama_uneven/dp", "gpt_fp32_tp2/plain"])
+def test_what_was_torch_dist_becomes_the_files_that_megatron_wrote(
+    megatron_folder: Path, tmp_path: Path, name: str
+) -> None:
+    kind = name.split("/")[0]
+    save([kind], megatron_folder)
+    made = CliRunner().invoke(
+        cli, ["reshard", str(megatron_folder / name), str(tmp_path / "made"), "--to", "megatron-legacy"]
+    )
+    assert made.exit_code == 0, made.output
+    assert_same_files(tmp_path / "made", megatron_folder / kind / "legacy")
+
+
+def assert_same_files(run: Path, megatrons: Path) -> None:
+    made, expected = loaded(run), loaded(megatrons)
+    assert made.keys() == expected.keys()
+    for file, held in expected.items():
+        got = made[file]
+        differing = {key for key in held.keys() | got.keys() if held.get(key) != got.get(key)}
+        # Each run has random states of its own. PyTorch's Adam lists its states in another order once it has loaded.
+        assert all(key.startswith("/rng_state/") or re.fullmatch(r".*/state/\d+/", key) for key in differing), differing
+
+
+def states(found: Checkpoint) -> dict[tuple[str, str], object]:
+    """Every bit that both optimizers keep: one of them has masters of fp32 weights, too, and steps are elsewhere."""
+    made: dict[tuple[str, str], object] = {}
+    for parameter, state, tensor in found.tensors():
+        if parameter.role == "extra" or state == "step":
+            continue
+        if state == "fp32" and parameter.states["param"].dtype == tensor.dtype:
+            assert read(tensor).tobytes() == read(parameter.states["param"]).tobytes()
+            continue
+        made[parameter.name, state] = bits(read(tensor))
+    for group in found.groups:
+        for name in group.names:
+            parameter = found.parameters[name]
+            step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"]).item()
+            made[name, "step"] = int(step)
+            made[name, "group"] = group.options["wd_mult"], group.options["lr"]
+    return made
