@@ -2,16 +2,22 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_formats.registry import FORMATS
+from ckpt_formats.state_dicts.keys import STYLES
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_RANKS = 1 << 16
 """Along one dimension: more than any machine has, and few enough to plan for each."""
+
+NAMINGS = ("hf", "megatron", "megatron-legacy")
+"""Whose names tensors may have: Hugging Face's, Megatron core's, or those from before it."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -97,3 +103,73 @@ def reading(command: F) -> F:
     ):
         gathered = option(gathered)
     return cast(F, gathered)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the user wants the target laid out. What is not said stays as the source has it."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    stages: tuple[int, ...] | None = None
+    ep: int | None = None
+    etp: int | None = None
+    zero: int | None = None
+    vocab_rows: int | None = None
+    keys: str | None = None
+
+
+def cut(command: F) -> F:
+    """The options of every command that writes for another number of ranks, which it gets as one `Cut`."""
+
+    @wraps(command)
+    def gathered(*args: Any, **said: Any) -> Any:
+        wanted = Cut(**{field.name: said.pop(field.name) for field in fields(Cut)})
+        return command(*args, cut=wanted, **said)
+
+    ranks = click.IntRange(1, MOST_RANKS)
+    for option in reversed(
+        (
+            click.option("--dp", type=ranks, help="Data-parallel ranks."),
+            click.option("--tp", type=ranks, help="Tensor-parallel ranks; the checkpoint's rules must say how."),
+            click.option("--pp", type=ranks, help="Pipeline stages."),
+            click.option("--vpp", type=ranks, help="Model chunks of each pipeline stage."),
+            click.option(
+                "--stages", type=Numbers(), help="First layer of each pipeline stage, or model chunk, such as 0,4,8."
+            ),
+            click.option("--ep", type=ranks, help="Expert-parallel ranks."),
+            click.option("--etp", type=ranks, help="Tensor-parallel ranks of each expert."),
+            click.option(
+                "--zero",
+                type=click.IntRange(0, 3),
+                help="ZeRO stage; for Megatron, 1 is its distributed optimizer.",
+            ),
+            click.option(
+                "--vocab-rows",
+                type=click.IntRange(1),
+                help="Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
+            ),
+            click.option(
+                "--keys",
+                type=click.Choice(list(STYLES)),
+                help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
+            ),
+        )
+    ):
+        gathered = option(gathered)
+    return cast(F, gathered)
+
+
+def target_format(default: str | None, said: str) -> Callable[[F], F]:
+    """`--to`. `said` is what happens without it, where there is no default."""
+    return click.option(
+        "--to",
+        "format_name",
+        type=click.Choice(list(FORMATS)),
+        metavar="FORMAT",
+        default=default,
+        show_default=default is not None,
+        help=f"Format of TARGET: {', '.join(FORMATS)}.{said}",
+    )

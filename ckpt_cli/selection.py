@@ -12,7 +12,6 @@ from ckpt_formats.naming import show
 from ckpt_formats.rules import safe_pattern
 from ckpt_formats.tensor import Decoded, Tensor
 
-
 _OF_THE_MODEL = ("args", "checkpoint_version", "hf/config.json")
 """Extras that say what the model is: Megatron's arguments, Hugging Face's configuration."""
 

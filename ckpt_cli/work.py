@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ckpt_cli import pipeline, report
-from ckpt_cli.options import Reading
+from ckpt_cli.options import Cut, Reading
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import progress
 from ckpt_cli.savings import is_coded
@@ -19,6 +19,7 @@ from ckpt_formats.files import read_whole
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
+from ckpt_formats.state_dicts.keys import STYLES
 
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
@@ -28,9 +29,13 @@ _PATIENCE = 2.0
 
 def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
-    shapes = Path(reading.shapes) if reading.shapes else None
-    found = open_checkpoint(Path(path), Options(rules_of(reading), order_of(reading), shapes))
+    found = open_checkpoint(Path(path), options_of(reading))
     return replace(found, doubts=(), notices=(*found.notices, *found.doubts)) if accept_doubts else found
+
+
+def options_of(reading: Reading) -> Options:
+    """What the user says that a reader may need."""
+    return Options(rules_of(reading), order_of(reading), Path(reading.shapes) if reading.shapes else None)
 
 
 def rules_of(reading: Reading) -> tuple[Rule, ...]:
@@ -89,6 +94,14 @@ def marks(path: Path | None) -> list[tuple[str, int, int]]:
 def _text(path: Path) -> str:
     """What a file says; of a shipped set of rules, its name."""
     return path.read_text("utf-8") if path.exists() else str(path)
+
+
+def goal_of(target: str, cut: Cut, reading: Reading) -> Goal:
+    """Where and how to write, as the user says."""
+    pp = len(cut.stages) // (cut.vpp or 1) if cut.stages and cut.pp is None else cut.pp
+    degrees = Degrees(cut.dp, cut.tp, pp, cut.zero, cut.vpp, cut.ep, cut.etp, cut.stages)
+    keys = STYLES[cut.keys] if cut.keys else None
+    return Goal(Path(target), degrees, rules_of(reading), cut.vocab_rows, keys=keys)
 
 
 def check_degrees(format: WritableFormat, degrees: Degrees) -> None:

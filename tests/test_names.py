@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.geometry import Box
 from ckpt_formats.names import table_for, tables
-from ckpt_formats.names.table import parse
+from ckpt_formats.names.shipped import parse
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
 from ckpt_formats.names.views import unstacked
 from ckpt_formats.tensor import Array, Held, Tensor, read
@@ -93,6 +93,16 @@ def test_any_block_of_a_transform_is_read_alone(data: st.DataObject) -> None:
     for made, piece in zip(TRANSFORMS[how].split(of(whole), sizes), pieces, strict=True):
         box: Box = data.draw(boxes(piece.shape))
         assert np.array_equal(read(made.crop(box)), piece[box.index])
+
+
+@pytest.mark.parametrize("columns", [0, 3, 5000])  # rows that are read whole, and rows that are longer
+@given(st.data())
+def test_any_block_of_a_transposed_matrix_is_read_alone(columns: int, data: st.DataObject) -> None:
+    whole = values(4, columns)
+    (made,) = TRANSFORMS["transposed"].split(of(whole), SIZES)
+    box: Box = data.draw(boxes((columns, 4)))
+    inner: Box = data.draw(boxes(box.shape))
+    assert np.array_equal(read(made.crop(box).crop(inner)), whole.T[box.index][inner.index])
 
 
 @given(st.data())
@@ -214,7 +224,7 @@ model_types = ["x"]
 architectures = ["X"]
 base_prefix = "model."
 ignored = []
-names = ["e.weight", "l.{layer}.a", { name = "l.{layer}.b", when = "bias" }, "h.weight"]
+names = ["e.weight", "l.{layer}.a", "l.{layer}.b", { name = "l.{layer}.c", when = "bias" }, "h.weight"]
 [count]
 layer = "layers"
 [sizes]
@@ -233,6 +243,9 @@ name = "d.{layer}.ab"
 hf = ["l.{layer}.a", "l.{layer}.b"]
 how = "halves"
 [[megatron]]
+name = "d.{layer}.c"
+hf = ["l.{layer}.c"]
+[[megatron]]
 name = "h"
 hf = ["h.weight"]
 """
@@ -240,6 +253,7 @@ hf = ["h.weight"]
 BAD = {
     "a transform that is none": ('how = "halves"', 'how = "thirds"'),
     "too few pieces": ('"l.{layer}.a", "l.{layer}.b"]\nhow', '"l.{layer}.a"]\nhow'),
+    "a row under several conditions": ('"l.{layer}.b", {', '{ name = "l.{layer}.b", when = "bias" }, {'),
     "a name without a row": ('"e.weight", "l', '"e.weight", "f.weight", "l'),
     "a name in two rows": ('hf = ["h.weight"]', 'hf = ["e.weight"]'),
     "a place that nothing counts": ('layer = "layers"', 'expert = "layers"'),
@@ -256,8 +270,12 @@ BAD = {
 
 def test_a_table_is_parsed() -> None:
     table = parse("x", GOOD)
-    assert table.expected_names({"layers": 2}) == ("e.weight", "l.0.a", "l.1.a", "h.weight")
-    assert table.expected_names({"layers": 1, "bias": True}) == ("e.weight", "l.0.a", "l.0.b", "h.weight")
+    assert table.expected_names({"layers": 2}) == ("e.weight", "l.0.a", "l.0.b", "l.1.a", "l.1.b", "h.weight")
+    assert table.expected_names({"layers": 1, "bias": True}) == ("e.weight", "l.0.a", "l.0.b", "l.0.c", "h.weight")
+    lines = table.lines({"layers": 2})
+    assert lines is not None
+    assert [line.names[0] for line in lines] == ["e", "d.0.ab", "d.1.ab", "h"]
+    assert lines[1].hf == ("l.0.a", "l.0.b")
     assert table.ignored.fullmatch("") is None
     assert replace(table, family="y") != table
 

@@ -1,23 +1,20 @@
 """`ckpt convert`: write a checkpoint again in another format."""
 
+from typing import TYPE_CHECKING
+
 import click
 
-from ckpt_cli.options import Bytes, Reading, accept_doubts, as_json, common, effort, reading
-from ckpt_formats.registry import FORMATS
+from ckpt_cli.options import NAMINGS, Bytes, Reading, accept_doubts, as_json, common, effort, reading, target_format
 from ckpt_formats.state_dicts.keys import STYLES
+
+if TYPE_CHECKING:
+    from ckpt_formats.names import Naming
 
 
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
-@click.option(
-    "--to",
-    "format_name",
-    type=click.Choice(list(FORMATS)),
-    default="universal",
-    show_default=True,
-    help="Format of TARGET.",
-)
+@target_format("universal", "")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 @click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras.")
@@ -39,6 +36,11 @@ from ckpt_formats.state_dicts.keys import STYLES
     type=click.Choice(list(STYLES)),
     help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
 )
+@click.option(
+    "--names",
+    type=click.Choice(NAMINGS),
+    help="Whose names tensors get.  [default: those that the format needs, else the source's]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 @accept_doubts
 @effort
@@ -56,6 +58,7 @@ def convert(
     shard_size: int,
     config: str | None,
     keys: str | None,
+    names: "Naming | None",
     dry_run: bool,
     accept_doubts: bool,
     workers: int | None,
@@ -70,17 +73,21 @@ def convert(
     is read are checked on the way. TARGET appears only when it is complete; an
     interrupted run goes on where it was when the same command is given again.
 
-    PATTERNs are regular expressions found anywhere in a name.
+    PATTERNs are regular expressions found anywhere in a name of the source.
+
+    Between Megatron and Hugging Face, tensors are renamed, split and joined as
+    the other has them, optimizer states too; --to hf does so by itself.
 
     \b
     Examples:
       ckpt convert run/global_step1000 step1000
       ckpt convert run weights.pt --to torch --dtype bf16 --model-only
+      ckpt convert megatron/iter_0001000 model --to hf
       ckpt convert run/global_step1000 hf --to safetensors --skip '\\.bias$' --dry-run
     """
     from pathlib import Path
 
-    from ckpt_cli import pipeline, report, selection, work
+    from ckpt_cli import pipeline, renaming, report, selection, work
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
 
@@ -89,6 +96,9 @@ def convert(
         checkpoint = selection.only(checkpoint, only, skip)
     if model_only:
         checkpoint = selection.model_only(checkpoint)
+    checkpoint = renaming.renamed(
+        checkpoint, names, format_name, Path(config) if config else None, partial=bool(only or skip)
+    )
     if dtype:
         checkpoint = selection.cast(checkpoint, dtype)
     report.say_notices(checkpoint)
@@ -104,5 +114,5 @@ def convert(
         report.say_losses(format, checkpoint, parts)
         report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
-    choices = work.choices(reading, only, skip, model_only, dtype, work.marks(goal.config), keys)
+    choices = work.choices(reading, only, skip, model_only, dtype, work.marks(goal.config), keys, names)
     work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)

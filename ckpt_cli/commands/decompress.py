@@ -2,19 +2,13 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, effort, reading
-from ckpt_formats.registry import FORMATS
+from ckpt_cli.options import Reading, as_json, common, effort, reading, target_format
 
 
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
-@click.option(
-    "--to",
-    "format_name",
-    type=click.Choice(list(FORMATS)),
-    help="Format of TARGET.  [default: by its ending, .safetensors or .pt; else universal]",
-)
+@target_format(None, "  [default: by its ending, .safetensors or .pt; else universal]")
 @effort
 @reading
 @as_json

@@ -2,39 +2,14 @@
 
 import click
 
-from ckpt_cli.options import MOST_RANKS, Numbers, Reading, accept_doubts, as_json, common, effort, reading
-from ckpt_formats.registry import FORMATS
-from ckpt_formats.state_dicts.keys import STYLES
+from ckpt_cli.options import Cut, Reading, accept_doubts, as_json, common, cut, effort, reading, target_format
 
 
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
-@click.option("--dp", type=click.IntRange(1, MOST_RANKS), help="Data-parallel ranks.")
-@click.option(
-    "--tp", type=click.IntRange(1, MOST_RANKS), help="Tensor-parallel ranks; the checkpoint's rules must say how."
-)
-@click.option("--pp", type=click.IntRange(1, MOST_RANKS), help="Pipeline stages.")
-@click.option("--vpp", type=click.IntRange(1, MOST_RANKS), help="Model chunks of each pipeline stage.")
-@click.option("--stages", type=Numbers(), help="First layer of each pipeline stage, or model chunk, such as 0,4,8.")
-@click.option("--ep", type=click.IntRange(1, MOST_RANKS), help="Expert-parallel ranks.")
-@click.option("--etp", type=click.IntRange(1, MOST_RANKS), help="Tensor-parallel ranks of each expert.")
-@click.option(
-    "--vocab-rows",
-    type=click.IntRange(1),
-    help="Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
-)
-@click.option(
-    "--zero",
-    type=click.IntRange(0, 3),
-    help="ZeRO stage; of Megatron, 1 is its distributed optimizer, 0 the plain one.",
-)
-@click.option("--to", "format_name", type=click.Choice(list(FORMATS)), help="Format.  [default: the source's own]")
-@click.option(
-    "--keys",
-    type=click.Choice(list(STYLES)),
-    help="How `dcp` keys its state dicts.  [default: as the source has them, else nested]",
-)
+@cut
+@target_format(None, "  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
 @accept_doubts
 @effort
@@ -44,17 +19,8 @@ from ckpt_formats.state_dicts.keys import STYLES
 def reshard(
     source: str,
     target: str,
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    vpp: int | None,
-    stages: tuple[int, ...] | None,
-    ep: int | None,
-    etp: int | None,
-    vocab_rows: int | None,
-    zero: int | None,
+    cut: Cut,
     format_name: str | None,
-    keys: str | None,
     dry_run: bool,
     accept_doubts: bool,
     workers: int | None,
@@ -77,20 +43,12 @@ def reshard(
     """
     from pathlib import Path
 
-    from ckpt_cli import picture, pipeline, report, work
-    from ckpt_formats.base import Degrees, Goal
+    from ckpt_cli import picture, pipeline, renaming, report, work
     from ckpt_formats.registry import detect, writable
 
-    checkpoint = work.open_source(source, reading, accept_doubts)
     format = writable(format_name or detect(Path(source)).name)
-    pp = len(stages) // (vpp or 1) if stages and pp is None else pp
-    goal = Goal(
-        Path(target),
-        Degrees(dp, tp, pp, zero, vpp, ep, etp, stages),
-        work.rules_of(reading),
-        vocab_rows,
-        keys=STYLES[keys] if keys else None,
-    )
+    checkpoint = renaming.renamed(work.open_source(source, reading, accept_doubts), None, format.name)
+    goal = work.goal_of(target, cut, reading)
     work.check_degrees(format, goal.degrees)
     report.say_notices(checkpoint)
     if dry_run:
@@ -99,4 +57,4 @@ def reshard(
         picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
         return
     effort = work.effort_of(workers, memory)
-    work.run(checkpoint, format, goal, work.choices(reading, keys), effort, "resharding", as_json)
+    work.run(checkpoint, format, goal, work.choices(reading, cut.keys), effort, "resharding", as_json)

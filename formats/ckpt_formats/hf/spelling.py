@@ -2,15 +2,22 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_formats.base import Checkpoint
 from ckpt_formats.names import Stack, Table, Tie, table_for
+from ckpt_formats.names.change import Change, changed
+from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.views import unstacked
+from ckpt_formats.tensor import Tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What PyTorch puts before the names of a module that it compiles, checkpoints or cuts, at any depth."""
 _PREFIXES = ("module.", "model.", "base_model.", *_WRAPPERS)
 """What those that hold a model put before all of its names."""
+_NO_SIZES = Sizes(heads=1, groups=1, vocabulary=0)
+"""Of transforms that ask for none."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,33 @@ def spelling(names: Iterable[str], config: Mapping[str, Any] | None) -> Spelling
             return Spelling(renamed, True, stacks, tie=tie)
     missing, surplus = _unfit(same.values(), expected, table, tie)
     return Spelling(same, True, {}, missing, surplus, tie)
+
+
+def respelled(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint under the names that the model's files have, with all its states; stacks of experts taken apart.
+
+    Raises `Unsupported` for a stack that is none.
+    """
+    own = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
+    spelled = spelling([*own, *source.aliases], config)
+    new = spelled.names
+    changes = [_respelling(name, new[name], spelled.stacks.get(new[name])) for name in own]
+    if all(change.old == change.new for change in changes):
+        return source
+    aliases = {new.get(alias, alias): new.get(name, name) for alias, name in source.aliases.items()}
+    return replace(changed(source, changes), aliases=aliases)
+
+
+def as_in_files(tensor: Tensor, stack: Stack) -> tuple[Tensor, ...]:
+    """What a tensor of a running model is in files. Raises `Unsupported` if it is not the stack that it should be."""
+    held = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
+    return tuple(piece for one in held for piece in TRANSFORMS[stack.how].split(one, _NO_SIZES))
+
+
+def _respelling(old: str, new: str, stack: Stack | None) -> Change:
+    if stack is None:
+        return Change((old,), (new,), tuple)
+    return Change((old,), stack.files, lambda tensors: as_in_files(tensors[0], stack))
 
 
 def _renamings(names: list[str]) -> Iterator[dict[str, str]]:

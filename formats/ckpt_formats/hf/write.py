@@ -12,10 +12,7 @@ from ckpt_formats.files import write_sealed
 from ckpt_formats.hf.beside import PREFIX, carry, config_of
 from ckpt_formats.hf.folder import CONFIG, is_training_file, sort_files
 from ckpt_formats.hf.remarks import remarks
-from ckpt_formats.hf.spelling import Spelling, spelling
-from ckpt_formats.names import Stack
-from ckpt_formats.names.transforms import TRANSFORMS, Sizes
-from ckpt_formats.names.views import unstacked
+from ckpt_formats.hf.spelling import Spelling, as_in_files, spelling
 from ckpt_formats.naming import show
 from ckpt_formats.safetensors_shards import cut, weights_part, write_weights
 from ckpt_formats.shard_index import numbered_names
@@ -24,8 +21,6 @@ from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import TensorName, Value
 
 _ADAPTER = "adapter_config.json"
-_NO_SIZES = Sizes(heads=1, groups=1, vocabulary=0)
-"""Of transforms that ask for none."""
 _METADATA = {"format": "pt"}
 
 
@@ -99,18 +94,11 @@ def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], spelled: Sp
         if tie is not None and {tie.alias, tie.name} <= set(names):
             names.remove(tie.alias)
         for name in names:
-            for file, tensor in _as_in_files(weight.weight, name, spelled.stacks.get(name)):
+            stack = spelled.stacks.get(name)
+            files = (name,) if stack is None else stack.files
+            made = (weight.weight,) if stack is None else as_in_files(weight.weight, stack)
+            for file, tensor in zip(files, made, strict=True):
                 yield replace(weight, name=file, states={MODEL: tensor}, values={})
-
-
-def _as_in_files(tensor: Tensor, name: str, stack: Stack | None) -> Iterator[tuple[str, Tensor]]:
-    """What a tensor of a running model is in files. Raises `Unsupported` if it is not the stack that it should be."""
-    if stack is None:
-        yield name, tensor
-        return
-    held = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
-    made = (piece for one in held for piece in TRANSFORMS[stack.how].split(one, _NO_SIZES))
-    yield from zip(stack.files, made, strict=True)
 
 
 def _with_dtype(files: Mapping[str, Value], named: Sequence[Parameter]) -> tuple[dict[str, Value], tuple[str, ...]]:

@@ -6,25 +6,15 @@ optimizers number them.
 """
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from ckpt_formats.names.transforms import TRANSFORMS
 from ckpt_formats.safetensors_file import natural
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_PLACES = ("layer", "expert")  # the outer one first
-_SIZES = {"heads", "groups", "vocabulary"}
+PLACES = ("layer", "expert")  # the outer one first
 _MOST_NAMES = 1_000_000
 
 
@@ -60,6 +50,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A row with true names: one tensor of Megatron-core's, of one layer and expert."""
+
+    names: tuple[str, ...]
+    """What Megatron may call it, the name of its plain layers first."""
+    hf: tuple[str, ...]
+    how: str
+
+
+@dataclass(frozen=True)
 class Stack:
     """One tensor of a running model, and what it is in the model's files: of each expert, one tensor or more."""
 
@@ -89,10 +89,28 @@ class Table:
     """The entries of the configuration that say how many layers and experts there are."""
     sizes: Mapping[str, str]
     """The entries that say the sizes that transforms ask for."""
+    config: Mapping[str, str]
+    """The entries that say all else of an architecture, by the names of its fields."""
+    absent: Mapping[str, Any]
+    """What transformers takes for entries that a configuration lacks."""
     tied: Tie
     rows: tuple[Row, ...]
     memory: tuple[Stack, ...] = ()
     """Tensors that a running model holds otherwise than its files do."""
+
+    @property
+    def gated(self) -> bool:
+        """Have the feed-forward layers a gate?"""
+        return any("linear_fc1" in row.name and row.how == "halves" for row in self.rows)
+
+    @property
+    def learned_positions(self) -> bool:
+        return any("position_embeddings" in row.name for row in self.rows)
+
+    @property
+    def layer_norm(self) -> bool:
+        """Are the norms LayerNorm, which has a bias, rather than RMSNorm?"""
+        return any("layernorm.bias" in row.name for row in self.rows)
 
     def expected_names(self, config: Mapping[str, Any]) -> tuple[str, ...] | None:
         """The names of all parameters, in the model's order; None if the configuration does not tell.
@@ -101,16 +119,28 @@ class Table:
         """
         counts = self._counts(config)
         held = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
-        return None if counts is None else tuple(_expanded(held, counts, _PLACES))
+        return None if counts is None else tuple(_expanded(held, counts, PLACES))
+
+    def lines(self, config: Mapping[str, Any]) -> tuple[Line, ...] | None:
+        """The rows of all layers and experts that a model with this configuration has, in the model's order.
+
+        None if the configuration does not tell.
+        """
+        counts, expected = self._counts(config), self.expected_names(config)
+        if counts is None or expected is None:
+            return None
+        place = {name: i for i, name in enumerate(expected)}
+        found = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
+        return tuple(sorted(found, key=lambda line: place[line.hf[0]]))
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
         """What a running model holds otherwise, with true names: of its files, those of the first expert come first."""
-        counts = self._counts(config) or dict.fromkeys(_PLACES, 0)
+        counts = self._counts(config) or dict.fromkeys(PLACES, 0)
         layers = [str(i) for i in range(counts["layer"])]
         return tuple(
             Stack(
                 stack.name.replace("{layer}", layer),
-                tuple(_expanded([file.replace("{layer}", layer) for file in stack.files], counts, _PLACES)),
+                tuple(_expanded([file.replace("{layer}", layer) for file in stack.files], counts, PLACES)),
                 stack.how,
                 counts["expert"] if any("{expert}" in file for file in stack.files) else None,
             )
@@ -133,86 +163,20 @@ class Table:
         return counts if len(self.names) * prod(counts.values()) <= _MOST_NAMES else None
 
 
-def table_for(config: Mapping[str, Any]) -> Table | None:
-    """The table of a model with this configuration; None if there is none for it."""
-    said = config.get("architectures")
-    architectures = said if isinstance(said, list) else []
-    for table in tables():
-        if config.get("model_type") in table.model_types and (
-            not architectures or any(one in table.architectures for one in architectures)
-        ):
-            return table
-    return None
+def _lines(row: Row, counts: Mapping[str, int]) -> Iterator[Line]:
+    places = places_of(row.name)
+    for numbers in product(*(range(counts[place]) for place in places)):
+
+        def numbered(pattern: str, numbers: tuple[int, ...] = numbers) -> str:
+            for place, number in zip(places, numbers, strict=True):
+                pattern = pattern.replace(f"{{{place}}}", str(number))
+            return pattern
+
+        yield Line(tuple(map(numbered, (row.name, *row.also))), tuple(map(numbered, row.hf)), row.how)
 
 
-@cache
-def tables() -> tuple[Table, ...]:
-    """All tables there are."""
-    files = sorted(Path(__file__).parent.glob("*.toml"))
-    return tuple(parse(file.stem, file.read_text("utf-8")) for file in files)
-
-
-def parse(family: str, text: str) -> Table:
-    """The table that a TOML text says. Raises `ValueError` for one that contradicts itself."""
-    said = tomllib.loads(text)
-    tied = said.pop("tied")
-    try:
-        table = Table(
-            family,
-            tuple(said.pop("model_types")),
-            tuple(said.pop("architectures")),
-            said.pop("base_prefix"),
-            re.compile("|".join(said.pop("ignored")) or "(?!)"),
-            tuple(map(_name, said.pop("names"))),
-            said.pop("count"),
-            said.pop("sizes"),
-            Tie(tied["alias"], tied["name"], tied["unless_said"]),
-            tuple(_row(**row) for row in said.pop("megatron")),
-            tuple(Stack(one["name"], tuple(one["files"]), one.get("how", "same")) for one in said.pop("memory", ())),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"table {family}: {error}") from None
-    if flaws := [*(f"unknown entry `{key}`" for key in said), *_flaws(table)]:
-        raise ValueError(f"table {family}: {'; '.join(flaws)}")
-    return table
-
-
-def _name(said: Any) -> Name:
-    return Name(said) if isinstance(said, str) else Name(said.pop("name"), said.pop("when"))
-
-
-def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> Row:
-    return Row(name, tuple(hf), how, tuple(also))
-
-
-def _flaws(table: Table) -> Iterator[str]:
-    """What in a table does not fit the rest of it."""
-    patterns = [name.pattern for name in table.names]
-    told = [name for row in table.rows for name in row.hf]
-    if sorted(patterns) != sorted(told):
-        yield f"names without one row of their own: {sorted(set(patterns) ^ set(told)) or 'some are in two'}"
-    if {table.tied.alias, table.tied.name} - set(patterns):
-        yield "ties names that the model does not have"
-    if set(table.count) - set(_PLACES) or set(table.sizes) != _SIZES:
-        yield "counts or sizes of unknown names"
-    for stack in table.memory:
-        if set(stack.files) - set(patterns) or stack.how not in TRANSFORMS:
-            yield f"`{stack.name}` is a stack of unknown names, or by an unknown transform"
-        elif len(stack.files) != TRANSFORMS[stack.how].pieces:
-            yield f"`{stack.name}`: `{stack.how}` makes {TRANSFORMS[stack.how].pieces} tensors, not {len(stack.files)}"
-    for row in table.rows:
-        if row.how not in TRANSFORMS:
-            yield f"`{row.name}` is made by an unknown transform `{row.how}`"
-        elif len(row.hf) != TRANSFORMS[row.how].pieces:
-            yield f"`{row.name}`: `{row.how}` makes {TRANSFORMS[row.how].pieces} tensors, not {len(row.hf)}"
-        if len({tuple(_places(pattern)) for pattern in (row.name, *row.also, *row.hf)}) > 1:
-            yield f"`{row.name}` has other places than its counterparts"
-        if set(_places(row.name)) - set(table.count):
-            yield f"`{row.name}` has a place that nothing counts"
-
-
-def _places(pattern: str) -> list[str]:
-    return [place for place in _PLACES if f"{{{place}}}" in pattern]
+def places_of(pattern: str) -> list[str]:
+    return [place for place in PLACES if f"{{{place}}}" in pattern]
 
 
 def _expanded(patterns: Sequence[str], counts: Mapping[str, int], places: Sequence[str]) -> Iterator[str]:

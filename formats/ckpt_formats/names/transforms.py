@@ -60,8 +60,11 @@ def _qkv(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 
 def _fused_qkv(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
     q, k, v = tensors
-    if any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors) or k.shape != v.shape:
-        raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of {sizes.groups} groups")
+    uneven = any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors)
+    if uneven or k.shape != v.shape or q.shape[0] * sizes.groups != k.shape[0] * sizes.heads:
+        raise Unsupported(
+            f"shapes {[list(one.shape) for one in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
+        )
     return stacked(
         [
             rows_of(one, [(g * step, (g + 1) * step)])
@@ -76,6 +79,12 @@ def _halves(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no two halves")
     half = tensor.shape[0] // 2
     return rows_of(tensor, [(0, half)]), rows_of(tensor, [(half, 2 * half)])
+
+
+def _whole_halves(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    if tensors[0].shape != tensors[1].shape:
+        raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of two halves")
+    return stacked(tensors)
 
 
 def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -100,7 +109,7 @@ TRANSFORMS: dict[str, Transform] = {
     "same": Transform(1, _same, lambda tensors, sizes: tensors[0]),
     "transposed": Transform(1, lambda t, sizes: (transposed(t),), lambda tensors, sizes: transposed(tensors[0])),
     "vocabulary": Transform(1, _true_rows, _padded_rows),
-    "halves": Transform(2, _halves, lambda tensors, sizes: stacked(tensors)),
+    "halves": Transform(2, _halves, _whole_halves),
     "qkv": Transform(3, _qkv, _fused_qkv),
     # GPT-2 keeps queries, keys and values in one tensor, too, but in three blocks.
     "qkv_blocks": Transform(

@@ -7,31 +7,46 @@ from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape, slab
-from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros
+from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros, read
+
+_WHOLE_ROWS = 16 << 10
+"""Bytes of a row up to which it is faster to read all of it than to begin a read for some of its columns."""
+_WINDOW = 1 << 20
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """A blob with its axes in reverse."""
+    """A block of a matrix with its axes exchanged."""
 
     base: Blob
+    box: Box
+    """The block, before the exchange."""
 
     @property
     def shape(self) -> Shape:
-        return self.base.shape[::-1]
+        return self.box.shape[::-1]
 
     @property
     def dtype(self) -> DType:
         return self.base.dtype
 
     def crop(self, box: Box) -> "Transposed":
-        return Transposed(self.base.crop(Box(box.start[::-1], box.stop[::-1])))
+        return Transposed(self.base, Box(box.start[::-1], box.stop[::-1]).shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        self.base.read_into(out.T, reader)
+        rows, columns = self.base.shape
+        if columns * self.dtype.itemsize > _WHOLE_ROWS:
+            self.base.crop(self.box).read_into(out.T, reader)
+            return
+        (first, left), (last, right) = self.box.start, self.box.stop
+        step = max(1, _WINDOW // max(columns * self.dtype.itemsize, 1))
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            whole = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
+            out[:, row - first : end - first] = whole[:, left:right].T
 
     def sources(self) -> Iterator[Raw]:
-        return self.base.sources()
+        return self.base.crop(self.box).sources()
 
     def flaws(self) -> Iterator[str]:
         return self.base.flaws()
@@ -101,7 +116,7 @@ def transposed(tensor: Tensor) -> Tensor:
     """A matrix with its axes exchanged."""
     if len(tensor.shape) != 2:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
-    return Tensor.of(Transposed(tensor))
+    return Tensor.of(Transposed(tensor, Box.whole(tensor.shape)))
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
@@ -110,3 +125,41 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
     rest = Zeros((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
     return stacked([tensor, Tensor.of(rest)]) if rest.shape[0] else tensor
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every so many-th row of a blob, from one on."""
+
+    base: Blob
+    step: int
+
+    @property
+    def shape(self) -> Shape:
+        return (-(-self.base.shape[0] // self.step), *self.base.shape[1:])
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "Strided":
+        low, high = box.start[0] * self.step, max(box.start[0], box.stop[0] - 1) * self.step
+        rows = (low, high + 1) if box.start[0] < box.stop[0] else (low, low)
+        return Strided(self.base.crop(Box((rows[0], *box.start[1:]), (rows[1], *box.stop[1:]))), self.step)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        if out.size:
+            out[...] = read(self.base, reader)[:: self.step]
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+def strided(tensor: Tensor, start: int, step: int) -> Tensor:
+    """Every so many-th row of a tensor, from `start` on."""
+    if not tensor.shape or tensor.shape[0] % step:
+        raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} do not come {step} at a time")
+    return Tensor.of(Strided(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))

@@ -1,0 +1,173 @@
+"""An architecture in the words of transformers: a model's config.json, read and written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.names.architecture import Activation, Architecture, Scaling
+from ckpt_formats.names.table import Table
+from ckpt_formats.naming import show
+from ckpt_formats.safetensors_file import natural
+
+CONFIG = "hf/config.json"
+"""Where a model's configuration lies among a checkpoint's extras."""
+
+T = TypeVar("T", int, float)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+_SAID: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+LLAMA3: dict[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The one stretching of Llama 3's that Megatron computes, whose factor alone can be chosen."""
+
+_PLAIN: dict[str, Any] = {
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "use_sliding_window": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+"""Entries by which a model computes something that Megatron's would not, unless they say this or nothing."""
+
+
+def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architecture:
+    """The architecture that a config.json describes.
+
+    Raises `Incomplete` or `Corrupt` for a configuration that does not tell, `Unsupported` for a model that Megatron
+    cannot compute.
+    """
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise Unsupported(
+                f"config.json says {key} {show(str(config[key]))[:60]}, which is not Megatron's", where=where
+            )
+
+    def entry(field: str) -> Any:
+        key = {**table.count, **table.sizes, **table.config}.get(field)
+        return None if key is None else config.get(key, table.absent.get(key))
+
+    def number(field: str, default: int | None = None) -> int:
+        found = entry(field)
+        found = default if found is None else found
+        if found is None:
+            raise Incomplete(f"config.json does not say the model's {field}", where=where)
+        if not natural(found) or not found:
+            raise Corrupt(f"config.json says {field} {show(str(found))[:60]}: not a number of something", where=where)
+        return cast(int, found)
+
+    heads, hidden = number("heads"), number("hidden")
+    groups, head_dim = number("groups", heads), number("head_dim", hidden // heads or None)
+    if heads % groups:
+        raise Corrupt(
+            f"config.json says {heads} attention heads, which do not divide into {groups} groups", where=where
+        )
+    activation = _ACTIVATIONS.get(str(entry("activation")))
+    if activation is None or (activation == "silu") != table.gated:
+        raise Unsupported(f"config.json says the activation {show(str(entry('activation')))[:60]}", where=where)
+    theta, scaling = (None, None) if table.learned_positions else _rotary(config, table, where)
+    window = entry("window")
+    if window is not None and (not natural(window) or not window):
+        raise Corrupt(f"config.json says a sliding window of {show(str(window))[:60]}", where=where)
+    return Architecture(
+        layers=number("layer"),
+        hidden=hidden,
+        ffn=number("ffn", 4 * hidden if table.learned_positions else None),
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
+        vocabulary=number("vocabulary"),
+        positions=number("positions"),
+        epsilon=_real(entry("epsilon"), "epsilon", where),
+        activation=activation,
+        tied=table.tie(config) is not None,
+        theta=theta,
+        scaling=scaling,
+        experts=number("expert") if "expert" in table.count else None,
+        chosen=number("chosen") if "expert" in table.count else None,
+        window=window,
+        dropout=_real(entry("dropout"), "dropout", where, 0.0),
+        attention_dropout=_real(entry("attention_dropout"), "attention_dropout", where, 0.0),
+        std=_real(entry("std"), "std", where, 0.02),
+    )
+
+
+def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtype: str | None) -> dict[str, Any]:
+    """The config.json of a model of this family; `flags` are the entries that its names depend on.
+
+    Raises `Unsupported` for what transformers' models of the family cannot compute.
+    """
+    if "head_dim" not in table.config and model.head_dim * model.heads != model.hidden:
+        raise Unsupported(f"{model.heads} heads of {model.head_dim} do not make up the hidden size {model.hidden}")
+    if table.sizes["groups"] == table.sizes["heads"] and model.groups != model.heads:
+        raise Unsupported(f"{table.family} has no groups of heads that share keys and values")
+    fields = {**table.count, **table.sizes, **table.config}
+    values: dict[str, Any] = {
+        "layer": model.layers,
+        "expert": model.experts,
+        "heads": model.heads,
+        "groups": model.groups,
+        "activation": _SAID[model.activation],
+    }
+    said = {key: values[field] if field in values else getattr(model, field) for field, key in fields.items()}
+    if table.learned_positions:
+        said["embd_pdrop"] = model.dropout
+    elif model.theta is not None:
+        said |= {"rope_theta": model.theta, "rope_scaling": _scaled(model.scaling)}
+    return {
+        "architectures": [table.architectures[0]],
+        "model_type": table.model_types[0],
+        **said,
+        **flags,
+        "tie_word_embeddings": model.tied,
+        # No tokenizer is known, and those of the first models of the family are another's.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **({"torch_dtype": dtype} if dtype else {}),
+    }
+
+
+def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float, Scaling | None]:
+    """The base and the stretching of rotary frequencies, as transformers 4 or 5 writes them."""
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(said, dict):
+        raise Corrupt("the rotary parameters of config.json are not a mapping", where=where)
+    theta = _real(said.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where)
+    how = said.get("rope_type", said.get("type", "default"))
+    if said.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Unsupported("config.json says partial_rotary_factor, which is not done here", where=where)
+    if how == "default":
+        return theta, None
+    if how == "linear" or (how == "llama3" and all(said.get(key) == value for key, value in LLAMA3.items())):
+        return theta, Scaling(how, _real(said.get("factor"), "factor of rope_scaling", where))
+    raise Unsupported(
+        f"config.json stretches rotary frequencies by {show(str(said))[:120]}, which Megatron does not compute",
+        where=where,
+    )
+
+
+def _scaled(scaling: Scaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {"rope_type": scaling.how, "factor": scaling.factor, **(LLAMA3 if scaling.how == "llama3" else {})}
+
+
+def _real(value: Any, what: str, where: Path, default: float | None = None) -> float:
+    value = default if value is None else value
+    if value is None:
+        raise Incomplete(f"config.json does not say `{what}`", where=where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+        raise Corrupt(f"config.json says {what} {show(str(value))[:60]}, which is no number", where=where)
+    return float(value)

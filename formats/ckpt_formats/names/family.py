@@ -1,0 +1,98 @@
+"""Of which family a model with Megatron's names is: the one whose table has just these."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.names.shipped import tables
+from ckpt_formats.names.table import Row, Table
+from ckpt_formats.naming import show
+
+COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
+"""Tensors that old versions save and all compute."""
+_NUMBERS = (
+    (re.compile(r"(?<=layers\.)\d+(?=\.)"), "{layer}"),
+    (re.compile(r"(?<=local_experts\.)\d+(?=\.)"), "{expert}"),
+    (re.compile(r"(?<=\.experts\.linear_fc[12]\.(?:weight))\d+$"), "{expert}"),
+)
+_MOST_NAMED = 3
+
+KNOWN = "Known are Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2, with their heads for language modelling."
+_HINT = f"{KNOWN} Tensors that the model does without can be left out with --skip; other formats keep Megatron's names."
+
+
+@dataclass(frozen=True)
+class Family:
+    """A table, and the entries of the configuration on which its names depend."""
+
+    table: Table
+    flags: Mapping[str, bool]
+
+    @property
+    def names(self) -> set[str]:
+        """The patterns of Megatron's names that a model has with these entries."""
+        conditions = {name.pattern: name.when for name in self.table.names}
+        return {row.name for row in self.table.rows if self.flags.get(conditions[row.hf[0]] or "", True)}
+
+
+def pattern_of(name: str) -> str:
+    """A name of Megatron's with the places of tables.
+
+    >>> pattern_of("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight")
+    'decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight'
+    """
+    for number, place in _NUMBERS:
+        name = number.sub(place, name)
+    return name
+
+
+def families_of(names: Iterable[str], aliases: Iterable[str] = (), *, partial: bool = False) -> list[Family]:
+    """The families whose models have tensors of just these names; if `partial`, of these and others.
+
+    Raises `Unsupported` if there is none.
+    """
+    present, tied = set(map(pattern_of, names)), set(map(pattern_of, aliases))
+    fits = [_fit(table, present, tied) for table in tables()]
+    found = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
+    if not found:
+        raise Unsupported(_none(min(fits, key=lambda fit: len(fit.missing) + len(fit.surplus))), hint=_HINT)
+    return found
+
+
+@dataclass(frozen=True)
+class _Fit:
+    family: Family
+    missing: list[str]
+    surplus: list[str]
+
+
+def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
+    conditions = {name.pattern: name.when for name in table.names}
+
+    def when(row: Row) -> str | None:
+        return conditions[row.hf[0]]
+
+    def is_there(row: Row) -> bool:
+        return any(name in present for name in (row.name, *row.also))
+
+    flags = {key: any(is_there(row) for row in table.rows if when(row) == key) for key in conditions.values() if key}
+    needed = (row for row in table.rows if when(row) is None or flags[when(row) or ""])
+    missing = [row.name for row in needed if not is_there(row) and row.name not in tied]
+    known = {name for row in table.rows for name in (row.name, *row.also)}
+    return _Fit(Family(table, flags), missing, sorted(present - known))
+
+
+def _none(nearest: _Fit) -> str:
+    return f"no family of models that is known has just these tensors. {''.join(_said(nearest))}"
+
+
+def _said(fit: _Fit) -> Iterator[str]:
+    yield f"The nearest, {fit.family.table.family}, "
+    flaws = (("lacks", fit.surplus), ("also has", fit.missing))
+    yield " and ".join(f"{verb} {_few(names)}" for verb, names in flaws if names)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more

@@ -1,0 +1,141 @@
+"""Megatron-LM's names from before Megatron core, and core's: both ways.
+
+Names alone differ, but for queries, keys and values of the oldest files: checkpoint version 0 has all queries, all
+keys, all values; version 1 has, of each head, the three of its first element, of its second, ...; since version 2 it is
+the three of each head, as in Megatron core. Source: Megatron-LM, `fix_query_key_value_ordering`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.names.change import Change, changed
+from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.views import stacked, strided
+from ckpt_formats.naming import show
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.values import Record
+
+VERSION = "checkpoint_version"
+CURRENT = 3.0
+
+_LAYER = r"(?P<layer>\d+)\."
+_OUTER = {
+    "embedding.word_embeddings": "embedding.word_embeddings",
+    "embedding.position_embeddings": "embedding.position_embeddings",
+    "encoder.final_layernorm": "decoder.final_layernorm",
+    "encoder.final_norm": "decoder.final_layernorm",
+    "output_layer": "output_layer",
+}
+_INNER = {
+    "input_layernorm": "input_layernorm",
+    "input_norm": "input_layernorm",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "post_attention_norm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+}
+"""The first of several old names is the one that is written."""
+_PREFIX = "language_model."
+_IN_LEGACY = re.compile(rf"language_model\.encoder\.layers\.{_LAYER}(?P<rest>.*)\.(?P<kind>weight|bias)")
+_IN_CORE = re.compile(rf"decoder\.layers\.{_LAYER}(?P<rest>.*)\.(?P<kind>weight|bias)")
+_HEADS = ("word_embeddings_for_head.weight", "word_embeddings.weight")
+"""What the last stage calls its copy of a tied table."""
+
+
+def core_name(name: str) -> str | None:
+    """What Megatron core calls a tensor of the older models; None if it has none such.
+
+    >>> core_name("language_model.encoder.layers.3.mlp.dense_4h_to_h.bias")
+    'decoder.layers.3.mlp.linear_fc2.bias'
+    """
+    if name in _HEADS:
+        return "output_layer.weight"
+    name = name.replace("language_model.transformer.", "language_model.encoder.", 1).replace(
+        ".attention.", ".self_attention.", 1
+    )
+    if match := _IN_LEGACY.fullmatch(name):
+        rest = _INNER.get(match["rest"])
+        return None if rest is None else f"decoder.layers.{match['layer']}.{rest}.{match['kind']}"
+    stem, _, kind = name.removeprefix(_PREFIX).rpartition(".")
+    return f"{_OUTER[stem]}.{kind}" if name.startswith(_PREFIX) and stem in _OUTER else None
+
+
+def legacy_name(name: str) -> str | None:
+    """What the older models call a tensor of Megatron core's plain layers; None if they have none such.
+
+    >>> legacy_name("decoder.layers.3.mlp.linear_fc2.bias")
+    'language_model.encoder.layers.3.mlp.dense_4h_to_h.bias'
+    """
+    if match := _IN_CORE.fullmatch(name):
+        rest = next((old for old, new in _INNER.items() if new == match["rest"]), None)
+        return None if rest is None else f"{_PREFIX}encoder.layers.{match['layer']}.{rest}.{match['kind']}"
+    stem, _, kind = name.rpartition(".")
+    return next((f"{_PREFIX}{old}.{kind}" for old, new in _OUTER.items() if new == stem), None)
+
+
+def is_legacy(name: str) -> bool:
+    """Is it a name of those models? Of others, such as LLaVA, some begin alike."""
+    return name.startswith(_PREFIX) and core_name(name) is not None
+
+
+def to_core(source: Checkpoint) -> Checkpoint:
+    """A checkpoint of the older models under Megatron core's names.
+
+    Raises `Unsupported` for tensors that GPT models of Megatron core have not.
+    """
+    version = source.extras.get(VERSION, 0)
+    version = float(version) if isinstance(version, (int, float)) else 0.0
+    changes = []
+    for name in _own_names(source):
+        new = core_name(name)
+        if new is None:
+            raise Unsupported(
+                f"`{show(name)}` is none of the tensors of Megatron's older GPT models",
+                hint="Leave it out with --skip.",
+            )
+        make = partial(_reordered, version, _heads(source)) if ".linear_qkv." in new and version < 2 else tuple
+        changes.append(Change((name,), (new,), make))
+    made = changed(source, changes)
+    aliases = {core_name(alias) or alias: core_name(name) or name for alias, name in source.aliases.items()}
+    return replace(made, aliases=aliases, extras={**made.extras, VERSION: max(version, CURRENT)})
+
+
+def to_legacy(source: Checkpoint) -> Checkpoint:
+    """A checkpoint of Megatron core's plain layers under the older names. Raises `Unsupported` for newer tensors."""
+    changes = []
+    for name in _own_names(source):
+        old = legacy_name(name)
+        if old is None:
+            raise Unsupported(f"`{show(name)}` is a tensor that Megatron's older models have not")
+        changes.append(Change((name,), (old,), tuple))
+    made = changed(source, changes)
+    aliases = {
+        _HEADS[0] if alias == "output_layer.weight" else legacy_name(alias) or alias: legacy_name(name) or name
+        for alias, name in source.aliases.items()
+    }
+    return replace(made, aliases=aliases, extras={**made.extras, VERSION: CURRENT})
+
+
+def _own_names(source: Checkpoint) -> list[str]:
+    return [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
+
+
+def _heads(source: Checkpoint) -> int:
+    args = source.extras.get("args")
+    heads = args.get("num_attention_heads") if isinstance(args, Record) else None
+    return heads if isinstance(heads, int) and heads > 0 else 0
+
+
+def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Queries, keys and values, head by head."""
+    if not heads:
+        raise Unsupported("the run's arguments do not state how many attention heads there are")
+    (tensor,) = tensors
+    blocks = tensor if version < 1 else stacked([strided(tensor, i, 3) for i in range(3)])
+    return (TRANSFORMS["qkv_blocks"].join([blocks], Sizes(heads, heads, 0)),)

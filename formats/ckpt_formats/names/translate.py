@@ -1,0 +1,181 @@
+"""Whole checkpoints from one library's names to another's: weights and all states that are kept of them.
+
+Views only: nothing is read. Whatever a table does not name is an error, and so is what it names and is not there.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.errors import Incomplete, Unsupported
+from ckpt_formats.names import legacy
+from ckpt_formats.names.architecture import Architecture
+from ckpt_formats.names.arguments import ARGUMENTS
+from ckpt_formats.names.change import Change, changed
+from ckpt_formats.names.config import CONFIG
+from ckpt_formats.names.described import Described, by_config_alone, config_of, described, weights_dtype
+from ckpt_formats.names.family import COMPUTED, pattern_of
+from ckpt_formats.names.made_arguments import to_arguments, updated
+from ckpt_formats.names.shapes import check_shape
+from ckpt_formats.names.shipped import table_for, tables
+from ckpt_formats.names.table import Line
+from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.naming import show
+from ckpt_formats.tensor import Tensor
+
+Naming = Literal["hf", "megatron", "megatron-legacy"]
+
+_HEAD = "output_layer.weight"
+_MOST_NAMED = 3
+
+
+def naming_of(checkpoint: Checkpoint) -> Naming | None:
+    """Whose names a checkpoint's tensors have; None if they are nobody's here."""
+    own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
+    if any(map(legacy.is_legacy, own)):
+        return "megatron-legacy"
+    known = {name for table in tables() for row in table.rows for name in (row.name, *row.also)}
+    if known.difference([_HEAD]).intersection(map(pattern_of, own)):
+        return "megatron"
+    config = config_of(checkpoint)
+    if config is None or (table := table_for(config)) is None:
+        return None
+    return "hf" if checkpoint.parameters.keys() & set(table.expected_names(config) or ()) else None
+
+
+def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False) -> Checkpoint:
+    """A checkpoint with Megatron's names under transformers'; its configuration is the extra `CONFIG`.
+
+    `config` is the model's, where it is known; else it is made of the run's arguments. `partial` allows tensors to be
+    missing. Raises `Unsupported` for a model of no family that has a table, `Corrupt` where tensors, arguments and
+    configuration contradict each other, `Incomplete` where something is missing.
+    """
+    source = _without(to_core(checkpoint), COMPUTED)
+    found = described(source, config_of(source) if config is None else config, partial)
+    model, there = found.model, {*source.parameters, *source.aliases}
+    lines = _lines(found, source)
+    _check_known(source, {name for line in lines for name in line.names}, found.table.family)
+    if not partial:
+        _check_there(source, [line.names[0] for line in lines if not there.intersection(line.names)])
+    changes, padding = [], 0
+    for line in lines:
+        for name in source.parameters.keys() & set(line.names):
+            shape = source.parameters[name].weight.shape
+            check_shape(line.names[0], shape, model, padded=True, what=name)
+            padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
+            changes.append(Change((name,), line.hf, _split(line, _sizes(model))))
+    said = (f"the last {padding} rows of the vocabulary's tables are padding, and are left out",) if padding else ()
+    return replace(
+        changed(source, changes, found.table.expected_names(found.config) or ()),
+        aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
+        extras={**source.extras, CONFIG: dict(found.config)},
+        notices=(*source.notices, *found.notices, *said),
+    )
+
+
+def to_megatron(
+    checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> Checkpoint:
+    """A checkpoint with transformers' names under Megatron core's; the arguments of a run are the extra `ARGUMENTS`.
+
+    Tables of the vocabulary have their true rows: whoever cuts them pads them. Raises as `to_hf` does.
+    """
+    found = by_config_alone(checkpoint, config)
+    source = _without(checkpoint, found.table.ignored)
+    model, there = found.model, {*source.parameters, *source.aliases}
+    lines = _lines(found, source)
+    _check_known(source, {name for line in lines for name in line.hf}, found.table.family)
+    wanted = (line.hf for line in lines if not partial or there.intersection(line.hf))
+    _check_there(source, [name for names in wanted for name in names if name not in there])
+    patterns = {pattern_of(line.names[0]) for line in lines}
+    said = to_arguments(model, found.table, patterns, weights_dtype(source))
+    held = [line for line in lines if source.parameters.keys() >= set(line.hf)]
+    made = changed(source, [Change(line.hf, line.names[:1], _join(line, _sizes(model))) for line in held])
+    for line in held:
+        name = line.names[0]
+        check_shape(name, made.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
+    step = {} if source.origin.step is None else {"iteration": source.origin.step}
+    extras = {legacy.VERSION: legacy.CURRENT, **step, **source.extras}
+    return replace(
+        made,
+        aliases=_aliases(source, {name: line.names[0] for line in lines for name in line.hf}),
+        extras={**extras, ARGUMENTS: updated(source.extras.get(ARGUMENTS), said), CONFIG: dict(found.config)},
+    )
+
+
+def to_core(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint with any of Megatron's names under those of Megatron core."""
+    return legacy.to_core(checkpoint) if naming_of(checkpoint) == "megatron-legacy" else checkpoint
+
+
+def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint with any of Megatron's names under those from before Megatron core."""
+    return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
+
+
+def _lines(found: Described, source: Checkpoint) -> tuple[Line, ...]:
+    """What the model's tensors are on both sides; the second name of a tied one only where the source speaks of it."""
+    lines, tie = found.table.lines(found.config), found.table.tie(found.config)
+    if lines is None:
+        raise Incomplete("config.json does not say how many layers there are", where=source.path)
+    if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
+        raise Unsupported(
+            f"`{own.pop()}` is a tensor of its own, but the model is said to have one for it and the embeddings",
+            where=source.path,
+        )
+    return tuple(
+        line
+        for line in lines
+        if tie is None or tie.alias not in line.hf or source.aliases.keys() & {*line.names, *line.hf}
+    )
+
+
+def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
+    surplus = [name for name, one in source.parameters.items() if one.role != "extra" and name not in known]
+    if surplus:
+        raise Unsupported(
+            f"a model of the family {family} has no {_few(surplus)}",
+            where=source.path,
+            hint="Leave them out with --skip, or name the right config.json with --config.",
+        )
+
+
+def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
+    if missing:
+        raise Incomplete(
+            f"the model also has {_few(missing)}",
+            where=source.path,
+            hint="Is the configuration the model's own? Are files missing?",
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more
+
+
+def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
+    """The tied names. Raises `Unsupported` for one that has no line."""
+    if strange := [name for pair in source.aliases.items() for name in pair if name not in new]:
+        raise Unsupported(f"`{show(strange[0])}` is tied, but is none of the model's names", where=source.path)
+    return {new[alias]: new[name] for alias, name in source.aliases.items()}
+
+
+def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
+    """The checkpoint without tensors that models compute rather than load."""
+    kept = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
+    return source if len(kept) == len(source.parameters) else replace(source, parameters=kept)
+
+
+def _sizes(model: Architecture) -> Sizes:
+    return Sizes(model.heads, model.groups, model.vocabulary)
+
+
+def _split(line: Line, sizes: Sizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    return lambda tensors: TRANSFORMS[line.how].split(tensors[0], sizes)
+
+
+def _join(line: Line, sizes: Sizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    return lambda tensors: (TRANSFORMS[line.how].join(tensors, sizes),)

@@ -1,0 +1,720 @@
+"""Checkpoints from Hugging Face's names to Megatron's and back: the laws, and what is refused."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_cli.main import cli
+from ckpt_cli.pipeline import check_whole
+from ckpt_cli.renaming import renamed
+from ckpt_formats.base import Checkpoint, Group, Parameter
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.names import naming_of, table_for, tables, to_core, to_hf, to_legacy, to_megatron
+from ckpt_formats.names.architecture import Architecture, Scaling
+from ckpt_formats.names.arguments import ARGUMENTS, of_arguments
+from ckpt_formats.names.config import CONFIG, of_config, to_config
+from ckpt_formats.names.family import pattern_of
+from ckpt_formats.names.made_arguments import to_arguments, updated
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.tensor import Array, read
+from ckpt_formats.values import Record, Value
+from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor
+from megatron_files import LLAMA, whole, write
+
+BF16, F32 = DTYPES["bfloat16"], DTYPES["float32"]
+FAMILIES = [table.family for table in tables()]
+
+
+# Synthetic models of transformers
+
+
+def architectures(family: str) -> st.SearchStrategy[Architecture]:
+    """Models of a family, of odd sizes."""
+    small, gpt2, experts = st.integers(1, 5), family == "gpt2", family == "mixtral"
+    scalings = st.none() | st.builds(Scaling, st.sampled_from(["linear", "llama3"]), st.sampled_from([2.0, 8.5]))
+
+    def made(groups: int, each: int, head_dim: int, hidden: int, **others: Any) -> Architecture:
+        heads = groups if gpt2 else groups * each
+        return Architecture(
+            heads=heads,
+            groups=groups,
+            head_dim=head_dim,
+            hidden=heads * head_dim if gpt2 else hidden,
+            theta=None if gpt2 else 10000.0,
+            **(others if not gpt2 else others | {"scaling": None}),
+        )
+
+    return st.builds(
+        made,
+        groups=st.integers(1, 3),
+        each=st.integers(1, 3),
+        head_dim=small,
+        hidden=st.integers(1, 9),
+        layers=st.integers(1, 3),
+        ffn=st.integers(1, 7),
+        vocabulary=st.integers(1, 11),
+        positions=st.integers(1, 9),
+        epsilon=st.sampled_from([1e-5, 1e-6]),
+        activation=st.sampled_from(["gelu", "gelu_tanh"]) if gpt2 else st.just("silu"),
+        tied=st.booleans(),
+        scaling=scalings,
+        experts=st.integers(1, 4) if experts else st.none(),
+        chosen=st.integers(1, 2) if experts else st.none(),
+        window=(st.none() | st.integers(1, 9)) if family in ("mistral", "mixtral") else st.none(),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Their configurations. Of biases, those that Megatron can have, too."""
+    table = next(table for table in tables() if table.family == family)
+    flags = {name.when for name in table.names if name.when}
+    biased = draw(st.booleans()) and family == "llama"
+    return to_config(draw(architectures(family)), table, dict.fromkeys(sorted(flags), biased), "bfloat16")
+
+
+def shape_of(name: str, model: Architecture) -> tuple[int, ...]:
+    """The shape that transformers gives a tensor."""
+    queries, keys = model.heads * model.head_dim, model.groups * model.head_dim
+    rows = {
+        "embed_tokens": model.vocabulary,
+        "lm_head": model.vocabulary,
+        "q_proj": queries,
+        "k_proj": keys,
+        "v_proj": keys,
+        "gate_proj": model.ffn,
+        "up_proj": model.ffn,
+        "w1": model.ffn,
+        "w3": model.ffn,
+        "gate": model.experts,
+        "q_norm": model.head_dim,
+        "k_norm": model.head_dim,
+        "wte": model.vocabulary,
+        "wpe": model.positions,
+    }
+    columns = {"o_proj": queries, "down_proj": model.ffn, "w2": model.ffn}
+    conv1d = {
+        "attn.c_attn": (model.hidden, 3 * model.hidden),
+        "attn.c_proj": (model.hidden, model.hidden),
+        "mlp.c_fc": (model.hidden, model.ffn),
+        "mlp.c_proj": (model.ffn, model.hidden),
+    }
+    *_, outer, inner, kind = ("", *name.split("."))
+    if f"{outer}.{inner}" in conv1d:
+        shape = conv1d[f"{outer}.{inner}"]
+        return shape if kind == "weight" else shape[1:]
+    first = rows.get(inner, model.hidden) or 0
+    vector = kind == "bias" or "norm" in inner or inner in ("ln_1", "ln_2", "ln_f")
+    return (first,) if vector else (first, columns.get(inner, model.hidden))
+
+
+def of_config_alone(config: Mapping[str, Any]) -> Architecture:
+    table = table_for(config)
+    assert table is not None
+    return of_config(config, table, HELD)
+
+
+def trained(config: Mapping[str, Any]) -> Checkpoint:
+    """A model of this configuration in the middle of a run: masters, moments, steps, two groups."""
+    table = table_for(config)
+    assert table is not None
+    model, tie = of_config(config, table, HELD), table.tie(config)
+    names = [name for name in table.expected_names(config) or () if tie is None or name != tie.alias]
+    parameters = []
+    for i, name in enumerate(names):
+        shape = shape_of(name, model)
+        states = {"param": array(BF16, shape, i), **{s: array(F32, shape, i) for s in ("fp32", "exp_avg")}}
+        states["exp_avg_sq"] = array(F32, shape, i + 1000)
+        parameters.append(parameter(name, states | {"count": np.array(3, np.int64)}, step=7))
+    flat = [p.name for p in parameters if len(p.weight.shape) == 1]
+    groups = (
+        Group({"lr": 0.1, "weight_decay": 0.1}, tuple(name for name in names if name not in flat)),
+        Group({"lr": 0.1, "weight_decay": 0.0}, tuple(flat)),
+    )
+    extras: dict[str, Value] = {CONFIG: dict(config), "note": "text", "rng": 3}
+    return checkpoint(parameters, groups, extras, {tie.alias: tie.name} if tie else {})
+
+
+# Laws
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_there_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
+    source = trained(data.draw(configs(family)))
+    there = to_megatron(source)
+    check_whole(there)
+    assert naming_of(there) == "megatron"
+    back = to_hf(there)
+    check_whole(back)
+    assert naming_of(back) == naming_of(source) == "hf"
+    assert contents(back) == contents(source)
+    assert list(back.parameters) == list(source.parameters)
+    assert (back.groups, back.aliases) == (source.groups, source.aliases)
+    assert {n: (p.role, p.values) for n, p in back.parameters.items()} == {
+        n: (p.role, p.values) for n, p in source.parameters.items()
+    }
+    assert {key: back.extras[key] for key in source.extras} == source.extras
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_the_configuration_is_made_again_of_the_arguments(family: str, data: st.DataObject) -> None:
+    """Without it, and from the other side: names and arguments tell the family and all of its sizes."""
+    config = data.draw(configs(family))
+    there = to_megatron(trained(config))
+    bare = replace(there, extras={ARGUMENTS: there.extras[ARGUMENTS]})
+    made = to_hf(bare)
+    said = made.extras[CONFIG]
+    unwindowed = family == "mistral" and config["sliding_window"] is None  # which is a Llama
+    assert said["model_type"] == ("llama" if unwindowed else family)
+    assert of_config_alone(said) == of_config_alone(config)
+    assert contents(made) == contents(trained(config))
+    assert said["torch_dtype"] == "bfloat16"
+    again = to_megatron(made)
+    assert again.extras[ARGUMENTS].state == there.extras[ARGUMENTS].state
+    assert contents(again) == contents(there)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None)
+@given(st.data())
+def test_an_architecture_is_said_in_both_languages(family: str, data: st.DataObject) -> None:
+    table = next(table for table in tables() if table.family == family)
+    model = data.draw(architectures(family))
+    config = to_config(model, table, {}, None)
+    assert json.loads(json.dumps(config)) == config
+    assert of_config(config, table, HELD) == model
+    names = {pattern_of(line.names[0]) for line in table.lines(config) or ()}
+    record = updated(None, to_arguments(model, table, names, "bfloat16"))
+    assert of_arguments(record, table, names, model.vocabulary, None, HELD) == model
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_older_names_are_other_names_and_no_more(data: st.DataObject) -> None:
+    source = trained(data.draw(st.one_of(configs("llama"), configs("gpt2"))))
+    core = to_megatron(source)
+    old = to_legacy(core)
+    assert naming_of(old) == "megatron-legacy"
+    assert all(name.startswith("language_model.") for name in old.parameters)
+    back = to_core(old)
+    assert contents(back) == contents(core)
+    assert (back.groups, back.aliases) == (core.groups, core.aliases)
+    assert contents(to_hf(old)) == contents(source)
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0])
+def test_the_oldest_files_have_queries_keys_and_values_in_another_order(version: float) -> None:
+    """[3, heads, width], then [heads, width, 3], then [heads, 3, width]."""
+    heads, width = 3, 5
+    straight = np.arange(heads * 3 * width * 2, dtype=np.float32).reshape(heads, 3, width, 2)
+    axes = {0: (1, 0, 2, 3), 1.0: (0, 2, 1, 3), 2.0: (0, 1, 2, 3)}[version]
+    name = "language_model.transformer.layers.0.attention.query_key_value"
+    stored = {"weight": straight.transpose(axes), "bias": straight.transpose(axes)[..., 0]}
+    parameters = []
+    for kind, values in stored.items():
+        rows = values.reshape(-1, *values.shape[3:])
+        parameters.append(parameter(f"{name}.{kind}", {"param": rows, "exp_avg": rows}))
+    arguments = updated(None, {"num_attention_heads": heads, "max_position_embeddings": 1})
+    source = checkpoint(parameters, (), {ARGUMENTS: arguments, "checkpoint_version": version})
+    made = to_core(source)
+    found = made.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
+    for one in found.states.values():
+        assert np.array_equal(read(one), straight.reshape(-1, 2))
+    bias = made.parameters["decoder.layers.0.self_attention.linear_qkv.bias"].weight
+    assert np.array_equal(read(bias), straight[..., 0].reshape(-1))
+    assert made.extras["checkpoint_version"] == 3.0
+
+
+# What is refused
+
+CONFIGURATION = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 6,
+    "intermediate_size": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "vocab_size": 7,
+    "max_position_embeddings": 9,
+    "rms_norm_eps": 1e-5,
+}
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def said(**changes: Any) -> Checkpoint:
+    """The model, and a configuration that says something else."""
+    source = trained(CONFIGURATION)
+    return replace(source, extras={CONFIG: CONFIGURATION | changes})
+
+
+def without(name: str) -> Checkpoint:
+    source = trained(CONFIGURATION)
+    return replace(source, parameters={n: p for n, p in source.parameters.items() if n != name}, groups=())
+
+
+def with_changed(name: str, change: Callable[[Parameter], Parameter]) -> Checkpoint:
+    source = trained(CONFIGURATION)
+    return replace(source, parameters={n: change(p) if n == name else p for n, p in source.parameters.items()})
+
+
+def regrouped() -> Checkpoint:
+    source = trained(CONFIGURATION)
+    first, second = source.groups
+    return replace(source, groups=(Group({}, tuple(n for n in first.names if n != Q)), Group({}, (*second.names, Q))))
+
+
+TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
+    "no configuration": (lambda: replace(trained(CONFIGURATION), extras={}), Incomplete, "no config.json"),
+    "another family": (lambda: said(model_type="bloom"), Unsupported, "type bloom"),
+    "no sizes": (lambda: said(hidden_size=None), Incomplete, "hidden"),
+    "a size that is none": (lambda: said(intermediate_size="5"), Corrupt, "ffn 5"),
+    "a size of zero": (lambda: said(head_dim=0), Corrupt, "head_dim 0"),
+    "heads that do not divide": (lambda: said(num_key_value_heads=3), Corrupt, "do not divide into 3 groups"),
+    "another width": (lambda: said(hidden_size=8), Corrupt, r"shape \[7, 6\], but .* \[7, 8\]"),
+    "another number of groups": (lambda: said(num_key_value_heads=4), Unsupported, "not of 4 heads in 4 groups"),
+    "other heads": (lambda: said(head_dim=4), Corrupt, r"\[24, 6\], but .* \[32, 6\]"),
+    "another vocabulary": (lambda: said(vocab_size=5), Corrupt, r"\[7, 6\], but .* \[5, 6\]"),
+    "more layers": (lambda: said(num_hidden_layers=3), Incomplete, r"layers\.2\."),
+    "fewer layers": (lambda: said(num_hidden_layers=1), Unsupported, r"has no `model\.layers\.1\."),
+    "too many layers": (lambda: said(num_hidden_layers=10**9), Incomplete, "how many layers"),
+    "tied, but with a head": (lambda: said(tie_word_embeddings=True), Unsupported, "lm_head"),
+    "biases that Megatron has not": (
+        lambda: trained(CONFIGURATION | {"attention_bias": True}),
+        Unsupported,
+        "add_bias_linear",
+    ),
+    "another activation": (lambda: said(hidden_act="relu"), Unsupported, "relu"),
+    "a stretched rotation": (
+        lambda: said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        Unsupported,
+        "which Megatron does not compute",
+    ),
+    "no rotation": (lambda: said(rope_parameters=3), Corrupt, "rotary"),
+    "a base that is none": (lambda: said(rope_theta="x"), Corrupt, "rope_theta"),
+    "an epsilon that is none": (lambda: said(rms_norm_eps=float("nan")), Corrupt, "epsilon"),
+    "quantised": (lambda: said(quantization_config={"bits": 4}), Unsupported, "quantization_config"),
+    "a tensor is missing": (lambda: without(Q), Incomplete, "also has `model.layers.0.self_attn.q_proj.weight`"),
+    "a strange tensor": (
+        lambda: with_stranger(),
+        Unsupported,
+        "has no `adapter`",
+    ),
+    "other steps": (lambda: with_changed(Q, lambda p: replace(p, values={"step": 8})), Unsupported, "step 8"),
+    "other states": (lambda: with_changed(Q, _without_moments), Unsupported, "what is kept of them differs"),
+    "other groups": (regrouped, Unsupported, "optimizer group 0"),
+    "factored states": (lambda: with_changed("model.norm.weight", _factored), Unsupported, "another shape than"),
+}
+
+
+def with_stranger() -> Checkpoint:
+    source = trained(CONFIGURATION)
+    return replace(
+        source, parameters={**source.parameters, "adapter": parameter("adapter", {"param": array(F32, (2,))})}
+    )
+
+
+def _without_moments(one: Parameter) -> Parameter:
+    return replace(one, states={"param": one.weight})
+
+
+def _factored(one: Parameter) -> Parameter:
+    return replace(one, states={**one.states, "exp_avg_sq_row": tensor(array(F32, (4,)))})
+
+
+@pytest.mark.parametrize("kind", TO_MEGATRON)
+def test_what_cannot_have_megatrons_names_is_refused(kind: str) -> None:
+    make, error, message = TO_MEGATRON[kind]
+    with pytest.raises(error, match=message):
+        to_megatron(make())
+
+
+def in_megatron(**changes: Value) -> Checkpoint:
+    """The model with Megatron's names, and arguments that say something else; one that is `...` is not there."""
+    made = to_megatron(trained(CONFIGURATION))
+    record = made.extras[ARGUMENTS]
+    state = {key: value for key, value in {**record.state, **changes}.items() if value is not ...}
+    return replace(made, extras={ARGUMENTS: Record(record.cls, state=state, new=True)}, groups=())
+
+
+def plus(**names: tuple[int, ...]) -> Checkpoint:
+    made = in_megatron()
+    more = {name: parameter(name, {"param": array(F32, shape)}) for name, shape in names.items()}
+    return replace(made, parameters={**made.parameters, **more})
+
+
+def minus(pattern: str) -> Checkpoint:
+    made = in_megatron()
+    return replace(made, parameters={name: p for name, p in made.parameters.items() if pattern not in name})
+
+
+TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
+    "no arguments": (lambda: replace(in_megatron(), extras={}), Incomplete, "nothing says what model it is"),
+    "latent attention": (lambda: in_megatron(multi_latent_attention=True), Unsupported, "multi_latent_attention"),
+    "latent attention by its tensors": (
+        lambda: plus(**{"decoder.layers.0.self_attention.linear_kv_up_proj.weight": (2, 2)}),
+        Unsupported,
+        "linear_kv_up_proj",
+    ),
+    "Mamba": (lambda: plus(**{"decoder.layers.0.mixer.in_proj.weight": (2, 2)}), Unsupported, "mixer.in_proj"),
+    "biases of no family": (
+        lambda: plus(**{f"decoder.layers.{i}.self_attention.linear_proj.bias": (6,) for i in range(2)}),
+        Unsupported,
+        "linear_proj.bias|linear_qkv.bias",
+    ),
+    "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), Unsupported, "zero_centered"),
+    "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), Unsupported, "apply_layernorm_1p"),
+    "another norm": (lambda: in_megatron(normalization="LayerNorm"), Unsupported, "LayerNorm"),
+    "interleaved rotation": (lambda: in_megatron(rotary_interleaved=True), Unsupported, "rotary_interleaved"),
+    "half a rotation": (lambda: in_megatron(rotary_percent=0.5), Unsupported, "rotary_percent"),
+    "no gate": (lambda: in_megatron(swiglu=False), Unsupported, "swiglu"),
+    "no positions": (lambda: in_megatron(position_embedding_type="none"), Unsupported, "position_embedding_type"),
+    "unknown positions": (lambda: in_megatron(position_embedding_type=...), Unsupported, "position_embedding_type"),
+    "no sizes": (lambda: in_megatron(hidden_size=...), Incomplete, "hidden_size"),
+    "a size that is none": (lambda: in_megatron(hidden_size="6"), Corrupt, "hidden_size"),
+    "another width": (lambda: in_megatron(ffn_hidden_size=4), Corrupt, r"\[10, 6\], but .* \[8, 6\]"),
+    "heads that do not divide": (lambda: in_megatron(num_query_groups=3), Corrupt, "linear_qkv|do not divide"),
+    "more layers": (lambda: in_megatron(num_layers=3), Incomplete, r"layers\.2\."),
+    "fewer layers": (lambda: in_megatron(num_layers=1), Unsupported, r"layers\.1\."),
+    "tied, but with a head": (
+        lambda: in_megatron(untie_embeddings_and_output_weights=False),
+        Unsupported,
+        "output_layer.weight",
+    ),
+    "a tensor is missing everywhere": (lambda: minus("linear_proj"), Unsupported, "also has .*linear_proj.weight"),
+    "a tensor is missing in one layer": (lambda: minus("1.mlp.linear_fc2"), Incomplete, "layers.1.mlp.linear_fc2"),
+    "one tensor under two names": (
+        lambda: plus(**{"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (6,)}),
+        Unsupported,
+        "two names",
+    ),
+    "some layers with windows": (
+        lambda: in_megatron(window_size=(3, 0), window_attn_skip_freq=2),
+        Unsupported,
+        "window_attn_skip_freq",
+    ),
+    "biases that have no tensors": (lambda: in_megatron(add_qkv_bias=True), Unsupported, "linear_qkv.bias"),
+    "norms that have no tensors": (lambda: in_megatron(qk_layernorm=True), Unsupported, "q_layernorm"),
+    "experts that have no tensors": (lambda: in_megatron(num_experts=4), Unsupported, "experts"),
+    "a window on both sides": (lambda: in_megatron(window_size=(3, 3)), Unsupported, "sliding window"),
+}
+
+
+@pytest.mark.parametrize("kind", TO_HF)
+def test_what_is_of_no_family_is_refused(kind: str) -> None:
+    make, error, message = TO_HF[kind]
+    with pytest.raises(error, match=message):
+        to_hf(make())
+
+
+def test_arguments_may_lack_what_a_configuration_says() -> None:
+    bare = {key: ... for key in in_megatron().extras[ARGUMENTS].state if key not in ("num_layers", "hidden_size")}
+    found = to_hf(in_megatron(**bare), CONFIGURATION)
+    assert contents(found) == contents(trained(CONFIGURATION))
+    assert not found.notices
+
+
+@pytest.mark.parametrize("kept", ["embedding", "input_layernorm", "linear_fc2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_part_of_a_model_the_arguments_tell_the_family(family: str, kept: str) -> None:
+    """Whose tensors they are does not show in their names: all families have them."""
+    kind = {"mixtral": {"num_local_experts": 2}, "mistral": {"sliding_window": 5}}.get(family, {})
+    config = {**CONFIGURATION, "model_type": family, **kind}
+    if family == "gpt2":
+        config |= {"n_layer": 2, "n_head": 2, "n_embd": 6, "n_positions": 3, "vocab_size": 7}
+    made = to_megatron(trained(config))
+    some = {name: one for name, one in made.parameters.items() if kept in name}
+    part = replace(made, parameters=some, groups=(), aliases={}, extras={ARGUMENTS: made.extras[ARGUMENTS]})
+    found = to_hf(part, partial=True)
+    assert found.extras[CONFIG]["model_type"] == family
+    assert contents(found).items() <= contents(trained(config)).items()
+
+
+def test_a_part_that_may_be_of_several_families_is_not_guessed() -> None:
+    made = in_megatron(add_qkv_bias=..., add_bias_linear=..., qk_layernorm=...)
+    part = replace(made, parameters={n: p for n, p in made.parameters.items() if "linear_fc2" in n}, aliases={})
+    with pytest.raises(Unsupported, match="several families: llama, mistral, qwen2, qwen3"):
+        to_hf(part, partial=True)
+
+
+def test_what_configuration_and_arguments_say_differently_is_told() -> None:
+    found = to_hf(in_megatron(rotary_base=500000), CONFIGURATION)
+    assert any("theta 10000.0 and 500000.0" in notice for notice in found.notices)
+
+
+# Padding of the vocabulary
+
+
+def padded(rows: int, **changes: Value) -> Checkpoint:
+    made = in_megatron(padded_vocab_size=rows, **changes)
+    tables = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def longer(one: Parameter) -> Parameter:
+        grown = {s: tensor(np.pad(read(t), [(0, rows - 7), (0, 0)])) if t.shape else t for s, t in one.states.items()}
+        return replace(one, states=grown)
+
+    return replace(made, parameters={n: longer(p) if n in tables else p for n, p in made.parameters.items()})
+
+
+@pytest.mark.parametrize(
+    ("source", "config"),
+    [
+        (lambda: padded(12, tokenizer_type="NullTokenizer", vocab_size=6), None),
+        (lambda: padded(12, tokenizer_type="Llama2Tokenizer", vocab_size=9), CONFIGURATION),
+        (lambda: in_megatron(padded_vocab_size=12), None),  # a rule has cut it
+    ],
+)
+def test_padding_is_left_out_where_the_true_size_is_known(
+    source: Callable[[], Checkpoint], config: Mapping[str, Any] | None
+) -> None:
+    found = to_hf(source(), config)
+    assert contents(found) == contents(trained(CONFIGURATION))
+    assert found.extras[CONFIG]["vocab_size"] == 7
+
+
+def test_padding_is_kept_and_said_where_the_true_size_is_not_known() -> None:
+    found = to_hf(padded(12, tokenizer_type="Llama2Tokenizer", vocab_size=7))
+    assert found.parameters["lm_head.weight"].weight.shape == (12, 6)
+    assert found.extras[CONFIG]["vocab_size"] == 12
+    assert any("not known" in notice for notice in found.notices)
+
+
+# The command
+
+ARGUMENTS_OF_FILES = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "max_position_embeddings": 32,
+    "norm_epsilon": 1e-5,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 13,
+}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, list(map(str, arguments)))
+
+
+def in_hf(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """What transformers calls the tensors of `megatron_files.whole`, by Megatron's own definition of their order."""
+    heads, groups, width = LLAMA["num_attention_heads"], LLAMA["num_query_groups"], LLAMA["kv_channels"]
+    each = heads // groups
+    made = {
+        "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"][:14],
+        "model.norm.weight": tensors["decoder.final_layernorm.weight"],
+        "lm_head.weight": tensors["output_layer.weight"][:14],
+    }
+    for i in range(2):
+        old, new = f"decoder.layers.{i}", f"model.layers.{i}"
+        by_group = tensors[f"{old}.self_attention.linear_qkv.weight"].reshape(groups, each + 2, width, 8)
+        for kind, rows in {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, None)}.items():
+            made[f"{new}.self_attn.{kind}_proj.weight"] = by_group[:, rows].reshape(-1, 8)
+        gate, up = np.split(tensors[f"{old}.mlp.linear_fc1.weight"], 2)
+        made |= {
+            f"{new}.self_attn.o_proj.weight": tensors[f"{old}.self_attention.linear_proj.weight"],
+            f"{new}.mlp.gate_proj.weight": gate,
+            f"{new}.mlp.up_proj.weight": up,
+            f"{new}.mlp.down_proj.weight": tensors[f"{old}.mlp.linear_fc2.weight"],
+            f"{new}.input_layernorm.weight": tensors[f"{old}.input_layernorm.weight"],
+            f"{new}.post_attention_layernorm.weight": tensors[f"{old}.pre_mlp_layernorm.weight"],
+        }
+    return made
+
+
+@pytest.fixture
+def megatron(tmp_path: Path) -> Path:
+    """A Llama of Megatron's, over two tensor-parallel ranks."""
+    return write(tmp_path / "megatron", whole(), 2, ARGUMENTS_OF_FILES)
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Path:
+    import torch
+
+    torch.save({n: torch.from_numpy(v.copy()) for n, v in in_hf(whole()).items()}, tmp_path / "truth.pt")
+    return tmp_path / "truth.pt"
+
+
+def test_a_model_of_megatrons_becomes_transformers(megatron: Path, truth: Path, tmp_path: Path) -> None:
+    done = run("convert", megatron, tmp_path / "out", "--to", "hf")
+    assert done.exit_code == 0, done.stderr
+    assert "made of the run's arguments: a llama model" in done.stderr
+    compared = run("diff", tmp_path / "out", truth, "--tensors-only")
+    assert compared.exit_code == 0, compared.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["torch_dtype"]) == (14, "float32")
+
+
+@pytest.mark.parametrize("format_name", ["universal", "dcp", "torch"])
+def test_other_formats_have_the_names_that_are_asked_for(
+    format_name: str, megatron: Path, truth: Path, tmp_path: Path
+) -> None:
+    kept, named = tmp_path / "kept", tmp_path / "named"
+    assert run("convert", megatron, kept, "--to", format_name).exit_code == 0
+    assert naming_of(open_checkpoint(kept)) == "megatron"
+    done = run("convert", megatron, named, "--to", format_name, "--names", "hf")
+    assert done.exit_code == 0, done.stderr
+    assert run("diff", named, truth, "--tensors-only").exit_code == 0
+
+
+def test_the_way_leads_through_the_universal_format_and_back(megatron: Path, truth: Path, tmp_path: Path) -> None:
+    assert run("convert", megatron, tmp_path / "middle").exit_code == 0
+    assert run("convert", tmp_path / "middle", tmp_path / "hf", "--to", "hf").exit_code == 0
+    assert run("diff", tmp_path / "hf", truth, "--tensors-only").exit_code == 0
+    for names in ("megatron", "megatron-legacy"):
+        done = run("convert", tmp_path / "hf", tmp_path / f"{names}-again", "--names", names)
+        assert done.exit_code == 0, done.stderr
+        assert naming_of(open_checkpoint(tmp_path / f"{names}-again")) == names
+    found = {n: v for (n, _), v in contents(open_checkpoint(tmp_path / "megatron-again")).items()}
+    rows = {n: v[:14] if n.startswith(("embedding", "output_layer")) else v for n, v in whole().items()}
+    assert {n: v[2] for n, v in found.items()} == {n: v.tobytes() for n, v in rows.items()}
+
+
+def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_path: Path) -> None:
+    done = run("convert", megatron, tmp_path / "out", "--to", "hf", "--model-only", "--dtype", "bf16")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
+    tensors = whole()
+    tensors["mtp.layers.0.enorm.weight"] = np.ones(8, np.float32)
+    source = write(tmp_path / "megatron", tensors, 1, ARGUMENTS_OF_FILES)
+    refused = run("convert", source, tmp_path / "out", "--to", "hf")
+    assert isinstance(refused.exception, Unsupported)
+    assert "`mtp.layers.{layer}.enorm.weight`" in refused.exception.what
+    assert "--skip" in str(refused.exception.hint)
+    assert not (tmp_path / "out").exists()
+    done = run("convert", source, tmp_path / "out", "--to", "hf", "--skip", "^mtp")
+    assert done.exit_code == 0, done.stderr
+    some = run("convert", source, tmp_path / "some", "--to", "hf", "--only", r"layers\.1\.mlp")
+    assert some.exit_code == 0, some.stderr
+    assert "tensors are missing that the model has" in some.stderr
+    assert len(open_checkpoint(tmp_path / "some").parameters) == 3
+
+
+def test_origin_stays() -> None:
+    assert to_hf(to_megatron(trained(CONFIGURATION))).origin == ORIGIN
+
+
+# Hostile input
+
+JUNK: list[Any] = [None, -1, 0, 3, 10**30, 1e300, float("nan"), float("inf"), "x", "\x1b[2J", [], [1], {"a": 1}, True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_configuration_makes_it_fall_over(family: str) -> None:
+    """Whatever an entry says: an answer, or an error that says what is wrong."""
+    kind = {"llama": {}, "mixtral": {"num_local_experts": 2}}.get(family, {})
+    config = {**CONFIGURATION, "model_type": family, **kind}
+    if family == "gpt2":
+        config |= {"n_layer": 2, "n_head": 2, "n_embd": 6, "n_positions": 3, "vocab_size": 7}
+    source = trained(config)
+    table = next(table for table in tables() if table.family == family)
+    keys = {*config, *table.absent, *table.config.values(), "rope_scaling", "rope_parameters", "architectures"}
+    for key in sorted(keys | {"tie_word_embeddings", "attention_bias"}):
+        for value in JUNK:
+            assert_answers(partial(to_megatron, replace(source, extras={CONFIG: config | {key: value}})))
+
+
+def test_no_argument_makes_it_fall_over() -> None:
+    made = in_megatron()
+    record = made.extras[ARGUMENTS]
+    for key in record.state:
+        for value in JUNK:
+            said = Record(record.cls, state={**record.state, key: value}, new=True)
+            assert_answers(partial(to_hf, replace(made, extras={ARGUMENTS: said})))
+    for extras in ({ARGUMENTS: 3}, {ARGUMENTS: Record(record.cls, state=[1])}, {CONFIG: [1]}):
+        assert_answers(partial(to_hf, replace(made, extras=extras)))
+        assert_answers(partial(to_megatron, replace(made, extras=extras)))
+
+
+def assert_answers(make: Callable[[], Checkpoint]) -> None:
+    said = None
+    try:
+        check_whole(make())
+    except CkptError as error:
+        said = str(error)
+    assert said is None or (said and "\x1b" not in said)
+
+
+# Names of running models
+
+
+def under(source: Checkpoint, prefix: str) -> Checkpoint:
+    parameters = {f"{prefix}{n}": replace(p, name=f"{prefix}{n}") for n, p in source.parameters.items()}
+    groups = tuple(replace(group, names=tuple(f"{prefix}{n}" for n in group.names)) for group in source.groups)
+    return replace(source, parameters=parameters, groups=groups)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
+def test_what_wraps_a_model_is_taken_off_with_all_states(prefix: str) -> None:
+    source = trained(CONFIGURATION)
+    found = renamed(under(source, prefix), "hf", "universal")
+    assert (contents(found), found.groups) == (contents(source), source.groups)
+    there = renamed(under(source, prefix), "megatron", "universal")
+    assert contents(there) == contents(to_megatron(source))
+    assert (
+        renamed(under(source, prefix), None, "universal").parameters.keys() == under(source, prefix).parameters.keys()
+    )
+
+
+def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
+    """As transformers 5 holds a Mixtral while it trains: gate and up of all experts in one tensor."""
+    config = {**CONFIGURATION, "model_type": "mixtral", "num_local_experts": 3, "sliding_window": None}
+    apart = trained(config)
+    stacks: dict[str, list[tuple[str, ...]]] = {}
+    for layer in range(2):
+        old, new = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        stacks[f"{new}.experts.gate_up_proj"] = [
+            (f"{old}.experts.{e}.w1.weight", f"{old}.experts.{e}.w3.weight") for e in range(3)
+        ]
+        stacks[f"{new}.experts.down_proj"] = [(f"{old}.experts.{e}.w2.weight",) for e in range(3)]
+        stacks[f"{new}.gate.weight"] = [(f"{old}.gate.weight",)]
+    gone = {name for rows in stacks.values() for row in rows for name in row}
+    held = {name: one for name, one in apart.parameters.items() if name not in gone}
+    for name, rows in stacks.items():
+        first = apart.parameters[rows[0][0]]
+        states = {}
+        for state, one in first.states.items():
+            made = [np.concatenate([read(apart.parameters[n].states[state]) for n in row]) for row in rows if one.shape]
+            states[state] = tensor((np.stack(made) if "experts" in name else made[0]) if made else read(one))
+        held[name] = replace(first, name=name, states=states)
+    running = replace(apart, parameters=held, groups=(Group({"lr": 0.1}, tuple(held)),))
+    found = renamed(running, "megatron", "universal")
+    assert contents(found) == contents(to_megatron(replace(apart, groups=())))
+    assert set(found.groups[0].names) == set(found.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight", "megatron"),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight11", "megatron"),
+        ("language_model.encoder.layers.3.input_norm.weight", "megatron-legacy"),
+        ("language_model.model.layers.3.self_attn.q_proj.weight", None),  # LLaVA
+        ("model.decoder.layers.3.self_attn.q_proj.weight", None),  # OPT
+        ("gpt_neox.layers.3.attention.query_key_value.weight", None),
+        ("model.layers.0.self_attn.q_proj.weight", None),  # of any model, without a configuration
+    ],
+)
+def test_names_tell_whose_they_are(name: str, whose: str | None) -> None:
+    assert naming_of(checkpoint([parameter(name, {"param": array(F32, (2, 2))})])) == whose
