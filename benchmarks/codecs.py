@@ -3,10 +3,14 @@
 STATE is a checkpoint that ckpt reads; by default the pre-training state that `trajectory.py` made. Each method codes
 every kind of state, all methods in turn in one process (A B C, B C A, ...); that every bit comes back is checked once,
 before the clock runs. Speeds are of decoded bytes: on one thread by the CPU time of the process, which other load on
-the machine changes little, and on all cores by the clock. Figures are medians.
+the machine changes little, the median; on all cores by the clock, the best. How threads scale: `scaling.py`.
 
 In the total of a mixed-precision state the model's copy counts as ckpt stores it, derived from its master where it is
 that, rounded; the time to find that out and to make it again is in the total. The other methods code it.
+
+Last comes what ckpt gains over ZipNN, which is given each state both whole, as its own tools do it, and in pieces that
+stay in a cache, which it never does but is fastest at. The rows of `param` and `fp32` are also those of weights alone,
+in bfloat16 and in float32.
 
 Needs zipnn, blosc2, pcodec and zstandard.
 """
@@ -19,152 +23,34 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import blosc2
-import numpy as np
-import zipnn
-import zstandard
-from pcodec import ChunkConfig, standalone
+from methods import (
+    Array,
+    Coded,
+    Method,
+    Piece,
+    blosc,
+    coded,
+    derivation,
+    ours,
+    pco,
+    runs,
+    states_of,
+    whole,
+    zip_nn,
+    zstd,
+)
+from scaling import share
 from states import default_folder, state_path
 
-from ckpt_codecs import Codec, Rounded, best_for, warm_up
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.coded import ENTRY, chunk_form
-from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.universal.coded_state import chunk_shape
+from ckpt_codecs import warm_up
 
-STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
-PIECE = 4 << 20
-"""Bytes that the other methods are given at once, so that they can be spread over threads."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is coded at once; `base` is the same piece of another state."""
-
-    values: Array
-    base: Array | None = None
-
-
-@dataclass(frozen=True)
-class Method:
-    """A pair of functions on pieces, and how a state is cut for it."""
-
-    name: str
-    cut: Callable[[str, dict[str, list[Array]]], list[Piece]]
-    encode: Callable[[str, Piece], Any]
-    decode: Callable[[str, Any, Piece], Any]
-    overhead: int = 0
-    """Bytes for each piece that are stored beside what `encode` makes of it."""
-
-
-def whole(state: str, held: dict[str, list[Array]]) -> list[Piece]:
-    """All tensors of a state, one after another, at once: as large as a layer of a large model."""
-    return [Piece(np.concatenate([array.reshape(-1) for array in held[state]]))]
-
-
-def runs(state: str, held: dict[str, list[Array]]) -> list[Piece]:
-    """The same in pieces that stay in a cache: what general compressors get."""
-    (joined,) = (piece.values for piece in whole(state, held))
-    each = PIECE // joined.dtype.itemsize
-    return [Piece(joined[i : i + each]) for i in range(0, joined.size, each)]
-
-
-def chunks(state: str, held: dict[str, list[Array]]) -> list[Piece]:
-    """Every tensor cut into chunks, as the universal format cuts it."""
-    context = best_for("parameter", state, held[state][0].dtype)[0].context
-    bases = held[context] if context in held else [None] * len(held[state])
-    return [
-        Piece(*(None if tensor is None else part(tensor, i) for tensor in (array, base)))
-        for array, base in zip(held[state], bases, strict=True)
-        for i in range(-(-array.size // prod(chunk_shape(array.shape))))
-    ]
-
-
-def part(array: Array, index: int) -> Array:
-    chunk = chunk_shape(array.shape)
-    values = array.reshape(-1)[index * prod(chunk) : (index + 1) * prod(chunk)]
-    return values.reshape(chunk_form(chunk, values.size))
-
-
-def ours(level: str) -> Method:
-    def codec(state: str, piece: Piece) -> Codec:
-        fitting = best_for("parameter", state, piece.values.dtype, level)
-        return next(one for one in fitting if one.context is None or piece.base is not None)
-
-    return Method(
-        f"ckpt {level}",
-        chunks,
-        lambda state, piece: codec(state, piece).encode(piece.values, piece.base),
-        lambda state, data, piece: codec(state, piece).decode(data, piece.values.shape, piece.values.dtype, piece.base),
-        ENTRY.itemsize,
-    )
-
-
-def zstd(level: int) -> Method:
-    return Method(
-        f"zstd -{level}",
-        runs,
-        lambda state, piece: zstandard.ZstdCompressor(level=level).compress(raw(piece.values)),
-        lambda state, data, piece: zstandard.ZstdDecompressor().decompress(data),
-    )
-
-
-def blosc() -> Method:
-    return Method(
-        "blosc2 shuffle zstd -1",
-        runs,
-        lambda state, piece: blosc2.compress2(
-            raw(piece.values),
-            typesize=piece.values.dtype.itemsize,
-            codec=blosc2.Codec.ZSTD,
-            clevel=1,
-            filters=[blosc2.Filter.SHUFFLE],
-            nthreads=1,
-        ),
-        lambda state, data, piece: blosc2.decompress2(data, nthreads=1),
-    )
-
-
-def zip_nn(name: str, cut: Callable[[str, dict[str, list[Array]]], list[Piece]], threads: int) -> Method:
-    def make(piece: Piece) -> zipnn.ZipNN:
-        kind = {2: "bfloat16", 4: "float32"}[piece.values.dtype.itemsize]
-        return zipnn.ZipNN(input_format="byte", bytearray_dtype=kind, threads=threads)
-
-    return Method(
-        name,
-        cut,
-        lambda state, piece: make(piece).compress(bytearray(raw(piece.values))),  # it works in the bytes it is given
-        lambda state, data, piece: make(piece).decompress(data),
-    )
-
-
-def pco(level: int) -> Method:
-    return Method(
-        f"pcodec {level}",
-        runs,
-        lambda state, piece: standalone.simple_compress(numbers(piece.values), ChunkConfig(compression_level=level)),
-        lambda state, data, piece: standalone.simple_decompress(data),
-    )
-
-
-def numbers(values: Array) -> Array:
-    """pcodec knows no bfloat16: its bits, as integers."""
-    return values.view(np.uint16) if values.dtype.itemsize == 2 else values
-
-
-def raw(values: Array) -> memoryview:
-    return memoryview(values.reshape(-1).view(np.uint8))
+OURS, ZIPNN, PIECES = "ckpt default", "ZipNN", "ZipNN in pieces of 4 MiB"
 
 
 @dataclass
@@ -176,11 +62,7 @@ class Times:
     nbytes: int = 0
 
 
-Coded = list[tuple[Piece, Any]]
-Spread = Callable[[Callable[[Any], Any], Iterable[Any]], list[Any]]
-
-
-def once(method: Method, state: str, work: Coded, spread: Spread, clock: Callable[[], float], to: Times) -> None:
+def once(method: Method, state: str, work: Coded, threads: int, clock: Callable[[], float], to: Times) -> None:
     """One round. What comes out is dropped at once, as by whoever writes it to a file."""
 
     def encode(piece: Piece) -> None:
@@ -190,44 +72,12 @@ def once(method: Method, state: str, work: Coded, spread: Spread, clock: Callabl
         method.decode(state, pair[1], pair[0])
 
     began = clock()
-    spread(encode, [piece for piece, _ in work])
+    share(threads, encode, [piece for piece, _ in work])
     middle = clock()
-    spread(decode, work)
+    share(threads, decode, work)
     to.encode.append(middle - began)
     to.decode.append(clock() - middle)
     to.nbytes = sum(len(data) + method.overhead for _, data in work)
-
-
-def coded(method: Method, state: str, held: dict[str, list[Array]]) -> Coded:
-    """Every piece, and what a method makes of it, of which every bit comes back."""
-    made = []
-    for piece in method.cut(state, held):
-        data = method.encode(state, piece)
-        back = method.decode(state, data, piece)
-        found = back.reshape(-1).view(np.uint8) if isinstance(back, np.ndarray) else np.frombuffer(back, np.uint8)
-        assert np.array_equal(found, np.frombuffer(raw(piece.values), np.uint8)), (method.name, state)
-        made.append((piece, data))
-    return made
-
-
-def derivation(held: dict[str, list[Array]]) -> Method | None:
-    """How ckpt keeps the model's copy: nothing, if it is its master, rounded."""
-    if not {"fp32", "param"} <= held.keys():
-        return None
-
-    def cut(state: str, held: dict[str, list[Array]]) -> list[Piece]:
-        return [
-            Piece(part(copy, i), part(master, i))
-            for copy, master in zip(held["param"], held["fp32"], strict=True)
-            for i in range(-(-copy.size // prod(chunk_shape(copy.shape))))
-        ]
-
-    return Method(
-        "derived",
-        cut,
-        lambda state, piece: Rounded().encode(piece.values, piece.base),
-        lambda state, data, piece: Rounded().decode(data, piece.values.shape, piece.values.dtype, piece.base),
-    )
 
 
 def measure(
@@ -239,22 +89,14 @@ def measure(
     work = [(method, state) for state in held for method in methods]
     work += [(derived, "param")] if derived is not None else []
     done = {(method.name, state): coded(method, state, held) for method, state in work}
-    with ThreadPoolExecutor(threads) as pool:
-
-        def alone(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-            return [function(item) for item in items]
-
-        def together(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-            return list(pool.map(function, items))
-
-        for turn in range(rounds):
-            shift = turn % len(work)
-            for method, state in work[shift:] + work[:shift]:
-                times = found.setdefault((method.name, state), (Times(), Times()))
-                mine = done[method.name, state]
-                once(method, state, mine, alone, time.process_time, times[0])
-                if threads > 1:
-                    once(method, state, mine, together, time.perf_counter, times[1])
+    for turn in range(rounds):
+        shift = turn % len(work)
+        for method, state in work[shift:] + work[:shift]:
+            times = found.setdefault((method.name, state), (Times(), Times()))
+            mine = done[method.name, state]
+            once(method, state, mine, 1, time.process_time, times[0])
+            if threads > 1:
+                once(method, state, mine, threads, time.perf_counter, times[1])
     return found
 
 
@@ -285,7 +127,7 @@ def lines(held: dict[str, list[Array]], found: dict[tuple[str, str], tuple[Times
     for (method, state), (one, all_) in found.items():
         size = sum(array.nbytes for array in held[state])
         count = sum(array.size for array in held[state])
-        seconds = [median(t) if t else 0.0 for t in (one.encode, one.decode, all_.encode, all_.decode)]
+        seconds = [median(one.encode), median(one.decode), min(all_.encode, default=0.0), min(all_.decode, default=0.0)]
         made.append(Line(method, state, size, one.nbytes, count, *seconds))
     return made
 
@@ -304,11 +146,23 @@ def totals(of: Sequence[Line]) -> list[Line]:
     return made
 
 
-def states_of(source: Checkpoint) -> dict[str, list[Array]]:
-    """All values of each kind of state, of parameters that have them all."""
-    kinds = [s for s in STATES if any(s in p.states for p in source.parameters.values())]
-    whole = [p for p in source.parameters.values() if set(kinds) <= p.states.keys()]
-    return {kind: [read(parameter.states[kind]) for parameter in whole] for kind in kinds}
+def gains(of: Sequence[Line], rival: str) -> list[list[str]]:
+    """Rows: what ckpt is to a rival, state by state and in total, at its default level."""
+    found = {(line.method, line.state): line for line in of}
+    rows = []
+    for (method, state), mine in found.items():
+        if method == OURS and (rival, state) in found:
+            other = found[rival, state]
+            figures = (other.nbytes / mine.nbytes, other.encode / mine.encode, other.decode / mine.decode)
+            rows.append(
+                [state, rival, *(f"{figure:.{digits}f}" for figure, digits in zip(figures, (4, 2, 2), strict=True))]
+            )
+    return rows
+
+
+def show(head: list[str], rows: list[list[str]]) -> None:
+    for row in [head, ["---"] * len(head), *rows]:
+        print("| " + " | ".join(row) + " |")
 
 
 def main() -> None:
@@ -319,9 +173,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="methods whose names begin so")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    held = states_of(open_checkpoint(given.state))
+    held = states_of(given.state)
     methods = [*map(ours, ("fast", "default", "max")), zstd(1), zstd(3), blosc(), pco(4), pco(8)]
-    methods += [zip_nn("ZipNN", whole, given.threads), zip_nn("ZipNN in pieces of 4 MiB", runs, 1)]
+    methods += [zip_nn(ZIPNN, whole, given.threads), zip_nn(PIECES, runs, 1)]
     methods = [m for m in methods if not given.only or any(m.name.startswith(o) for o in given.only)]
     began = time.monotonic()
     compiled = warm_up()
@@ -330,18 +184,12 @@ def main() -> None:
     print(f"{given.state}: {sum(a.nbytes for s in held.values() for a in s) / 1e6:.0f} MB, {given.rounds} rounds\n")
     found = lines(held, measure(held, methods, given.rounds, given.threads))
     every = [*sorted(found, key=lambda line: list(held).index(line.state)), *totals(found)]
-    head = [
-        "state",
-        "method",
-        "ratio",
-        "bits",
-        "enc MB/s",
-        "dec MB/s",
-        f"enc x{given.threads}",
-        f"dec x{given.threads}",
-    ]
-    for row in [head, ["---"] * len(head), *(line.cells() for line in every)]:
-        print("| " + " | ".join(row) + " |")
+    speeds = ["enc MB/s", "dec MB/s", f"enc x{given.threads}", f"dec x{given.threads}"]
+    show(["state", "method", "ratio", "bits", *speeds], [line.cells() for line in every])
+    against = [row for rival in (ZIPNN, PIECES) for row in gains(every, rival)]
+    if against:
+        print(f"\n{OURS}, times its rival:\n")
+        show(["state", "rival", "ratio", "encode", "decode"], against)
     if given.json:
         given.json.write_text(json.dumps([vars(line) for line in every], indent=1))
 

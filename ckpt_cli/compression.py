@@ -49,6 +49,7 @@ def run(source: Checkpoint, goal: Goal, choices: str, effort: Effort, as_json: b
 def foretell(source: Checkpoint, goal: Goal, as_json: bool) -> None:
     """Print the same table as it would be, about; nothing is written."""
     pipeline.plan(source, writable(Universal.name), goal)
+    work.load_kernels()
     rows = estimate(source, goal.coding or Coding())
     if as_json:
         report.data({"target": str(goal.target), "estimate": True} | _json(rows))

@@ -7,6 +7,7 @@ from typing import Any
 from ckpt_formats.base import Checkpoint, Parameter
 from ckpt_formats.coded import Coded
 from ckpt_formats.tensor import Decoded, Tensor
+from ckpt_formats.universal.replay import Replayed
 
 PLAIN = "none"
 """Said for a codec where values are stored as they are."""
@@ -80,6 +81,8 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
         blob = fragment.blob
         if isinstance(blob, Coded):
             nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
+        elif isinstance(blob, Replayed):
+            nbytes, name = nbytes + _share(blob), f"{blob.replay.codec.name} (delta)"
         elif isinstance(blob, Decoded):
             name = blob.codec.name
         else:
@@ -88,9 +91,15 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     return nbytes, tuple(dict.fromkeys(codecs))
 
 
+def _share(blob: Replayed) -> int:
+    """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
+    whole = sum(dtype.itemsize for dtype in blob.replay.form.values())
+    return round(blob.replay.nbytes * blob.dtype.itemsize / whole)
+
+
 def is_coded(checkpoint: Checkpoint) -> bool:
     """Is any state stored coded?"""
-    return any(isinstance(f.blob, Coded) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+    return any(isinstance(f.blob, (Coded, Replayed)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
 
 
 def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:

@@ -37,6 +37,21 @@ def test_a_chunk_that_goes_on_is_refused(codec: Codec, case: Case, data: bytes, 
 
 
 @EACH
+def test_other_kinds_and_sizes_in_the_directory_are_survived(codec: Codec, case: Case, data: bytes) -> None:
+    """Every stream as every kind; every size as others, which is refused unless the next one makes up for it."""
+    streams = case[1].itemsize + (3 if data[0] in (4, 5) else 0)
+    for at in range(1, 1 + 5 * streams if data[0] > 2 else 0, 5):
+        for kind in range(9):
+            survives(codec, data[:at] + bytes([kind]) + data[at + 1 :], case[1], case[2])
+        size, next_size = struct.unpack("<IxI", data[at + 1 : at + 10])
+        for change in (-size, -1, 1, 1 << 20, (1 << 31) - 1):
+            damaged = data[: at + 1] + struct.pack("<I", (size + change) % (1 << 32)) + data[at + 5 :]
+            assert not change or not survives(codec, damaged, case[1], case[2])
+            made_up = struct.pack("<I", (next_size - change) % (1 << 32))
+            survives(codec, damaged[: at + 6] + made_up + data[at + 10 :], case[1], case[2])
+
+
+@EACH
 def test_another_shape_or_type_is_survived(codec: Codec, case: Case, data: bytes) -> None:
     for shape in ((), (0,), (1,), (5,), (3, 64), (case[1].size + 1,), (case[1].size - 1,), (2, case[1].size)):
         for dtype in (case[1].dtype, F32, np.dtype(np.uint8), np.dtype(np.float64)):
@@ -217,7 +232,7 @@ def test_a_first_moment_needs_its_base() -> None:
 
 def test_modes_and_kinds_that_nobody_knows_are_refused() -> None:
     values = np.zeros((70, 80), F32)
-    data = Planes().encode(np.random.default_rng(0).normal(0, 1, values.shape).astype(F32), None)
+    data = bytes(Planes().encode(np.random.default_rng(0).normal(0, 1, values.shape).astype(F32), None))
     for codec in CHUNKED:
         for mode in range(8, 256):
             assert not survives(codec, bytes([mode]) + data[1:], values, values)

@@ -75,6 +75,16 @@ def test_whole_chunks_come_back(shape: tuple[int, ...]) -> None:
         each_engine_reads(codec, values, np.square(values))
 
 
+def test_a_stored_plane_moves_down_over_itself() -> None:
+    """Where the plane before it shrinks by less than its size."""
+    random = np.random.default_rng(0)
+    for symbols in (2, 100, 200):
+        noise = random.integers(0, 1 << 32, 20_000, dtype=np.uint32)
+        values = noise & np.uint32(0xFFFFFF00) | random.integers(0, symbols, noise.size, dtype=np.uint32)
+        for codec in (Planes("max"), Planes(), Integers("fast")):
+            each_engine_reads(codec, values.view(F32 if codec.name == "planes" else np.uint32), None)
+
+
 @BOTH
 def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
     values = np.random.default_rng(0).normal(0, 1, (80, 160)).astype(F32)
@@ -127,6 +137,21 @@ def test_a_copy_is_its_master_rounded_with_and_without_kernels() -> None:
             other.view(np.uint16)[77] ^= 1
             with pytest.raises(ckpt_codecs.NotApplicable):
                 Rounded().encode(other, master[3000:])
+
+
+@BOTH
+@pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
+def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec, name: str) -> None:
+    """Neither chunks nor values are scratch."""
+    random = np.random.default_rng(0)
+    first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
+    with using(name):
+        data = codec.encode(first, None)
+        found = codec.decode(data, first.shape, F32, None)
+        kept = bytes(data)
+        codec.decode(codec.encode(second, None), second.shape, F32, None)
+    assert bytes(data) == kept
+    assert bits(found) == bits(first)
 
 
 def test_two_threads_do_not_share_their_scratch() -> None:

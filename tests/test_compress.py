@@ -193,9 +193,9 @@ def coded(draw: st.DrawFn, at: Path) -> tuple[Tensor, Array]:
         out.write(b"behind")
     file = {"parameters/a.safetensors": state}
     entry = manifest.Entry("w", "parameter", next(iter(file)), 0, "", {"param": state})
-    from ckpt_formats.universal import parameter_file
+    from ckpt_formats.universal import stored_states
 
-    return parameter_file.read_states(at / "states", entry)["param"], values
+    return stored_states.read_states(at / "states", entry)["param"], values
 
 
 @given(st.data())
@@ -379,7 +379,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], type[CkptError]]] =
     },
     "no chunk": (lambda said: _states(said)["fp32"].pop("chunk"), Unsupported),
     "version 1": (lambda said: said.update(version=1), Unsupported),
-    "version 3": (lambda said: said.update(version=3), Unsupported),
+    "version 4": (lambda said: said.update(version=4), Unsupported),
     "an enormous shape": (put("shape", [1 << 40, 1000]), Corrupt),
     "a shape that the rows do not fit": (put("shape", [600_001]), Corrupt),
     "an unknown codec": (put("codec", {"name": "magic"}), Unsupported),

@@ -39,7 +39,7 @@ def compress(
     reading: Reading,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint SOURCE as a compressed universal checkpoint TARGET.
+    """Write the checkpoint SOURCE as a compressed universal checkpoint TARGET, a folder.
 
     SOURCE is any checkpoint that can be read, also a single .safetensors or .pt
     file. Nothing is lost: every tensor comes back bit for bit, and what was

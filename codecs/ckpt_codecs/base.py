@@ -9,6 +9,8 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 DType = np.dtype[Any]
 Shape = tuple[int, ...]
+Bytes = bytes | memoryview
+"""What is encoded. A codec that makes a whole buffer need not copy it to give it away."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Codec(ABC):
     """The state of the same parameter that serves as base, by the name that optimizers give it."""
 
     @abstractmethod
-    def encode(self, array: Array, base: Array | None) -> bytes:
+    def encode(self, array: Array, base: Array | None) -> Bytes:
         """Bytes for a block. Raises `NotApplicable` if this codec cannot hold these values."""
 
     @abstractmethod
-    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         """The block again. `data` is hostile: raises `CodecError`, never more memory than `shape` earns."""
 
     def config(self) -> dict[str, Any]:

@@ -1,21 +1,19 @@
 """What all codecs of chunks share: the first byte, the directory of streams, and the plain ways to hold a chunk."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from struct import Struct
 
 import numpy as np
 
-from ckpt_codecs.base import Array, DType, Shape
+from ckpt_codecs import streams
+from ckpt_codecs.base import Array, Bytes, DType, Shape
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import RAW, SAME, STORED, ZSTD
-from ckpt_codecs.scratch import borrow
-from ckpt_codecs.streams import Effort, decode, encode
+from ckpt_codecs.kinds import ENTRY, RAW, SAME, ZSTD
+from ckpt_codecs.streams import Effort
 from ckpt_codecs.zstd import expand
 
-_ENTRY = Struct("<BI")
-ENTRY = _ENTRY.size
-"""Bytes of the directory for each stream: its kind, and its size in 4 bytes."""
 LEAST = 16
 """Elements of a chunk that is worth a directory."""
 LEAST_FLOATS = 512
@@ -41,7 +39,7 @@ def empty_words(shape: Shape, dtype: DType) -> Array:
     return np.empty(prod(shape) * dtype.itemsize // word.itemsize, word)
 
 
-def raw(array: Array) -> bytes:
+def raw(array: Array) -> Bytes:
     return bytes([RAW]) + array.tobytes()
 
 
@@ -53,7 +51,7 @@ def same(array: Array) -> bytes | None:
     return bytes([SAME]) + bits[:1].tobytes()
 
 
-def plain(data: bytes, shape: Shape, dtype: DType) -> Array | None:
+def plain(data: Bytes, shape: Shape, dtype: DType) -> Array | None:
     """A chunk that is held in a way that every codec knows; None if this one is not."""
     size = prod(shape)
     if not data:
@@ -76,60 +74,48 @@ def plain(data: bytes, shape: Shape, dtype: DType) -> Array | None:
 
 
 class Writer:
-    """A chunk as it grows: a directory, then streams. Planes that lie in place already are not moved."""
+    """A chunk as it grows: a directory, then streams, first as the planes that they hold.
+
+    Each plane lies where its stream begins if nothing before it is coded, so that what is stored need not be moved.
+    """
 
     def __init__(self, mode: int, streams: int, room: int) -> None:
-        self._start = self._at = 1 + ENTRY * streams
-        self._out = borrow("chunk", self._start + room + 8)
-        self._directory = bytearray([mode])
+        """`room`: bytes of all planes together."""
+        self._start = self._end = 1 + ENTRY * streams
+        # Not this thread's scratch: it becomes the chunk itself.
+        self._out = np.empty(self._start + room, np.uint8)
+        self._out[0] = mode
+        self._sizes: list[int] = []
+        self._worths: list[float] = []
+        self._looks: list[bool] = []
 
-    def place(self, i: int, size: int) -> Array:
-        """Where the i-th stream lies if it and all before it are stored, each with `size` bytes."""
-        return self._out[self._start + i * size : self._start + (i + 1) * size]
+    def plane(self, size: int, effort: Effort, sure: bool = False) -> Array:
+        """Room for the plane of the next stream, to be filled before `data` is asked for. `sure`: coding pays."""
+        begin, self._end = self._end, self._end + size
+        self._sizes.append(size)
+        self._worths.append(effort.worth)
+        self._looks.append(effort.survey and not sure)
+        return self._out[begin : self._end]
 
     def add(self, plane: Array, effort: Effort, sure: bool = False) -> None:
-        """Append a stream."""
-        kind, held = encode(plane, self._out, self._at, effort, sure)
-        if kind == STORED:
-            self._out[self._at : self._at + held] = plane
-        self._list(kind, held)
+        """Append the stream of a plane that lies elsewhere."""
+        self.plane(plane.size, effort, sure)[:] = plane
 
-    def add_placed(self, i: int, size: int, effort: Effort) -> None:
-        """Append the stream that lies in the i-th place."""
-        plane, spare = self.place(i, size), borrow("spare", size + 8)
-        kind, held = encode(plane, spare, 0, effort)
-        if kind != STORED:
-            self._out[self._at : self._at + held] = spare[:held]
-        elif self._at != self._start + i * size:
-            self._out[self._at : self._at + held] = plane
-        self._list(kind, held)
-
-    def _list(self, kind: int, held: int) -> None:
-        self._directory += _ENTRY.pack(kind, held)
-        self._at += held
-
-    def data(self, most: int) -> bytes | None:
+    def data(self, most: int) -> memoryview | None:
         """The chunk, unless it has more than so many bytes."""
-        if self._at > most:
-            return None
-        self._out[: self._start] = self._directory
-        return self._out[: self._at].tobytes()
+        end = streams.write(self._out, self._start, self._sizes, self._worths, self._looks)
+        return self._out[:end].data if end <= most else None
 
 
-def read(data: bytes, sizes: Sequence[int], names: Sequence[str]) -> list[Array]:
-    """The streams of a chunk, which must be of these sizes: views, or this thread's scratch of these names."""
-    source = np.frombuffer(data, np.uint8)
-    at = 1 + ENTRY * len(sizes)
+def read(data: Bytes, sizes: Sequence[int], scratch: str = "planes") -> list[Array]:
+    """The streams of a chunk, which must be of these sizes: views, or this thread's scratch."""
+    source, at = np.frombuffer(data, np.uint8), 1 + ENTRY * len(sizes)
     if len(data) < at:
         raise CodecError("a chunk ends in its directory")
-    planes = []
-    for i, (size, name) in enumerate(zip(sizes, names, strict=True)):
-        kind, held = _ENTRY.unpack_from(data, 1 + ENTRY * i)
-        end = at + held
-        if end > len(data):
-            raise CodecError("a chunk ends in a stream")
-        planes.append(decode(kind, source, at, end, size, name))
-        at = end
-    if at != len(data):
+    listed = Struct("<" + "BI" * len(sizes)).unpack_from(data, 1)
+    kinds, starts = listed[::2], list(accumulate(listed[1::2], initial=at))
+    if starts[-1] > len(data):
+        raise CodecError("a chunk ends in a stream")
+    if starts[-1] < len(data):
         raise CodecError("a chunk goes on past its streams")
-    return planes
+    return streams.read(source, kinds, starts, sizes, scratch)

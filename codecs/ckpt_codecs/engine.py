@@ -30,13 +30,20 @@ class Engine(Protocol):
         """Bits a symbol, estimated from a sample."""
         ...
 
-    def below128(self, plane: Array) -> bool: ...
+    def write(
+        self, out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
+    ) -> tuple[int, int, int, int]:
+        """Make streams of all planes but the first `done`: the next is at `place`, and goes to `at`, not above it.
 
-    def pack7(self, plane: Array, out: Array) -> None:
-        """Bytes below 128 into seven eighths of their room."""
+        Returns these three anew, less than all done if a plane has so little information that the caller shall decide;
+        then also how many bytes its code would take.
+        """
         ...
 
-    def unpack7(self, packed: Array, plane: Array) -> None: ...
+    def read(self, source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
+        """The planes of all streams of the plain kinds, into their places of `room`: the number of the first that is
+        damaged. Stream i is `source[starts[i]:starts[i + 1]]`."""
+        ...
 
     def to_residuals(
         self, words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array
@@ -82,10 +89,6 @@ class Engine(Protocol):
 
     def press(self, plane: Array, out: Array, at: int) -> tuple[int, int]:
         """Entropy-code the plane that this thread has tallied last, into `out` from `at` on: its kind and size."""
-        ...
-
-    def unpress(self, source: Array, at: int, end: int, out: Array) -> bool:
-        """Fill `out` from a Huffman stream; False if it is none."""
         ...
 
 

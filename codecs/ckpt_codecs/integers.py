@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, DType, Shape
+from ckpt_codecs.base import Array, Bytes, DType, Shape
 from ckpt_codecs.chunks import LEAST, MOST, Writer, empty_words, plain, raw, read, same, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.general import ZSTD_LEVELS, zstd
@@ -20,38 +20,37 @@ class Integers(Levelled):
     name: ClassVar[str] = "integers"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None = None) -> bytes:
+    def encode(self, array: Array, base: Array | None = None) -> Bytes:
         bits, effort = words(array), LEVELS[self.level]
         if not LEAST <= bits.size <= MOST:
             return same(array) or raw(array)
         made = same(array)
         if made is not None:
             return made
-        tried = [_encode(WORDS, bits, effort), zstd(array, ZSTD_LEVELS[self.level]), raw(array)]
+        tried: list[Bytes | None] = [_encode(WORDS, bits, effort), zstd(array, ZSTD_LEVELS[self.level]), raw(array)]
         if bits.itemsize > 1:
             tried.append(_encode(STEPS, _steps(bits), effort))
-        return min(filter(None, tried), key=len)
+        return min((chunk for chunk in tried if chunk is not None), key=len)
 
-    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
         made = plain(data, shape, dtype)
         if made is not None:
             return made
         if data[0] not in (WORDS, STEPS):
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
         bits = empty_words(shape, dtype)
-        names = tuple(f"plane{i}" for i in range(bits.itemsize))
         by_byte = bits.view(np.uint8).reshape(-1, bits.itemsize)
-        for i, part in enumerate(read(data, [bits.size] * bits.itemsize, names)):
+        for i, part in enumerate(read(data, [bits.size] * bits.itemsize)):
             by_byte[:, i] = part
         return (_from_steps(bits) if data[0] == STEPS else bits).view(dtype).reshape(shape)
 
 
-def _encode(mode: int, bits: Array, effort: Effort) -> bytes | None:
+def _encode(mode: int, bits: Array, effort: Effort) -> Bytes | None:
     width = bits.itemsize
     writer = Writer(mode, width, bits.nbytes)
     by_byte = bits.view(np.uint8).reshape(-1, width)
     for i in range(width):
-        writer.add(np.ascontiguousarray(by_byte[:, i]), effort)
+        writer.add(by_byte[:, i], effort)
     return writer.data(bits.nbytes)
 
 

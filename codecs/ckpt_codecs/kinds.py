@@ -9,6 +9,9 @@ HUF0 = 4
 RUNS = 5
 DIGITS = 6
 
+ENTRY = 5
+"""Bytes of a chunk's directory for each stream: its kind, and its size in 4 bytes."""
+
 # How a chunk is held: its first byte.
 RAW = 0
 SAME = 1

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, DType, Shape
+from ckpt_codecs.base import Array, Bytes, DType, Shape
 from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, plain, raw, read, same, words
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import EXPECTED, PLANES, SCALED
-from ckpt_codecs.planes import NAMES, decode_planes, encode_planes
+from ckpt_codecs.planes import decode_planes, encode_planes
 from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import LEVELS, Effort, Levelled
 
@@ -32,13 +32,13 @@ class SecondMoment(Levelled):
     name: ClassVar[str] = "second-moment"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None = None) -> bytes:
+    def encode(self, array: Array, base: Array | None = None) -> Bytes:
         bits, effort = words(array), LEVELS[self.level]
         if not LEAST_FLOATS <= bits.size <= MOST:
             return same(array) or raw(array)
         return same(array) or self._scaled(array, base, effort) or encode_planes(bits, effort) or raw(array)
 
-    def _scaled(self, array: Array, base: Array | None, effort: Effort) -> bytes | None:
+    def _scaled(self, array: Array, base: Array | None, effort: Effort) -> Bytes | None:
         """A chunk of residuals; None where they would gain nothing."""
         if array.dtype.name not in EIGHT_BITS or array.size < FEWEST:
             return None
@@ -46,27 +46,26 @@ class SecondMoment(Levelled):
         size, columns, width = array.size, columns_of(array.shape), array.itemsize
         if expected is None and columns == size:
             return None
-        writer = Writer(SCALED if expected is None else EXPECTED, width + 3, size * width + 4 * (size // columns))
-        stored = [writer.place(i, size) for i in range(width - 1)]
-        ignored = [borrow(name, size) for name in NAMES[: 4 - width]]
-        top, residuals, rows = borrow("top", size), borrow("residuals", size), np.empty(size // columns, np.int16)
+        rows = np.empty(size // columns, np.int16)
+        writer = Writer(SCALED if expected is None else EXPECTED, width + 3, size * width + 2 + 2 * rows.size)
+        stored = [writer.plane(size, effort) for _ in range(width - 1)]
+        least, low, high = (writer.plane(n, ROWS) for n in (2, rows.size, rows.size))
+        residuals = writer.plane(size, effort, sure=True)
+        ignored = [borrow(name, size) for name in ("ignored0", "ignored1")[: 4 - width]]
+        top = borrow("top", size)
         engine().to_residuals(_as_float32(array), expected, columns, rows, [*ignored, *stored, top], residuals)
         if engine().survey(top) * size <= engine().survey(residuals) * size + 8 * rows.size:
             return None
-        for i in range(width - 1):
-            writer.add_placed(i, size, effort)
-        least = rows.min(keepdims=True)
-        above = (rows - least).view(np.uint16)
-        for part in (least.view(np.uint8), above.astype(np.uint8), (above >> np.uint16(8)).astype(np.uint8)):
-            writer.add(part, ROWS)
-        writer.add(residuals, effort, sure=True)
+        above = (rows - rows.min()).view(np.uint16)
+        least[:] = rows.min(keepdims=True).view(np.uint8)
+        low[:], high[:] = above.astype(np.uint8), above >> np.uint16(8)
         return writer.data(size * width)
 
     def _expected(self, base: Array | None, shape: Shape) -> Array | None:
         """The words of a state that says something of the exponents; None if there is none."""
         return None
 
-    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
         made = plain(data, shape, dtype)
         if made is not None:
             return made
@@ -79,8 +78,7 @@ class SecondMoment(Levelled):
             raise CodecError(f"a chunk of {self.name} needs the state that it was coded against")
         size, columns, width = prod(shape), columns_of(shape), dtype.itemsize
         sizes = [*[size] * (width - 1), 2, size // columns, size // columns, size]
-        names = (*NAMES[: width - 1], "least", "rows_low", "rows_high", "residuals")
-        *parts, least, low, high, residuals = read(data, sizes, names)
+        *parts, least, low, high, residuals = read(data, sizes)
         rows = (least.copy().view(np.uint16) + low + (high.astype(np.uint16) << np.uint16(8))).view(np.int16)
         made = np.empty(size, np.uint32)
         if width == 2:

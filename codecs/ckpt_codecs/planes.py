@@ -5,15 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, DType, Shape
+from ckpt_codecs.base import Array, Bytes, DType, Shape
 from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, empty_words, plain, raw, read, same, words
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import PLANES
-from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import LEVELS, Effort, Levelled
-
-NAMES = tuple(f"plane{i}" for i in range(8))
 
 
 @dataclass(frozen=True)
@@ -23,13 +20,13 @@ class Planes(Levelled):
     name: ClassVar[str] = "planes"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None = None) -> bytes:
+    def encode(self, array: Array, base: Array | None = None) -> Bytes:
         bits = words(array)
         if not LEAST_FLOATS <= bits.size <= MOST:
             return same(array) or raw(array)
         return same(array) or encode_planes(bits, LEVELS[self.level]) or raw(array)
 
-    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
         made = plain(data, shape, dtype)
         if made is not None:
             return made
@@ -38,22 +35,17 @@ class Planes(Levelled):
         return decode_planes(data, shape, dtype)
 
 
-def encode_planes(bits: Array, effort: Effort) -> bytes | None:
+def encode_planes(bits: Array, effort: Effort) -> Bytes | None:
     """A chunk of planes; None if it would be larger than the values."""
     size, width = bits.size, bits.itemsize
     writer = Writer(PLANES, width, size * width)
-    top = borrow("top", size)
-    parts = [*(writer.place(i, size) for i in range(width - 1)), top]
-    split(bits, parts)
-    for i in range(width - 1):
-        writer.add_placed(i, size, effort)
-    writer.add(top, effort, sure=width in (2, 4))
+    split(bits, [writer.plane(size, effort, sure=i == width - 1 and width in (2, 4)) for i in range(width)])
     return writer.data(size * width)
 
 
-def decode_planes(data: bytes, shape: Shape, dtype: DType) -> Array:
+def decode_planes(data: Bytes, shape: Shape, dtype: DType) -> Array:
     bits = empty_words(shape, dtype)
-    merge(read(data, [bits.size] * bits.itemsize, NAMES[: bits.itemsize]), bits)
+    merge(read(data, [bits.size] * bits.itemsize), bits)
     return bits.view(dtype).reshape(shape)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kinds import CONSTANT, HUF0
+from ckpt_codecs.kinds import CONSTANT, ENTRY, HUF0, HUFFMAN, SEPTETS, STORED
+from ckpt_codecs.streams import FEW, LEAST_CODE, LEAST_SPARSE, SPARSE, WASTE
 from ckpt_codecs.zstd import entropy_only
 
 NAME = "portable"
@@ -189,6 +190,60 @@ def from_gaps(made: Array, others: Array, common: int, out: Array) -> bool:
     out[:] = common
     out[places] = others
     return True
+
+
+def write(
+    out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
+) -> tuple[int, int, int, int]:
+    for i in range(done, sizes.size):
+        size = int(sizes[i])
+        kind, data = _stream(out[place : place + size], float(worths[i]), bool(looks[i]))
+        if kind == FEW:
+            return i, place, at, data.size
+        out[at : at + data.size] = data
+        out[1 + ENTRY * i] = kind
+        out[2 + ENTRY * i : 6 + ENTRY * i] = np.frombuffer(data.size.to_bytes(4, "little"), np.uint8)
+        place, at = place + size, at + data.size
+    return int(sizes.size), place, at, 0
+
+
+def _stream(plane: Array, worth: float, look: bool) -> tuple[int, Array]:
+    size = plane.size
+    if not size:
+        return STORED, plane
+    bits = survey(plane) if look else 0.0
+    septets = 5 < bits < 7.01 and below128(plane)
+    most = int((size - size // 8 if septets else size) * worth)
+    if size * bits / 8 + LEAST_CODE < most:
+        held = tally(plane)
+        kind, data = _last.data
+        if held > 1 and size >= LEAST_SPARSE and 8 * held < SPARSE * size and held > WASTE * _entropy(counts()) / 8:
+            return FEW, np.frombuffer(data, np.uint8)
+        if held < most:
+            return kind, np.frombuffer(data, np.uint8)
+    if size >= 8 and (septets or (not bits and below128(plane))):
+        packed = np.empty(size - size // 8, np.uint8)
+        pack7(plane, packed)
+        return SEPTETS, packed
+    return STORED, plane
+
+
+def _entropy(counts: Array) -> float:
+    """Bits of a whole plane."""
+    some = counts[counts > 0]
+    return float((some * np.log2(some.sum() / some)).sum())
+
+
+def read(source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
+    for i, (kind, size) in enumerate(zip(kinds.tolist(), sizes.tolist(), strict=True)):
+        start, end, plane = int(starts[i]), int(starts[i + 1]), room[places[i] : places[i] + size]
+        if kind == CONSTANT and end - start == 1:
+            plane[:] = source[start]
+        elif kind == SEPTETS and end - start == size - size // 8:
+            unpack7(source[start:end], plane)
+        elif kind in (CONSTANT, SEPTETS) or (kind == HUFFMAN and not unpress(source, start, end, plane)):
+            return i
+    return int(sizes.size)
 
 
 _last = threading.local()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Codec, DType, Shape
+from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
 from ckpt_codecs.chunks import words
 from ckpt_codecs.engine import engine, loaded
 from ckpt_codecs.errors import CodecError, NotApplicable
@@ -22,7 +22,7 @@ class Rounded(Codec):
     name: ClassVar[str] = "rounded"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None) -> bytes:
+    def encode(self, array: Array, base: Array | None) -> Bytes:
         if base is not None and base.shape == array.shape and _by_engine(base, array.dtype):
             if not engine().is_bfloat16_of(words(base), words(array)):
                 raise NotApplicable("the copy is not its master, rounded, or there are NaNs")
@@ -37,7 +37,7 @@ class Rounded(Codec):
         """Is the rounding of these values the same on every machine?"""
         return bool(base.dtype == dtype or not np.isnan(base).any())
 
-    def decode(self, data: bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         if base is None or base.shape != shape or data:
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
         if _by_engine(base, dtype):

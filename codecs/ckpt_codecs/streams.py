@@ -1,6 +1,8 @@
-"""One plane of bytes as a stream: how it is held is decided here, plane by plane."""
+"""Planes of bytes as streams: how each is held is decided here, plane by plane."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -8,7 +10,7 @@ from ckpt_codecs import sparse
 from ckpt_codecs.base import Array, Codec
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import CONSTANT, DIGITS, HUF0, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.kinds import CONSTANT, DIGITS, ENTRY, HUF0, HUFFMAN, RUNS, SEPTETS, STORED
 from ckpt_codecs.scratch import borrow
 from ckpt_codecs.zstd import expand
 
@@ -23,9 +25,7 @@ class Effort:
     """Believe a sample that says that it will not."""
 
 
-LEAST_CODE = 40
-"""Bytes that a code takes before the first symbol, about."""
-LEVELS = {"fast": Effort(0.95), "default": Effort(0.988), "max": Effort(1.0, survey=False)}
+LEVELS = {"fast": Effort(0.95), "default": Effort(0.98), "max": Effort(1.0, survey=False)}
 
 
 @dataclass(frozen=True)
@@ -39,45 +39,59 @@ class Levelled(Codec):
             raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
 
 
+LEAST_CODE = 40
+"""Bytes that a code takes before the first symbol, about."""
 SPARSE = 1.6
 """Bits a symbol below which runs and digits are tried."""
+LEAST_SPARSE = 2048
+"""Symbols of a plane for which they are."""
 WASTE = 1.03
-"""where a code takes so much more than the entropy: at most a bit is lost on each symbol, and here it matters."""
+"""where a code takes so much more than the entropy. A bit is lost on each symbol at most, and here it matters."""
 MOSTLY = 0.75
 """The share of one symbol from which runs may be smaller."""
 
 
-def encode(plane: Array, out: Array, at: int, effort: Effort, sure: bool = False) -> tuple[int, int]:
-    """Write a plane to `out` from `at` on, where there is room for all of it: its kind and size.
+FEW = -1
+"""No kind: of a plane of so little information, `write` decides, not the engine."""
 
-    `STORED` writes nothing, since the plane mostly lies where it belongs already.
-    `sure`: coding pays for certain.
+
+def write(out: Array, at: int, sizes: Sequence[int], worths: Sequence[float], looks: Sequence[bool]) -> int:
+    """Planes of these sizes, which lie in `out` from `at` on, made streams in place: the end of the last.
+
+    Their directory is written before them. `worths` and `looks`: the `Effort` for each.
     """
-    size, run = plane.size, engine()
-    if not size:
-        return STORED, 0
-    bits = run.survey(plane) if effort.survey and not sure else 0.0
-    septets = 5 < bits < 7.01 and run.below128(plane)
-    most = int((size - size // 8 if septets else size) * effort.worth)
-    if size * bits / 8 + LEAST_CODE < most:
-        held = run.tally(plane)
-        if held > 1 and 8 * held < SPARSE * size and held > WASTE * _entropy(run.counts()) / 8:
-            return _smallest(plane, out, at, held)
-        if held < most:
-            return run.press(plane, out, at)
-    if size >= 8 and (septets or (not bits and run.below128(plane))):
-        run.pack7(plane, out[at : at + size - size // 8])
-        return SEPTETS, size - size // 8
-    return STORED, size
+    given = np.array(sizes, np.int64), np.array(worths, np.float64), np.array(looks, np.bool_)
+    done, place = 0, at
+    while True:
+        done, place, at, held = engine().write(out, *given, done, place, at)
+        if done == len(sizes):
+            return at
+        kind, data = _smallest(out[place : place + sizes[done]], held)
+        out[at : at + data.size] = data
+        out[1 + ENTRY * done : 1 + ENTRY * (done + 1)] = np.frombuffer(_head(kind, data), np.uint8)
+        done, place, at = done + 1, place + sizes[done], at + data.size
 
 
-def _entropy(counts: Array) -> float:
-    """Bits of a whole plane."""
-    some = counts[counts > 0]
-    return float((some * np.log2(some.sum() / some)).sum())
+def encode(plane: Array, out: Array, at: int, effort: Effort, sure: bool = False) -> tuple[int, int]:
+    """A stream alone, to `out` from `at` on: its kind and size. Of a plane that is to be stored nothing is written."""
+    begin = 1 + ENTRY
+    made = np.concatenate([np.empty(begin, np.uint8), plane])
+    end = write(made, begin, [plane.size], [effort.worth], [effort.survey and not sure])
+    if made[1] != STORED:
+        out[at : at + end - begin] = made[begin:end]
+    return int(made[1]), end - begin
 
 
-def _smallest(plane: Array, out: Array, at: int, held: int) -> tuple[int, int]:
+def decode(kind: int, source: Array, at: int, end: int, size: int, scratch: str) -> Array:
+    """The plane of a stream alone, `source[at:end]`: a view, or this thread's scratch."""
+    return read(source, [kind], [at, end], [size], scratch)[0]
+
+
+def _head(kind: int, data: Array) -> bytes:
+    return bytes([kind]) + data.size.to_bytes(4, "little")
+
+
+def _smallest(plane: Array, held: int) -> tuple[int, Array]:
     """A plane of little information: as digits, as runs, or coded as it is, which would take `held` bytes."""
     counts = engine().counts()
     symbols, common = np.flatnonzero(counts).astype(np.uint8), int(counts.argmax())
@@ -89,46 +103,52 @@ def _smallest(plane: Array, out: Array, at: int, held: int) -> tuple[int, int]:
         head = bytes([common]) + gaps.size.to_bytes(4, "little") + others.size.to_bytes(4, "little")
         tried.append((RUNS, head + _nested(gaps) + _nested(others)))
     kind, data = min(tried, key=lambda made: len(made[1]), default=(STORED, b""))
-    if kind == STORED or len(data) >= held:
-        engine().tally(plane)
-        return engine().press(plane, out, at)
-    out[at : at + len(data)] = np.frombuffer(data, np.uint8)
-    return kind, len(data)
+    if kind != STORED and len(data) < held:
+        return kind, np.frombuffer(data, np.uint8)
+    return _coded(plane)
+
+
+def _coded(plane: Array) -> tuple[int, Array]:
+    """A plane, entropy-coded if that is shorter: its kind, and its bytes, which may be scratch."""
+    room = borrow("nested", plane.size + 8)
+    if not plane.size or engine().tally(plane) >= plane.size:
+        return STORED, plane
+    kind, held = engine().press(plane, room, 0)
+    return kind, room[:held]
 
 
 def _nested(plane: Array) -> bytes:
     """A stream within a stream: its kind, its size, itself."""
-    kind, held = STORED, plane.size
-    room = borrow("nested", plane.size + 8)
-    if plane.size and engine().tally(plane) < plane.size:
-        kind, held = engine().press(plane, room, 0)
-    data = plane if kind == STORED else room[:held]
-    return bytes([kind]) + held.to_bytes(4, "little") + data.tobytes()
+    kind, data = _coded(plane)
+    return _head(kind, data) + data.tobytes()
 
 
-def decode(kind: int, source: Array, at: int, end: int, size: int, name: str) -> Array:
-    """The plane of `size` bytes that `source[at:end]` holds: a view, or this thread's scratch `name`."""
-    held = end - at
-    if kind == STORED:
-        if held != size:
-            raise CodecError(f"a stored stream of {held} bytes is not one of {size}")
-        return source[at:end]
-    plane = borrow(name, size)
-    if kind == CONSTANT and held == 1:
-        plane[:] = source[at]
-    elif kind == SEPTETS and held == size - size // 8:
-        engine().unpack7(source[at:end], plane)
-    elif kind == HUFFMAN and engine().unpress(source, at, end, plane):
-        pass
-    elif kind == HUF0:
-        plane[:] = np.frombuffer(expand(source[at:end], size), np.uint8)
-    elif kind == RUNS:
-        _runs(source[at:end], plane)
-    elif kind == DIGITS:
-        _digits(source[at:end], plane)
-    else:
-        raise CodecError(f"a stream of kind {kind} is damaged")
-    return plane
+def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], scratch: str) -> list[Array]:
+    """The planes of streams, the i-th from `source[starts[i]:starts[i + 1]]`: views, or this thread's scratch."""
+    places = list(accumulate(sizes, initial=0))
+    room = borrow(scratch, places[-1] if any(kinds) else 0)
+    if any(kinds):
+        given = np.array(starts, np.int64), np.array(sizes, np.int64), np.array(places, np.int64)
+        damaged = engine().read(source, np.array(kinds, np.uint8), *given, room)
+        if damaged < len(sizes):
+            raise CodecError(f"a stream of kind {kinds[damaged]} is damaged")
+    planes = []
+    for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        held, plane = source[starts[i] : starts[i + 1]], room[places[i] : places[i + 1]]
+        if kind == STORED:
+            if held.size != size:
+                raise CodecError(f"a stored stream of {held.size} bytes is not one of {size}")
+            plane = held
+        elif kind == HUF0:
+            plane[:] = np.frombuffer(expand(held, size), np.uint8)
+        elif kind == RUNS:
+            _runs(held, plane)
+        elif kind == DIGITS:
+            _digits(held, plane)
+        elif kind not in (CONSTANT, SEPTETS, HUFFMAN):
+            raise CodecError(f"no stream is of kind {kind}")
+        planes.append(plane)
+    return planes
 
 
 def _runs(source: Array, plane: Array) -> None:
@@ -153,11 +173,11 @@ def _digits(source: Array, plane: Array) -> None:
     sparse.unpack(packed, source[1 : 1 + base], plane)
 
 
-def _inner(source: Array, at: int, size: int, name: str) -> tuple[Array, int]:
+def _inner(source: Array, at: int, size: int, scratch: str) -> tuple[Array, int]:
     """The stream within a stream that begins at `at`, and where it ends."""
     if source.size - at < 5:
         raise CodecError("a stream ends in the head of another")
-    end = at + 5 + int.from_bytes(source[at + 1 : at + 5].tobytes(), "little")
-    if end > source.size or source[at] not in (STORED, CONSTANT, HUFFMAN, HUF0):
+    kind, end = int(source[at]), at + 5 + int.from_bytes(source[at + 1 : at + 5].tobytes(), "little")
+    if end > source.size or kind not in (STORED, CONSTANT, HUFFMAN, HUF0):
         raise CodecError("a stream within a stream is damaged")
-    return decode(int(source[at]), source, at + 5, end, size, name), end
+    return decode(kind, source, at + 5, end, size, scratch), end

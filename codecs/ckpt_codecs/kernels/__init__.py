@@ -9,8 +9,7 @@ import threading
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kernels import codes, planes, scales
-from ckpt_codecs.kernels.decode import decode
+from ckpt_codecs.kernels import codes, planes, scales, streams
 from ckpt_codecs.kernels.encode import encode
 from ckpt_codecs.kernels.jit import COMPILED
 from ckpt_codecs.kinds import CONSTANT, HUFFMAN
@@ -18,7 +17,7 @@ from ckpt_codecs.scratch import borrow
 
 NAME = "kernels"
 
-survey, below128, pack7, unpack7 = planes.survey, planes.below128, planes.pack7, planes.unpack7
+survey = planes.survey
 unpack2, to_bfloat16, is_bfloat16_of = planes.unpack2, planes.to_bfloat16, planes.is_bfloat16_of
 
 
@@ -89,6 +88,20 @@ def from_gaps(made: Array, others: Array, common: int, out: Array) -> bool:
     return bool(planes.from_gaps(made, others, common, out))
 
 
+def write(
+    out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
+) -> tuple[int, int, int, int]:
+    t, spare = _tables, borrow("spare", int(sizes.max(initial=0)) + 8)
+    made: tuple[int, int, int, int] = streams.write(
+        out, sizes, worths, looks, done, place, at, spare, t.counts, t.total, t.order, t.lengths, t.pairs
+    )
+    return made
+
+
+def read(source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
+    return int(streams.read(source, kinds, starts, sizes, places, room, _tables.single, _tables.table))
+
+
 def tally(plane: Array) -> int:
     t = _tables
     codes.count(plane, t.counts)
@@ -107,7 +120,3 @@ def press(plane: Array, out: Array, at: int) -> tuple[int, int]:
         out[at] = plane[0]
         return CONSTANT, 1
     return HUFFMAN, encode(plane, t.counts, t.lengths, t.pairs, out, at) - at
-
-
-def unpress(source: Array, at: int, end: int, out: Array) -> bool:
-    return bool(decode(source, at, end, _tables.single, _tables.table, out))

@@ -25,6 +25,9 @@ OUT64 = types.Array(types.uint64, 1, "C")
 COUNTS = types.Array(types.uint32, 2, "C")
 NUMBERS16 = types.Array(types.int16, 1, "C")
 NUMBERS32 = types.Array(types.int32, 1, "C")
+REALS = types.Array(types.float64, 1, "C")
+TRUTHS = types.Array(types.boolean, 1, "C")
+SIZES = types.Array(types.int64, 1, "C")
 SIZE = types.intp
 
 COMPILED: list[Any] = []

@@ -1,0 +1,96 @@
+"""How codecs scale with threads: `python benchmarks/scaling.py [STATE] --threads 2 --rounds 9`.
+
+Threads take chunks of a state in turn, as the workers of `ckpt compress` do. Times are by the clock, less what each
+thread waited for a core, as Linux counts it, since that is the doing of other programs; what threads wait for one
+another stays in. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from methods import coded, ours, states_of
+from states import default_folder, state_path
+
+from ckpt_codecs import warm_up
+
+REPEATED = 8
+"""So often is a state done in a round: starting threads shall take no time to speak of."""
+
+
+def share(threads: int, function: Callable[[Any], Any], items: Iterable[Any]) -> float:
+    """Have threads do all items, each taking the next: the longest that one was at it, less its waits for a core."""
+    if threads == 1:
+        return _work(function, items)
+    left, lock, took = iter(items), threading.Lock(), []
+
+    def taken() -> Iterable[Any]:
+        end = object()
+        while True:
+            with lock:
+                item = next(left, end)
+            if item is end:
+                return
+            yield item
+
+    workers = [threading.Thread(target=lambda: took.append(_work(function, taken()))) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return max(took)
+
+
+def _work(function: Callable[[Any], Any], items: Iterable[Any]) -> float:
+    waited, began = _waited(), time.perf_counter()
+    for item in items:
+        function(item)
+    return time.perf_counter() - began - (_waited() - waited)
+
+
+def _waited() -> float:
+    """Seconds that this thread was ready and had no core."""
+    told = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(told.read_text().split()[1]) / 1e9 if told.exists() else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("state", type=Path, nargs="?", default=state_path(default_folder()))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    warm_up()
+    held, method = states_of(given.state), ours("default")
+    sums = [0.0] * 4
+    print("| state | encode MB/s | times | decode MB/s | times |\n| --- | --- | --- | --- | --- |")
+    for state in held:
+        work = coded(method, state, held) * REPEATED
+        nbytes = sum(piece.values.nbytes for piece, _ in work)
+        found: list[list[float]] = [[], [], [], []]
+        for _ in range(given.rounds):
+            for i, threads in enumerate((1, given.threads)):
+                found[i].append(share(threads, lambda pair: method.encode(state, pair[0]) and None, work))  # noqa: B023
+                found[2 + i].append(share(threads, lambda pair: method.decode(state, pair[1], pair[0]) is None, work))  # noqa: B023
+        middle = [median(times) for times in found]
+        sums = [a + b for a, b in zip(sums, middle, strict=True)]
+        _show(state, nbytes, middle)
+    _show("all", REPEATED * sum(array.nbytes for arrays in held.values() for array in arrays), sums)
+    print(f"\nload of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+def _show(state: str, nbytes: int, seconds: list[float]) -> None:
+    """Speeds on many threads, and how many times those of one these are."""
+    cells = [f"{nbytes / seconds[1 + i] / 1e6:,.0f} | {seconds[i] / seconds[1 + i]:.2f}" for i in (0, 2)]
+    print(f"| {state} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
