@@ -1,6 +1,7 @@
 """`ckpt diff`: what it says is what NumPy says, across formats, and its exit code tells the same from the different."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli.difference_report import grouped, layer_of
-from ckpt_cli.differences import Differences, Pair, Sums, compare, sums_of
+from ckpt_cli.differences import Choice, Differences, Histogram, Pair, Sums, chosen, compare, paired, sums_of
+from ckpt_cli.differences.groups import grouped, layer_of, role_of
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import Checkpoint, Goal, Group, Origin
 from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import NotFound
 from ckpt_formats.registry import writable
 from damage import SAMPLES, ckpt
 from held import FLOATS, SHAPES, array, checkpoint, everything, parameter
@@ -29,7 +31,7 @@ def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
 
 
 def of(first: Checkpoint, second: Checkpoint, **options: Any) -> Differences:
-    return compare(first, second, EFFORT, **options)
+    return compare(paired(first, second), EFFORT, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -58,6 +60,30 @@ def test_sums_add_up_over_blocks() -> None:
     assert (parts.elements, parts.changed, parts.largest) == (whole.elements, whole.changed, whole.largest)
     for name in ("rms", "relative", "cosine"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+def test_sums_do_not_depend_on_the_bits_of_other_elements() -> None:
+    """More than one piece of a block, the last of them short."""
+    a = np.random.default_rng(0).normal(size=20_001)
+    b = a.copy()
+    b[[0, 8191, 8192, 20_000]] += 2.0
+    found = sums_of(a, b)
+    assert (found.changed, found.rms) == (4, pytest.approx(np.sqrt(16 / a.size), rel=1e-12))
+    assert found.histogram.lowest + len(found.histogram.counts) == 2
+    assert sum(found.histogram.counts) == 4
+
+
+@given(st.lists(st.floats(-1e300, 1e300), max_size=50), st.lists(st.floats(-1e300, 1e300), max_size=50))
+def test_a_histogram_counts_every_difference_by_its_power_of_two(some: list[float], others: list[float]) -> None:
+    def of_these(numbers: list[float]) -> Histogram:
+        return sums_of(np.zeros(len(numbers)), np.array(numbers, float)).histogram
+
+    found = of_these(some) + of_these(others)
+    counts = {found.lowest + i: count for i, count in enumerate(found.counts) if count}
+    smallest = np.finfo(float).smallest_normal  # all that is below lies in one bin
+    truth = Counter(int(np.frexp(max(abs(x), smallest / 2))[1]) - 1 for x in (*some, *others) if x)
+    assert counts == truth
+    assert found == of_these([*others, *some])
 
 
 def test_signs_of_zero_and_payloads_of_nan_are_differences() -> None:
@@ -116,11 +142,48 @@ def test_counters_options_and_extras_are_compared_however_they_are_kept() -> Non
     assert of(made(3, 0.1, 1, 5), made(4, 0.2, 2, 6), tensors_only=True).same
 
 
+def test_other_numbers_of_a_parameter_and_schedulers_in_a_list_are_told() -> None:
+    def made(decay: float, last: int) -> Checkpoint:
+        one = parameter("w", {"param": array(F32, (2,))}, step=3, decay=decay)
+        return checkpoint([one], extras={"schedulers": [{"last": 1, "by": [1, 2]}, {"last": last, "by": [1, 2]}]})
+
+    assert of(made(0.1, 1), made(0.2, 2)).values == (
+        "decay of 1 parameters, such as `w`: 0.1 -> 0.2",
+        "extras/schedulers/1/last: 1 -> 2",
+    )
+
+
 def test_a_tied_name_is_compared_with_the_tensor_of_its_own() -> None:
     w = {"param": array(F32, (2,))}
     tied = checkpoint([parameter("embed", w)], aliases={"head": "embed"})
     apart = checkpoint([parameter("embed", w), parameter("head", w)])
     assert of(tied, apart).same
+    assert of(*chosen(tied, apart, Choice(("head",)))).same
+    assert [pair.name for pair in of(*chosen(tied, apart, Choice(("head",)))).pairs] == ["head"]
+
+
+def test_a_pattern_may_match_on_one_side_only() -> None:
+    a, b = parameter("a", {"param": array(F32, (2,))}), parameter("b", {"param": array(F32, (2,))})
+    first, second = checkpoint([a]), checkpoint([a, b])
+    assert [(p.name, p.kind) for p in of(*chosen(first, second, Choice(("b",)))).pairs] == [("b", "added")]
+    with pytest.raises(NotFound, match="neither"):
+        chosen(first, second, Choice(("neither",)))
+
+
+def test_states_are_compared_alone_if_asked_for() -> None:
+    source = everything()
+    assert {state for _, state in paired(source, source, ["exp_avg"]).ours} == {"exp_avg"}
+    with pytest.raises(NotFound, match="momentum"):
+        paired(source, source, ["momentum"])
+
+
+def test_what_is_read_is_what_was_said() -> None:
+    """Each byte of both, once: histograms come out of the same pass. Of other shapes, nothing."""
+    first, second = everything(1), everything(2)
+    longer = {**second.parameters, "alone": parameter("alone", {"param": array(F32, (9,))})}
+    both, read = paired(first, replace(second, parameters=longer)), list[int]()
+    assert any(pair.sums.histogram.counts for pair in compare(both, EFFORT, read.append).pairs)
+    assert sum(read) == both.nbytes
 
 
 @pytest.mark.parametrize("to", ["universal", "torch"])
@@ -140,16 +203,26 @@ def test_engines_and_degrees_do_not_count(tmp_path: Path) -> None:
     assert done.code == 0, done.out + done.err
 
 
+def test_a_zero_3_folder_is_the_same_as_the_dcp_folder_that_was_made_of_it(tmp_path: Path) -> None:
+    sample = next(SAMPLES.glob("deepspeed-*-zero3-*"))
+    assert ckpt("convert", sample, tmp_path / "dcp", "--to", "dcp").code == 0
+    done = ckpt("diff", sample, tmp_path / "dcp", "--json")
+    assert done.code == 0, done.out + done.err
+    said = json.loads(done.out)
+    assert said["formats"] == ["deepspeed", "dcp"]
+    assert (len(said["tensors"]), said["total"]["changed"]) == (121, 0)
+
+
 def test_the_command_tells_what_changed(tmp_path: Path) -> None:
     source = everything()
     states = {"fp32": np.full(4, 7, np.float32), "param": array(BF16, (4,), 2)}
     weight = parameter("layers.1.w", states, step=4)
     changed = replace(source, parameters={**source.parameters, "layers.1.w": weight})
     a, b = written(source, tmp_path / "a"), written(changed, tmp_path / "b")
-    done = ckpt("diff", a, b, "--by", "layer")
+    done = ckpt("diff", a, b, "--by", "layer", "--by", "role")
     assert done.code == 1
     assert "layers.1.w weight" in done.out
-    assert "by layer" in done.out
+    assert "by layer and role\n" in done.out
     assert "different: 1 of " in done.err
     told = json.loads(ckpt("diff", a, b, "--json", "--by", "state").out)
     assert [(t["name"], t["state"]) for t in told["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "weight")]
@@ -175,19 +248,24 @@ def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
 def test_groups_have_the_norm_of_all_their_tensors() -> None:
     pairs = [Pair("a.0.w", "weight", "changed", "", Sums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
     pairs.append(Pair("a.0.b", "weight", "changed", "", Sums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
-    ((name, total),) = grouped(pairs, "layer")
-    assert (name, total.relative, total.largest) == ("a.0", 1.0, 4.0)
+    ((key, total),) = grouped(pairs, ["layer"])
+    assert (key, total.relative, total.largest) == (("a.0",), 1.0, 4.0)
+    assert [key for key, _ in grouped(pairs, ["role", "state"])] == [("w", "weight"), ("b", "weight")]
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"),
+    ("name", "layer", "role"),
     [
-        ("model.layers.11.mlp.up.weight", "model.layers.11"),
-        ("h.0.attn.1.w", "h.0"),
-        ("embed.weight", "embed"),
-        ("head", "head"),
-        ("3.weight", "3"),
+        ("model.layers.11.mlp.up.weight", "model.layers.11", "mlp.up.weight"),
+        ("h.0.attn.1.w", "h.0", "attn.*.w"),
+        ("h.0.experts.12.3", "h.0", "experts.*.*"),
+        ("h.0.w1.conv2d", "h.0", "w1.conv2d"),
+        ("embed.weight", "embed", "embed.weight"),
+        ("head", "head", "head"),
+        ("3.weight", "3", "weight"),
+        ("net.3", "net.3", ""),
+        ("a\n.1.b", "a\n.1", "b"),
     ],
 )
-def test_a_layer_is_a_name_up_to_its_first_number(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
+def test_a_layer_is_a_name_up_to_its_first_number_and_a_role_the_rest(name: str, layer: str, role: str) -> None:
+    assert (layer_of(name), role_of(name)) == (layer, role)

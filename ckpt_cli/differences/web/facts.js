@@ -1,0 +1,19 @@
+// What the page shows, and how it stands.
+
+const facts = JSON.parse(document.getElementById("facts").textContent);
+const LEVELS = 14;
+const STEP = 50; // rows of the table that are shown at once
+const MOST = 2000; // layers, chips or histograms that are drawn
+const PROFILE = 42; // height of the bars above the heat map
+const COMPARED = new Set(["equal", "changed", "retyped"]);
+const STATES = {
+  weight: "weights", param: "model's copies", exp_avg: "first moments", exp_avg_sq: "second moments",
+  momentum_buffer: "momenta", max_exp_avg_sq: "largest second moments",
+};
+const MEASURES = {
+  relative: ["relative change", (n) => n.relative, (v) => number(v)],
+  rms: ["root mean square of the change", (n) => n.rms, (v) => number(v)],
+  max: ["largest change", (n) => n.max, (v) => number(v)],
+  share: ["share of changed elements", (n) => (n.elements ? n.changed / n.elements : null), (v) => percent(v)],
+};
+const chosen = { state: null, picked: null, shown: STEP, sort: "relative", down: true, kinds: new Set() };

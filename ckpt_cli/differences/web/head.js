@@ -1,0 +1,79 @@
+// The head: what was compared, and the sum of it.
+
+function head() {
+  const kinds = {};
+  for (const row of facts.tensors) kinds[row.kind] = (kinds[row.kind] || 0) + 1;
+  const count = (...names) => names.reduce((sum, name) => sum + (kinds[name] || 0), 0);
+  const compared = count("equal", "changed", "retyped"), unequal = count("changed", "retyped");
+  const total = facts.total, share = total.elements ? total.changed / total.elements : 0;
+  const verdict = by("verdict");
+  if (facts.same) {
+    verdict.textContent = "The same, bit for bit";
+    verdict.className = "well";
+  } else if (!unequal && count("missing", "added", "reshaped") === 0) {
+    verdict.textContent = "Every tensor is the same; other things differ";
+  } else {
+    verdict.textContent = !unequal ? "Not the same tensors" : unequal === compared
+      ? (compared === 1 ? "The tensor differs" : `All ${integer(compared)} tensors differ`)
+      : `${integer(unequal)} of ${integer(compared)} tensors differ`;
+  }
+  document.title = `${verdict.textContent} \u00b7 ckpt diff`;
+  by("lead").textContent = lead(compared, count("missing"), count("added"), count("reshaped"));
+  by("sides").append(side(0), el("span", { class: "arrow", "aria-hidden": "true" }, "\u2192"), side(1));
+  const tiles = [
+    tile("tensors", integer(unequal), `of ${integer(compared)} differ`, compared ? unequal / compared : 0),
+    tile("elements", percent(share), `${integer(total.changed)} of ${integer(total.elements)} changed`, share),
+  ];
+  for (const row of facts.states.slice(0, 4)) {
+    const said = row.changed ? `relative change; cosine ${cosine(row.cosine)}` : "every bit is the same";
+    tiles.push(tile(labelOf(row.state), number(row.relative), said));
+  }
+  for (const [kind, what] of [["missing", "in the first only"], ["added", "in the second only"], ["reshaped", "of other shapes"], ["retyped", "of other types"]]) {
+    if (kinds[kind]) tiles.push(tile(what, integer(kinds[kind]), kinds[kind] === 1 ? "tensor" : "tensors"));
+  }
+  if (total.not_finite) tiles.push(tile("not finite", integer(total.not_finite), "elements, of which only the bits are compared"));
+  by("tiles").append(...tiles);
+}
+
+function lead(compared, missing, added, reshaped) {
+  const [a, b] = facts.steps, said = [];
+  if (a !== null && b !== null) said.push(a === b ? `Both are of step ${a}.` : `From step ${a} to step ${b}.`);
+  said.push(`${plural(compared, "tensor was", "tensors were")} compared`);
+  const lacking = [];
+  if (missing) lacking.push(`${integer(missing)} only the first has`);
+  if (added) lacking.push(`${integer(added)} only the second has`);
+  if (reshaped) lacking.push(`${integer(reshaped)} of other shapes`);
+  said[said.length - 1] += lacking.length ? `; beside them there are ${lacking.join(", ")}.` : ".";
+  if (facts.values.length) said.push(`${plural(facts.values.length, "other value differs", "other values differ")}.`);
+  return said.join(" ");
+}
+
+function side(i) {
+  const path = [facts.first, facts.second][i].replace(/\/+$/, ""), loss = facts.approximate[i];
+  const engine = [facts.engines[i], facts.versions[i]].filter(Boolean).join(" ");
+  const tags = [engine, `format ${facts.formats[i]}`, facts.steps[i] === null ? null : `step ${facts.steps[i]}`, facts.layouts[i] || null];
+  return el("div", { class: "side" },
+    el("div", { class: "which" }, ["first", "second"][i]),
+    el("div", { class: "name" }, shown(path.split("/").pop() || path)),
+    el("div", { class: "path" }, shown(path)),
+    el("ul", { class: "tags" },
+      ...tags.filter(Boolean).map((tag) => el("li", {}, shown(tag))),
+      loss ? el("li", { class: "warn" }, `${plural(loss, "state is", "states are")} approximate`) : el("li", { class: "good" }, "exact")));
+}
+
+function tile(title, big, small, share = null) {
+  const bar = share === null ? null : el("span", { class: "bar", "aria-hidden": "true" }, wide(share));
+  return el("div", { class: "tile" }, el("dt", {}, title), el("dd", {}, el("div", { class: "big" }, big), el("div", { class: "small" }, small), bar));
+}
+
+function wide(share) {
+  const bar = el("span");
+  bar.style.width = `${100 * clamp(share, 0, 1)}%`;
+  if (share === 0) bar.style.minWidth = "0";
+  return bar;
+}
+
+function cosine(value) {
+  if (value === null || 1 - value > 1e-4) return value === null ? "\u2013" : value.toFixed(6);
+  return 1 - value < 1e-15 ? "1" : `1 \u2212 ${number(1 - value)}`;
+}
