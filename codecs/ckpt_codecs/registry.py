@@ -1,16 +1,23 @@
 """Codecs by name. To add one: write its file, add its line."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt_codecs.base import Codec, DType
+from ckpt_codecs.base import Codec
+from ckpt_codecs.delta import DeltaCodec
+from ckpt_codecs.deltas.difference import Difference
+from ckpt_codecs.deltas.replay import Replay
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.general import ZSTD_LEVELS, Zstd
+from ckpt_codecs.general import Zstd
 from ckpt_codecs.integers import Integers
+from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 from ckpt_codecs.moments import FirstMoment, SecondMoment
 from ckpt_codecs.planes import Planes
 from ckpt_codecs.rounded import Rounded
+
+_Kind = TypeVar("_Kind", Codec, DeltaCodec)
 
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (Rounded, Planes, FirstMoment, SecondMoment, Integers, Zstd)
@@ -18,26 +25,66 @@ CODECS: dict[str, type[Codec]] = {
 ENTRY_POINTS = "ckpt.codecs"
 """Where other packages offer theirs: an entry point of the codec's name, for its class."""
 
-BY_ROWS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "momentum_buffer", "exp_inf", "sum")
-"""States that vary by rows and columns, by the names that optimizers give them."""
+DELTA_CODECS: dict[str, type[DeltaCodec]] = {
+    codec.name: codec for codec in (Replay, Difference, Subspace, LcCheckpoint, Excp)
+}
+DEFAULT_DELTA = Replay.name
+"""What a chain is made with if nobody says."""
+DELTA_ENTRY_POINTS = "ckpt.delta_codecs"
 
 
 def find(name: str) -> type[Codec]:
     """The class of a codec, ours or an installed package's. Raises `CodecError` if there is none."""
-    if name in CODECS:
-        return CODECS[name]
-    from importlib.metadata import entry_points
+    return _find(name, CODECS, Codec, ENTRY_POINTS)
 
-    for offered in entry_points(group=ENTRY_POINTS, name=name):
-        codec = offered.load()
-        if isinstance(codec, type) and issubclass(codec, Codec) and codec.name == name:
-            return codec
-        raise CodecError(f"what {offered.value} offers as codec {name!r} is no class of that name derived from Codec")
-    raise CodecError(f"no codec is called {name!r}; there are: {', '.join(CODECS)}")
+
+def find_delta(name: str) -> type[DeltaCodec]:
+    """The class of a delta codec, ours or an installed package's. Raises `CodecError` if there is none."""
+    return _find(name, DELTA_CODECS, DeltaCodec, DELTA_ENTRY_POINTS)
 
 
 def from_config(config: dict[str, Any]) -> Codec:
     """The codec that `Codec.config` described. Raises `CodecError` for one we do not have."""
+    return _made(config, find)
+
+
+def delta_from_config(config: dict[str, Any]) -> DeltaCodec:
+    """The codec that `DeltaCodec.config` described. Raises `CodecError` for one we do not have."""
+    return _made(config, find_delta)
+
+
+def parse(text: str) -> Codec:
+    """A codec as a user types it.
+
+    >>> parse("planes:level=max")
+    Planes(level='max')
+    >>> parse("zstd:level=9").config()
+    {'name': 'zstd', 'level': 9}
+    """
+    return from_config(_config(text, find))
+
+
+def parse_delta(text: str) -> DeltaCodec:
+    """A delta codec as a user types it."""
+    return delta_from_config(_config(text, find_delta))
+
+
+def _find(name: str, ours: dict[str, type[_Kind]], base: type[Any], group: str) -> type[_Kind]:
+    if name in ours:
+        return ours[name]
+    from importlib.metadata import entry_points
+
+    for offered in entry_points(group=group, name=name):
+        codec = offered.load()
+        if isinstance(codec, type) and issubclass(codec, base) and getattr(codec, "name", None) == name:
+            return codec
+        raise CodecError(
+            f"what {offered.value} offers as codec {name!r} is no class of that name derived from {base.__name__}"
+        )
+    raise CodecError(f"no codec is called {name!r}; there are: {', '.join(ours)}")
+
+
+def _made(config: dict[str, Any], find: Callable[[str], type[_Kind]]) -> _Kind:
     options = dict(config)
     name = options.pop("name", None)
     if not isinstance(name, str):
@@ -49,14 +96,7 @@ def from_config(config: dict[str, Any]) -> Codec:
         raise CodecError(f"codec {name}: {error}") from None
 
 
-def parse(text: str) -> Codec:
-    """A codec as a user types it.
-
-    >>> parse("planes:level=max")
-    Planes(level='max')
-    >>> parse("zstd:level=9").config()
-    {'name': 'zstd', 'level': 9}
-    """
+def _config(text: str, find: Callable[[str], type[Any]]) -> dict[str, Any]:
     name, _, rest = text.partition(":")
     known = [field.name for field in fields(find(name))]
     options: dict[str, Any] = {}
@@ -65,7 +105,7 @@ def parse(text: str) -> Codec:
         if not equals or key not in known or key in options:
             raise CodecError(f"codec {name}: what is {item!r}? Options are written name=value: {', '.join(known)}")
         options[key] = _value(value)
-    return from_config({"name": name, **options})
+    return {"name": name, **options}
 
 
 def _value(text: str) -> Any:
@@ -74,18 +114,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def best_for(role: str, state: str, dtype: DType, level: str = "default") -> tuple[Codec, ...]:
-    """The codecs to try for a state, the best first. Each falls back by itself, chunk by chunk."""
-    if level not in ZSTD_LEVELS:
-        raise CodecError(f"no level is called {level!r}; there are: {', '.join(ZSTD_LEVELS)}")
-    if dtype.kind in "biu" and dtype.name != "bfloat16":
-        return (Integers(level),)
-    if dtype.kind not in "fcV":
-        return (Zstd(ZSTD_LEVELS[level]),)
-    if role == "parameter" and state == "exp_avg":
-        return FirstMoment(level), Planes(level)
-    if role == "parameter" and state in BY_ROWS:
-        return SecondMoment(level), Planes(level)
-    return (Planes(level),)

@@ -1,0 +1,1 @@
+"""Lossless delta codecs. `docs/delta-codecs.md` specifies the bytes."""

@@ -1,0 +1,69 @@
+"""Each state for itself, as what it differs by from the earlier one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.best import best_for
+from ckpt_codecs.chunks import words
+from ckpt_codecs.delta import Change
+from ckpt_codecs.deltas.kinds import BEFORE
+from ckpt_codecs.deltas.parts import PartsCodec, Reading, earlier_words, join, told_of, unchanged
+from ckpt_codecs.deltas.plain import encode_plain, guess_plain
+from ckpt_codecs.deltas.residuals import encode_residual
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.moments import FirstMoment, SecondMoment
+from ckpt_codecs.streams import LEVELS
+
+MARGINS = {SecondMoment.name: 0.94, FirstMoment.name: 0.985}
+"""A part that takes less than this share of what planes would take, as a sample says, is not held against
+the plain codec: about what the codec saves beside planes."""
+MARGIN = 0.99
+"""The same of codecs that are no better than planes."""
+
+
+@dataclass(frozen=True)
+class Difference(PartsCodec):
+    """Integer differences of the bits, or the plain lossless codec where that is smaller."""
+
+    level: str = "default"
+
+    name: ClassVar[str] = "difference"
+    lossless: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.level, str) or self.level not in LEVELS:
+            raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
+
+    def encode(self, change: Change) -> bytes:
+        return join({name: self.part(name, change, change.after.get) for name in change.after})
+
+    def part(self, name: str, change: Change, context: Callable[[str], Array | None]) -> bytes:
+        """The part of one state. `context` gives the other states that may tell of it."""
+        same = unchanged(change, name)
+        if same is not None:
+            return same
+        values = change.after[name]
+        before = earlier_words(change.before, name, values)
+        made = (
+            None
+            if before is None
+            else encode_residual(before, words(values), values.dtype, self.level, told_of(change))
+        )
+        part = None if made is None else bytes([BEFORE]) + made
+        return smaller(part, name, values, self.level, context)
+
+    def foretell(self, name: str, part: memoryview, reading: Reading) -> tuple[Array, memoryview]:
+        if part[0] == BEFORE:
+            return reading.earlier(name), part[1:]
+        raise CodecError(f"{self.name} has no parts of kind {part[0]}")
+
+
+def smaller(part: bytes | None, name: str, values: Array, level: str, context: Callable[[str], Array | None]) -> bytes:
+    """The part, or what the plain codec makes of the values, if that may be smaller and is."""
+    codec = best_for("parameter", name, values.dtype, level)[0].name
+    if part is not None and level != "max" and len(part) < MARGINS.get(codec, MARGIN) * guess_plain(values):
+        return part
+    plain = encode_plain(name, values, level, context)
+    return plain if part is None or len(plain) < len(part) else part

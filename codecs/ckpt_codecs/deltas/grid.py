@@ -1,0 +1,93 @@
+"""Residuals of floats on grids: how many units from the prediction, and the mantissa's bits below a unit."""
+
+from struct import Struct
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import Writer, read
+from ckpt_codecs.deltas.contexts import apart, together
+from ckpt_codecs.deltas.engine import delta_engine
+from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, GRID, GROWTH_CONTEXTS, UNIT_SOURCES
+from ckpt_codecs.deltas.packing import PADDING
+from ckpt_codecs.deltas.plain import sampled
+from ckpt_codecs.deltas.told import Told, units
+from ckpt_codecs.engine import engine
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.streams import Effort
+
+HEAD = Struct("<BBhBbII")
+"""Source and shift of the units, whether there are contexts and the least of them, how many depths and bits."""
+FINER = (2, 3, 5, 6, 7)
+"""Octaves from how far values are from their predictions to the unit that is tried."""
+DEPTH_BITS = 2.5
+QUARTER_OCTAVE = 21
+"""Bits of a float32 below a quarter of an octave."""
+FARTHEST = 120
+
+
+def encode_grid(
+    foretold: Array, found: Array, source: int, shift: int, contexts: bool, told: Told, effort: Effort
+) -> bytes | None:
+    """A part on grids; None if it would be larger than the values."""
+    size = found.size
+    symbols, depths, bits = delta_engine().to_grid(foretold, found, units(source, shift, size, told))
+    groups, least = [symbols], 0
+    if contexts:
+        least = _least(told)
+        which = delta_engine().growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
+        groups = together(symbols, which, GROWTH_CONTEXTS)
+    writer = Writer(GRID, len(groups) + 2, size + depths.size + bits.size)
+    for group in groups:
+        writer.add(group, effort, sure=group.size > 64)
+    writer.add(depths, effort)
+    writer.add(bits, effort)
+    made = writer.data(size * found.itemsize)
+    head = HEAD.pack(GRID, source, shift, contexts, least, depths.size, bits.size)
+    return None if made is None else head + made
+
+
+def decode_grid(data: Bytes, foretold: Array, told: Told) -> Array:
+    if len(data) < HEAD.size or foretold.itemsize != 4:
+        raise CodecError("a part on a grid ends in its head, or is not of float32")
+    _, source, shift, contexts, least, deep, used = HEAD.unpack_from(data)
+    size = foretold.size
+    if source >= UNIT_SOURCES or contexts > 1 or deep > size or used > 4 * size + PADDING:
+        raise CodecError("the head of a part on a grid is damaged")
+    scale = units(source, shift, size, told)
+    which = None
+    if contexts:
+        which = delta_engine().growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
+    counts = [size] if which is None else delta_engine().count(which, GROWTH_CONTEXTS).tolist()
+    *groups, depths, bits = read(data[HEAD.size :], [*counts, deep, used], "grid")
+    symbols = groups[0] if which is None else apart(groups, which)
+    out = np.empty(size, np.uint32)
+    if not delta_engine().from_grid(foretold, scale, symbols, depths, bits, out):
+        raise CodecError("a part on a grid is damaged")
+    return out
+
+
+def best_shift(foretold: Array, found: Array, source: int, told: Told) -> tuple[int, float] | None:
+    """The shift that makes least of a sample, and bytes for each value; None if there is nothing to tell it from."""
+    foretold, found = sampled(foretold), sampled(found)
+    near = Told(lambda: sampled(told.before()), lambda: sampled(told.after()))
+    scale = units(source, 0, found.size, near).astype(np.int32) if source != CONSTANT_UNIT else np.int32(0)
+    with np.errstate(all="ignore"):
+        apart_by = np.abs(found.view(np.float32).astype(np.float64) - foretold.view(np.float32))
+    usual = np.isfinite(apart_by) & (apart_by > 0)
+    if not usual.any():
+        return None
+    far = np.frexp(apart_by)[1] + 126 - scale
+    middle = int(np.median(far[usual]))
+    tried = {}
+    for finer in FINER:
+        symbols, depths, bits = delta_engine().to_grid(foretold, found, units(source, middle - finer, found.size, near))
+        tried[middle - finer] = found.size * engine().survey(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
+    shift = min(tried, key=lambda shift: tried[shift])
+    return shift, tried[shift] / 8 / found.size
+
+
+def _least(told: Told) -> int:
+    """What few second moments have grown by less than, in quarter octaves."""
+    grown = (sampled(told.after()) - sampled(told.before())).view(np.int32) >> np.int32(QUARTER_OCTAVE)
+    return int(np.clip(np.quantile(grown, 0.1), -FARTHEST, FARTHEST))

@@ -1,0 +1,57 @@
+"""Parts that nothing foretells: chunks of the lossless codecs."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
+from ckpt_codecs.best import best_for
+from ckpt_codecs.chunks import words
+from ckpt_codecs.deltas.kinds import NOTHING
+from ckpt_codecs.engine import engine
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.general import Zstd
+from ckpt_codecs.integers import Integers
+from ckpt_codecs.kinds import EXPECTED
+from ckpt_codecs.moments import FirstMoment, SecondMoment
+from ckpt_codecs.planes import Planes, split
+
+PLAIN: tuple[type[Codec], ...] = (Planes, FirstMoment, SecondMoment, Integers, Zstd)
+"""By the number that stands in files."""
+SAMPLES, SAMPLE = 16, 256
+
+
+def encode_plain(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> bytes:
+    """A part of the first codec for such a state. `context` gives other states, or None where they must not tell."""
+    codec = best_for("parameter", state, values.dtype, level)[0]
+    base = None if codec.context is None else context(codec.context)
+    return bytes([NOTHING, PLAIN.index(type(codec))]) + codec.encode(values, base)
+
+
+def decode_plain(number: int, data: Bytes, shape: Shape, dtype: DType, context: Callable[[str], Array]) -> Array:
+    if number >= len(PLAIN):
+        raise CodecError(f"there is no codec of number {number}")
+    codec = PLAIN[number]()
+    base = context(codec.context) if codec.context is not None and data[:1] == bytes([EXPECTED]) else None
+    return codec.decode(data, shape, dtype, base)
+
+
+def guess_plain(values: Array) -> float:
+    """Bytes that planes would take, told from a sample."""
+    bits = sampled(words(values))
+    if not bits.size:
+        return 0.0
+    planes = [np.empty(bits.size, np.uint8) for _ in range(bits.itemsize)]
+    if values.dtype.kind in "fcV":
+        split(bits, planes)
+    else:
+        for i, plane in enumerate(planes):
+            plane[:] = bits.view(np.uint8).reshape(-1, bits.itemsize)[:, i]
+    return sum(engine().survey(plane) for plane in planes) / 8 * values.size
+
+
+def sampled(bits: Array) -> Array:
+    """Neighbours from sixteen places."""
+    each = bits.size // SAMPLES
+    many = min(each, SAMPLE)
+    return np.ascontiguousarray(bits[: SAMPLES * each].reshape(SAMPLES, each)[:, :many]).reshape(-1) if many else bits

@@ -1,0 +1,84 @@
+"""How far words are from what foretold them: the forms, and which of them to try."""
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Bytes, DType
+from ckpt_codecs.chunks import MOST, Writer, read
+from ckpt_codecs.deltas.buckets import MANTISSA, decode_buckets, encode_buckets
+from ckpt_codecs.deltas.engine import delta_engine
+from ckpt_codecs.deltas.grid import best_shift, decode_grid, encode_grid
+from ckpt_codecs.deltas.kinds import BUCKETS, CONSTANT_UNIT, GRID, RARE
+from ckpt_codecs.deltas.plain import sampled
+from ckpt_codecs.deltas.told import Told
+from ckpt_codecs.engine import engine
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.streams import LEVELS, Effort
+
+LEAST = 512
+"""Values that are worth tables."""
+FEW_PLANES = 2
+"""Planes of differences of float32 that leave a grid nothing to save."""
+
+
+def encode_residual(
+    foretold: Array,
+    found: Array,
+    dtype: DType,
+    level: str,
+    told: Told,
+    source: int = CONSTANT_UNIT,
+    contexts: bool = False,
+) -> bytes | None:
+    """The form that suits; None if the words are stored better as they are."""
+    effort, size = LEVELS[level], found.size
+    if size > MOST:
+        return None
+    planes = (delta_engine().widest_step(foretold, found).bit_length() + 7) // 8
+    if size >= LEAST and planes > FEW_PLANES and dtype.name == "float32":
+        best = best_shift(foretold, found, source, told)
+        if best is not None and best[1] < guess_steps(foretold, found):
+            made = encode_grid(foretold, found, source, best[0], contexts, told, effort)
+            if made is not None:
+                return made
+    if size >= LEAST and planes and dtype.name in MANTISSA:
+        made = encode_buckets(foretold, found, dtype, effort)
+        if made is not None:
+            return made
+    return encode_steps(foretold, found, planes, effort)
+
+
+def decode_residual(data: Bytes, foretold: Array, dtype: DType, told: Told) -> Array:
+    """The words. `data` is hostile, and has at least one byte."""
+    if data[0] <= foretold.itemsize:
+        return decode_steps(data, foretold)
+    if data[0] == GRID:
+        return decode_grid(data, foretold, told)
+    if data[0] in (BUCKETS, RARE):
+        return decode_buckets(data, foretold, dtype)
+    raise CodecError(f"a part has no residuals of form {data[0]}")
+
+
+def encode_steps(foretold: Array, found: Array, planes: int, effort: Effort) -> bytes | None:
+    """Planes of zigzagged differences: as many as any needs."""
+    size = found.size
+    writer = Writer(planes, planes, size * found.itemsize)
+    parts = [writer.plane(size, effort) for _ in range(planes)]
+    if planes:
+        delta_engine().steps(foretold, found, parts)
+    made = writer.data(size * found.itemsize + 1)
+    return None if made is None else bytes(made)
+
+
+def decode_steps(data: Bytes, foretold: Array) -> Array:
+    planes, out = data[0], np.empty_like(foretold)
+    parts = read(data, [foretold.size] * planes)
+    delta_engine().stepped(foretold, parts, out)
+    return out
+
+
+def guess_steps(foretold: Array, found: Array) -> float:
+    """Bytes for each value that planes of differences would take, told from a sample."""
+    foretold, found = sampled(foretold), sampled(found)
+    parts = [np.empty(found.size, np.uint8) for _ in range(found.itemsize)]
+    delta_engine().steps(foretold, found, parts)
+    return sum(engine().survey(part) for part in parts) / 8

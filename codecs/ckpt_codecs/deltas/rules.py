@@ -1,0 +1,157 @@
+"""How optimizers step, as far as it is the same for each value: names, numbers and the arithmetic that they go into."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.deltas.engine import delta_engine
+from ckpt_codecs.engine import engine
+from ckpt_codecs.errors import CodecError
+
+ADAM = ("torch", "divided", "cpu-adam", "apex")
+"""Orders in which Adam's operations are done: torch's own, its kernels for GPUs, DeepSpeed's for CPUs, apex's."""
+DESCENT = ("momentum", "nesterov")
+BETWEEN = "between"
+"""Some steps on: nobody knows what was between."""
+RULES = ("", *ADAM, *DESCENT, BETWEEN)
+FORMS = 3
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers of one step of one parameter; docs/delta-codecs.md has what is done with them."""
+
+    rule: str = ""
+    decay: float = 1.0
+    step: float = 0.0
+    root: float = 1.0
+    eps: float = 0.0
+    correction: float = 1.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    first_form: int = 0
+    second_form: int = 0
+    scale: float = 0.0
+    """Of gradients in bfloat16; 0 if they are not."""
+    early: float = 0.0
+    late: float = 0.0
+    fade: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise CodecError(f"no rule is called {self.rule!r}; there are: {', '.join(filter(None, RULES))}")
+        for name, value in vars(self).items():
+            if name in ("first_form", "second_form"):
+                if type(value) is not int or not 0 <= value < FORMS:
+                    raise CodecError(f"{name} is 0, 1 or 2, not {value!r}")
+            elif name not in ("rule", "level") and not _is_number(value):
+                raise CodecError(f"{name} is a number, not {value!r}")
+        if self.beta1 == 1 or self.root == 0 or self.correction == 0:
+            raise CodecError("nothing can be divided by zero: beta1 is not 1, root and correction are not 0")
+
+
+def adam_weights(rule: Rule, w: Array, m: Array, v: Array) -> Array:
+    """Weights after a step, from those before it and the moments after it."""
+    run, out = delta_engine(), np.empty_like(w)
+    numbers = (rule.decay, rule.step, rule.root, rule.eps)
+    if rule.rule == "torch":
+        run.weights_torch(w, m, v, *numbers, out)
+    elif rule.rule == "divided":
+        run.weights_divided(w, m, v, *numbers, out)
+    elif rule.rule == "cpu-adam":
+        run.weights_cpu_adam(w, m, v, *numbers, out)
+    else:
+        run.weights_apex(w, m, v, *numbers, rule.correction, out)
+    return out
+
+
+def descent_weights(rule: Rule, w: Array, b0: Array, b1: Array) -> Array:
+    """The same of gradient descent, from the momentum before and after the step."""
+    run, out = delta_engine(), np.empty_like(w)
+    if rule.rule == "nesterov":
+        ahead = np.empty_like(w)
+        run.mixed(b1, b0, 1 + rule.beta1, -rule.beta1, ahead)
+        b1 = ahead
+    run.descended(w, b1, rule.decay, rule.step, out)
+    return out
+
+
+def carried_weights(rule: Rule, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
+    out = np.empty_like(w)
+    delta_engine().carried(w, m0, v0, m1, v1, rule.decay, rule.early, rule.late, out)
+    return out
+
+
+def gradient(rule: Rule, m0: Array, m1: Array) -> Array:
+    """What the first moments say of it."""
+    out = np.empty_like(m0)
+    delta_engine().gradients(m0, m1, 1 - rule.beta1, out)
+    return out
+
+
+def first_moment(rule: Rule, m: Array, g: Array) -> Array:
+    out = np.empty_like(m)
+    delta_engine().first(m, g, rule.beta1, 1 - rule.beta1, rule.first_form, out)
+    return out
+
+
+def second_moment(rule: Rule, v: Array, g: Array) -> Array:
+    out = np.empty_like(v)
+    delta_engine().second(v, g, rule.beta2, 1 - rule.beta2, rule.second_form, out)
+    return out
+
+
+def halves(rule: Rule, m0: Array, m1: Array) -> Array:
+    """The gradients in bfloat16, as words."""
+    out = np.empty(m0.size, np.uint16)
+    delta_engine().halves(m0, m1, rule.scale, rule.beta1, 1 - rule.beta1, rule.first_form, out)
+    return out
+
+
+def widened(rule: Rule, half: Array) -> Array:
+    """Gradients as the optimizer got them."""
+    out = np.empty(half.size, np.float32)
+    delta_engine().scaled((half.astype(np.uint32) << np.uint32(16)).view(np.float32), rule.scale, out)
+    return out
+
+
+def faded(rule: Rule, m: Array) -> Array:
+    out = np.empty_like(m)
+    delta_engine().scaled(m, rule.fade, out)
+    return out
+
+
+def larger(before: Array, after: Array) -> Array:
+    """The largest second moments so far."""
+    return np.where(after > before, after, before)
+
+
+def rounded(master: Array) -> Array:
+    """The words of a copy in bfloat16."""
+    made = np.empty(master.size, np.uint16)
+    engine().to_bfloat16(master, made)
+    return made
+
+
+def bits(values: Array) -> Array:
+    """The words of floats; words as they are."""
+    return values if values.dtype.kind == "u" else values.view(np.uint32)
+
+
+def number(options: Mapping[str, Any], *names: str) -> float | None:
+    """An option by the first of these names that is a plain number."""
+    for name in names:
+        if _is_number(options.get(name)):
+            return float(options[name])
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,77 @@
+"""Makes the golden chunks of deltas: `python tests/golden_deltas/make.py NAME ...`. No test runs it.
+
+A chunk that is here already is never made again: what was written once is read for ever.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_codecs.delta import Change, States
+from ckpt_codecs.engine import using
+from ckpt_formats.tensor import Array
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from delta_cases import BF16, DELTAS, Case, adam, as_type, fitted, momentum, only, seldom  # noqa: E402
+
+
+def chosen() -> Iterator[Case]:
+    """A part of every kind, small."""
+    shape = (40, 64)
+    one, step = adam(shape, 1, 7)
+    yield "adam", one, step
+    yield "adam-bf16", *adam(shape, 1, 7, bf16=True)
+    ten, way = adam(shape, 10, 7)
+    rows = np.exp2(np.random.default_rng(7).normal(0, 1, (40, 1))).astype(np.float32)
+    yield "steps", Change(ten.before, {**ten.after, "exp_avg_sq": ten.after["exp_avg_sq"] * rows}), way
+    yield "anchor", Change({}, one.after), step
+    yield "weights", only(one, "fp32"), step
+    large = [{**states, "max_exp_avg_sq": one.after["exp_avg_sq"] * 2} for states in (one.before, one.after)]
+    yield "amsgrad", Change(*large), step
+    copies = [{**states, "param": as_type(states, BF16)["fp32"]} for states in (one.before, one.after)]
+    copies[1]["param"].view(np.uint16)[::7] += 1
+    yield "masters-and-copy", Change(*copies), step
+    yield "momentum", *momentum(shape, 7)
+    many = adam((150, 64), 1, 7)[0]
+    yield "copy", Change(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
+    yield "seldom", *seldom(7)
+    yield "counters", Change({"step": np.arange(900)}, {"step": np.arange(900) + 1}), step
+
+
+def kept(side: str, states: States) -> dict[str, Array]:
+    return {f"{side}-{name}": np.ascontiguousarray(v).reshape(-1).view(np.uint8) for name, v in states.items()}
+
+
+def form(states: States) -> dict[str, str]:
+    return {name: values.dtype.name for name, values in states.items()}
+
+
+def main(names: list[str]) -> None:
+    for name, change, step in chosen():
+        for codec in DELTAS:
+            called = f"{codec.name}-{name}"
+            target = HERE / f"{called}.npz"
+            if (names and called not in names) or target.exists():
+                continue
+            ready = fitted(codec, change, step)
+            about = {"codec": ready.config(), "before": form(change.before), "after": form(change.after)}
+            about["shape"] = next(iter(change.after.values())).shape
+            made = {
+                "about": np.array(json.dumps(about)),
+                **kept("before", change.before),
+                **kept("after", change.after),
+            }
+            for engine in ("kernels", "portable"):
+                with using(engine):
+                    made[engine] = np.frombuffer(ready.encode(change), np.uint8)
+            np.savez_compressed(target, allow_pickle=False, **made)
+            print(f"{target.name}: {made['kernels'].size} and {made['portable'].size} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,201 @@
+"""Every delta codec gives back every bit, on either engine, whatever the two states have to do with each other."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_codecs import CodecError, DeltaCodec, best_for
+from ckpt_codecs.delta import Change, Step
+from ckpt_codecs.engine import using
+from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
+from ckpt_formats.tensor import Array
+from delta_cases import BF16, DELTAS, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
+from held import FLOATS, array, bits
+from test_codecs import BOTH, ENGINES
+
+EACH = pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
+
+
+def each_engine_reads(codec: DeltaCodec, change: Change, step: Step) -> None:
+    with using("kernels"):
+        made = fitted(codec, change, step)
+    written = []
+    for name in ENGINES:
+        with using(name):
+            written.append(bytes(made.encode(change)))
+    for data in written:
+        for name in ENGINES:
+            with using(name):
+                back = decoded(made, data, change)
+                assert list(back) == list(change.after)
+                for state, values in change.after.items():
+                    assert bits(back[state]) == bits(values), state
+
+
+@EACH
+def test_every_bit_comes_back_whichever_engine_wrote_it(codec: DeltaCodec) -> None:
+    for _, change, step in cases():
+        each_engine_reads(codec, change, step)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Change:
+    """States of one shape, those before of other types or missing at times."""
+    shape = draw(st.lists(st.integers(0, 40), max_size=3).map(tuple))
+    names = draw(st.sets(st.sampled_from(["fp32", "param", "exp_avg", "exp_avg_sq", "momentum_buffer"]), min_size=1))
+    before: dict[str, Array] = {}
+    after: dict[str, Array] = {}
+    for name in sorted(names):
+        dtype = draw(st.sampled_from([F32, F32, F32, *FLOATS]))
+        after[name] = array(dtype, shape, draw(st.integers(0, 9)))
+        if draw(st.integers(0, 4)):
+            before[name] = array(dtype, shape, draw(st.integers(0, 9)))
+    return Change(before, after)
+
+
+@settings(max_examples=120, deadline=None)
+@given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
+def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | None, after: int | None) -> None:
+    each_engine_reads(codec, change, Step(before, after, OPTIONS))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_rule_is_lossless(data: st.DataObject) -> None:
+    """What was fitted may be anything: it costs bytes, never exactness."""
+    numbers = st.floats(allow_nan=False, allow_infinity=False)
+    fields = ("decay", "step", "eps", "beta1", "beta2", "scale", "early", "late", "fade")
+    config = {name: data.draw(numbers | st.floats(-1, 1)) for name in fields}
+    config["rule"] = data.draw(st.sampled_from(["torch", "divided", "cpu-adam", "apex", "between"]))
+    config["first_form"], config["second_form"] = (data.draw(st.integers(0, 2)) for _ in range(2))
+    if config["beta1"] == 1:
+        return
+    codec = delta_from_config({"name": "replay", **config})
+    change = data.draw(st.sampled_from([adam((9, 80))[0], adam((9, 80), 5)[0]]))
+    written = {}
+    for name in ENGINES:
+        with using(name):
+            written[name] = codec.encode(change)
+    for engine in ENGINES:
+        with using(engine):
+            for made in written.values():
+                back = decoded(codec, made, change)
+                assert all(bits(back[state]) == bits(values) for state, values in change.after.items())
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case[0].startswith(("adam", "amsgrad"))], ids=lambda c: c[0]
+)
+def test_wanted_states_alone_come_back(case: Case) -> None:
+    _, change, step = case
+    codec = fitted(DELTAS[1], change, step)
+    data = codec.encode(change)
+    for state, values in change.after.items():
+        back = decoded(codec, data, change, frozenset({state}))
+        assert list(back) == [state]
+        assert bits(back[state]) == bits(values)
+
+
+@EACH
+@pytest.mark.parametrize("level", ["default", "max"])
+def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str) -> None:
+    """But for the directory, and a hundredth where a sample decided."""
+    for name, change, step in cases():
+        made = fitted(delta_from_config({"name": codec.name, "level": level}), change, step)
+        plain = 0
+        for state, values in change.after.items():
+            best = best_for("parameter", state, values.dtype, level)[0]
+            base = change.after.get(best.context or "")
+            base = base if base is not None and base.shape == values.shape else None
+            plain += len(best.encode(values, base)) + 6
+        slack = 1.0 if level == "max" and codec.name == "difference" else 1.01
+        assert len(made.encode(change)) <= slack * plain + 1, name
+
+
+def test_deltas_are_as_small_as_they_should_be() -> None:
+    """Bits a parameter, all states together."""
+
+    def cost(change: Change, step: Step) -> float:
+        codec = fitted(DELTAS[1], change, step)
+        return 8 * len(codec.encode(change)) / next(iter(change.after.values())).size
+
+    shape = (1024, 256)
+    assert cost(*adam(shape)) < 27
+    assert cost(*adam(shape, bf16=True)) < 12.5
+    assert cost(*adam(shape, 10)) < 77
+    assert cost(*adam(shape, 10, rate=1e-6)) < 65
+    change, step = adam(shape)
+    assert cost(only(change, "fp32"), step) < 21
+    copies = Change({"param": change.before["fp32"].astype(BF16)}, {"param": change.after["fp32"].astype(BF16)})
+    assert cost(copies, step) < 4.5
+    assert cost(*seldom(0)) < 0.4
+    assert cost(Change(change.before, change.before), step) < 0.01
+
+
+@BOTH
+def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
+    change, step = adam((80, 160))
+
+    def awkward(values: Array, i: int) -> Array:
+        shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(values.dtype).reshape(values.shape)
+        return (shifted[::2], values[::2])[i % 2]
+
+    odd = Change(*({n: awkward(v, i) for i, (n, v) in enumerate(s.items())} for s in (change.before, change.after)))
+    with using(name):
+        for codec in DELTAS:
+            made = fitted(codec, odd, step)
+            back = decoded(made, made.encode(odd), odd)
+            assert all(bits(back[n]) == bits(np.ascontiguousarray(v)) for n, v in odd.after.items())
+
+
+def test_two_threads_do_not_share_their_scratch() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(case: Case) -> bool:
+        _, change, step = case
+        made = fitted(DELTAS[1], change, step)
+        back = decoded(made, made.encode(change), change)
+        return all(bits(back[n]) == bits(v) for n, v in change.after.items())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, list(cases(3)) * 2))
+
+
+# --- names and configurations
+
+
+@EACH
+def test_a_configuration_is_json_and_makes_the_codec_again(codec: DeltaCodec) -> None:
+    made = fitted(codec, *adam((40, 64)))
+    assert delta_from_config(json.loads(json.dumps(made.config()))) == made
+    assert DELTA_CODECS[codec.name] is type(codec)
+
+
+def test_the_default_is_lossless() -> None:
+    assert DELTA_CODECS[DEFAULT_DELTA].lossless
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "difference:level=none",
+        "replay:level=7",
+        "replay:rule=adamw",
+        "replay:beta1=1",
+        "replay:root=0",
+        "replay:step=x",
+        "replay:step=true",
+        "replay:second_form=3",
+        "replay:first_form=1.0",
+        "replay:decay=NaN",
+        "replay:eps=Infinity",
+        "replay:eps=1" + "0" * 400,
+        "replay:rule=[]",
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(CodecError):
+        parse_delta(text)

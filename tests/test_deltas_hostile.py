@@ -1,0 +1,239 @@
+"""Deltas of strangers: an error or a wrong array that a checksum finds, never a crash, never memory for the asking."""
+
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_codecs import CodecError, DeltaCodec
+from ckpt_codecs.delta import Change
+from ckpt_codecs.deltas import kinds
+from ckpt_codecs.engine import using
+from ckpt_codecs.registry import delta_from_config
+from delta_cases import BF16, DELTAS, F32, decoded
+from delta_fuzz import Seed, fuzz, seeds, survives
+from test_codecs import BOTH
+
+SEEDS = seeds()
+EACH = pytest.mark.parametrize("seed", SEEDS, ids=[seed[0] for seed in SEEDS])
+
+
+def test_the_chunks_have_parts_of_every_kind() -> None:
+    found, forms = set(), set()
+    for _, _, change, data in SEEDS:
+        at = 1 + 4 * len(change.after)
+        for i in range(len(change.after)):
+            found.add(data[at])
+            if data[at] not in (kinds.NOTHING, kinds.GRADIENT, kinds.DRIFTED):
+                forms.add(data[at + 1])
+            at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
+    assert found == set(range(8))
+    assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE}
+
+
+@BOTH
+@EACH
+def test_a_chunk_cut_anywhere_is_refused(seed: Seed, name: str) -> None:
+    _, codec, change, data = seed
+    places = {*range(0, len(data), 997 if name == "kernels" else 19997), *range(min(60, len(data)))}
+    with using(name):
+        assert not any(survives(codec, data[:at], change) for at in places)
+
+
+@BOTH
+@EACH
+def test_a_chunk_that_goes_on_is_refused(seed: Seed, name: str) -> None:
+    _, codec, change, data = seed
+    with using(name):
+        assert not survives(codec, data + b"\0", change)
+
+
+@EACH
+def test_other_states_before_are_survived(seed: Seed) -> None:
+    _, codec, change, data = seed
+    zeros = {name: np.zeros_like(values) for name, values in change.after.items()}
+    others = {name: values.astype(np.float64) for name, values in zeros.items()}
+    flat = {name: values.reshape(-1) for name, values in zeros.items()}
+    for before in ({}, zeros, others, flat):
+        survives(codec, data, Change(before, change.after))
+
+
+@EACH
+def test_other_shapes_types_and_names_are_survived(seed: Seed) -> None:
+    _, codec, change, data = seed
+    for shape in ((), (0,), (1,), (5,), (3, 64)):
+        for dtype in (F32, BF16, np.dtype(np.uint8), np.dtype(np.float64)):
+            states = {name: np.zeros(shape, dtype) for name in change.after}
+            survives(codec, data, Change(states, states))
+    for names in (["fp32"], ["exp_avg", "fp32"], ["a", "b", "c"], ["exp_avg_sq", "max_exp_avg_sq", "param"]):
+        values = next(iter(change.after.values()))
+        survives(codec, data, Change({}, dict.fromkeys(names, values)))
+
+
+@EACH
+def test_a_chunk_given_to_another_codec_or_rule_is_survived(seed: Seed) -> None:
+    _, _, change, data = seed
+    rules = [
+        delta_from_config({"name": "replay", "rule": rule, "scale": 1e300}) for rule in ("apex", "nesterov", "between")
+    ]
+    for codec in (*DELTAS, *rules):
+        survives(codec, data, change)
+
+
+def test_mutations_are_survived() -> None:
+    arrays = fuzz(1, 60)
+    assert all(0 < many < 60 * len(SEEDS) for many in arrays.values()), arrays
+
+
+def test_mutations_are_survived_without_numba() -> None:
+    with using("portable"):
+        fuzz(2, 4)
+
+
+@pytest.mark.slow
+def test_no_kernel_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
+    """In a process where Numba checks every index, those of loads and stores of whole words included."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("delta_fuzz.py")), "3", "25"],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "NUMBA_BOUNDSCHECK": "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- crafted parts
+
+SHAPE = (10, 64)
+STATES = {name: np.full(SHAPE, 0.5, F32) for name in ("fp32", "exp_avg", "exp_avg_sq")}
+BEFORE_PART = bytes([kinds.BEFORE, 0])
+
+
+def chunk(**parts: bytes) -> bytes:
+    whole = [
+        {"exp_avg": BEFORE_PART, "exp_avg_sq": BEFORE_PART, "fp32": BEFORE_PART, **parts}[n] for n in sorted(STATES)
+    ]
+    return b"".join([b"\1", *(struct.pack("<I", len(part)) for part in whole), *whole])
+
+
+def streams(mode: int, *planes: bytes) -> bytes:
+    return bytes([mode]) + b"".join(b"\0" + struct.pack("<I", len(p)) for p in planes) + b"".join(planes)
+
+
+def grid(source: int, shift: int, contexts: int, least: int, deep: int, used: int, *planes: bytes) -> bytes:
+    return (
+        bytes([kinds.BEFORE])
+        + struct.pack("<BBhBbII", 16, source, shift, contexts, least, deep, used)
+        + streams(16, *planes)
+    )
+
+
+N = 640
+CRAFTED = {
+    "a part of one byte": {"fp32": b"\1"},
+    "a prediction that nobody knows": {"fp32": b"\x09\0"},
+    "residuals that nobody knows": {"fp32": b"\1\x0f"},
+    "more planes than bytes": {"fp32": b"\1\x05" + bytes(60)},
+    "a codec that nobody knows": {"fp32": b"\0\x05" + bytes(60)},
+    "foretold by itself": {
+        "exp_avg_sq": b"\2\0",
+        "exp_avg": grid(2, 0, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8)),
+    },
+    "a gradient without a size": {"exp_avg": b"\3\0"},
+    "a gradient past the end": {"exp_avg": b"\3\xff\xff\xff\xff"},
+    "a gradient of weights": {"fp32": b"\3\1\0\0\0\0\0"},
+    "a drift past the end": {"exp_avg_sq": b"\6\xff\xff\xff\xff\0"},
+    "a copy of itself": {"fp32": b"\7\0"},
+    "no residuals after drifts": {"exp_avg_sq": b"\6" + struct.pack("<I", 85) + streams(2, bytes(10), bytes(64))},
+    "a grid from nowhere": {"fp32": grid(3, 0, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))},
+    "more depths than values": {"fp32": grid(0, 127, 0, 0, N + 1, 8, bytes([127]) * N, b"\xff" * (N + 1), bytes(8))},
+    "fewer depths than it takes": {"fp32": grid(0, 127, 0, 0, N - 1, 8, bytes([127]) * N, b"\xff" * (N - 1), bytes(8))},
+    "no room for the last word": {"fp32": grid(0, 127, 0, 0, N, 7, bytes([127]) * N, b"\xff" * N, bytes(7))},
+    "fewer bits than it takes": {"fp32": grid(0, 127, 0, 0, N, 9, bytes([127]) * N, bytes(N), bytes(9))},
+    "more bits than it takes": {"fp32": grid(0, 127, 0, 0, N, 9, bytes([127]) * N, b"\xff" * N, bytes(9))},
+    "words past the end": {"fp32": grid(0, 127, 0, 0, 0, 8, bytes(N), b"", bytes(8))},
+    "buckets of float32": {"fp32": b"\1\x11" + struct.pack("<BBI", 0, 1, 0) + streams(17, bytes(N), b"", b"")},
+}
+
+
+def test_a_crafted_chunk_of_depths_alone_is_whole() -> None:
+    made = decoded(
+        DELTAS[0], chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))), Change(STATES, STATES)
+    )
+    assert not made["fp32"].any()
+
+
+@BOTH
+@pytest.mark.parametrize("what", CRAFTED)
+def test_a_crafted_part_is_refused(what: str, name: str) -> None:
+    change = Change(STATES, STATES)
+    rule = delta_from_config({"name": "replay", "rule": "torch", "scale": 1.0})
+    with using(name):
+        for codec in (DELTAS[0], rule):
+            assert survives(codec, chunk(), change)
+            assert not survives(codec, chunk(**CRAFTED[what]), change)
+
+
+HALVES = {"param": np.full(SHAPE, 0.5, BF16)}
+
+
+def halves(form: int, least: int, many: int, escaped: int, rest: bytes) -> bytes:
+    part = bytes([kinds.BEFORE]) + struct.pack("<BBBI", form, least, many, escaped) + rest
+    return b"\1" + struct.pack("<I", len(part)) + part
+
+
+def rare(kinds_: bytes, coded: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<I", len(coded) if size is None else size) + streams(18, b"", b"", kinds_, coded)
+
+
+DAMAGED_HALVES = {
+    "no head": halves(17, 0, 1, 0, b"")[:-3],
+    "no buckets": halves(17, 0, 0, 0, streams(17, b"", b"")),
+    "too many buckets": halves(17, 0, 17, 0, streams(17, *[b""] * 16, bytes(N), b"", b"")),
+    "more escapes than values": halves(17, 0, 1, N + 1, streams(17, bytes(N), bytes(N + 1), bytes(N + 1))),
+    "escapes that are not there": halves(17, 0, 1, 1, streams(17, bytes(N), b"\0", b"\0")),
+    "escapes that nobody counted": halves(17, 0, 1, 0, streams(17, b"\xff" * N, b"", b"")),
+    "a size past the end": halves(18, 0, 1, 0, rare(b"\xff", b"", 0xFFFFFFFF)),
+    "a gap of 25 bits": halves(18, 0, 1, 0, rare(b"\x19", bytes(40))),
+    "nothing coded": halves(18, 0, 1, 0, rare(b"\xff", b"")),
+    "ones for ever": halves(18, 0, 1, 0, rare(b"\0", bytes(40))),
+    "zeros for ever": halves(18, 0, 1, 0, rare(b"\xff", b"\xff" * 40)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("what", DAMAGED_HALVES)
+def test_crafted_halves_are_refused(what: str, name: str) -> None:
+    with using(name):
+        assert not survives(DELTAS[0], DAMAGED_HALVES[what], Change(HALVES, HALVES))
+
+
+@pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
+def test_a_chunk_gets_no_memory_for_the_asking(codec: DeltaCodec) -> None:
+    huge = struct.pack("<I", 0xFFFFFFF0)
+    tracemalloc.start()
+    for at in range(1, 40):
+        data = bytearray(chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))))
+        data[at : at + 4] = huge
+        survives(codec, bytes(data), Change(STATES, STATES))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(CodecError, match="another fp32 than there is"):
+        decoded(DELTAS[0], chunk(), Change({}, STATES))
+    rule = delta_from_config({"name": "replay", "rule": "torch"})
+    with pytest.raises(CodecError, match="foretold by itself"):
+        decoded(rule, chunk(**CRAFTED["foretold by itself"]), Change(STATES, STATES))
