@@ -1,0 +1,241 @@
+"""Our lossy delta codec: weights quantised in the subspace in which they move, moments told from factors and them.
+
+`docs/lossy-codecs.md` specifies the bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import sqrt
+from typing import ClassVar
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Shape
+from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.errors import CodecError, NotApplicable
+from ckpt_codecs.lossy import factors, first, forms, weights
+from ckpt_codecs.lossy.made import Made
+from ckpt_codecs.lossy.quantise import Quantiser
+from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.lossy.weights import Way
+from ckpt_codecs.planes import Planes
+
+EXACT, SAME, FACTORS, WEIGHTS, FIRST = range(5)
+"""How a state is held in a chunk."""
+FIRSTS = ("derived", "coarse", "exact", "zero")
+SAMPLES = 4
+"""Chunks of a parameter that tell its scale."""
+_GRAIN = 2
+_FINE_RESIDUAL = 2
+FINE_STEP, FINE_ANCHOR_STEP = 1 / 8, 1 / 256
+ZERO = 0.6
+"""Half the width of the bin of zero, in steps."""
+TRIES, SHORTER = 40, 0.8
+
+
+@dataclass(frozen=True)
+class Subspace(DeltaCodec):
+    """Approximates all states of a parameter.
+
+    `step`: of the quantiser, in units of the true change's root mean square, or
+    `anchor_step` of the weights' own where there is nothing before. `octaves`: second
+    moments are off by a factor of about 2^(octaves/2) at most, 0 for no bound. `rank`: of the
+    subspace, 0 for none. `first`: what becomes of first moments, one of `FIRSTS`.
+    `max_abs_err` bounds the error of every weight, `rel_error` the error of every
+    chunk of weights against their change, both in the Euclidean norm for the latter.
+    `scale` is the root mean square, which `survey` or `fit` finds.
+    """
+
+    name: ClassVar[str] = "subspace"
+    lossless: ClassVar[bool] = False
+
+    step: float = 2.0
+    rank: int = 32
+    octaves: float = 4.0
+    first: str = "derived"
+    anchor_step: float = 0.25
+    max_abs_err: float | None = None
+    rel_error: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step", "anchor_step", "max_abs_err", "rel_error", "scale"):
+            value = getattr(self, name)
+            if value is None and name in ("max_abs_err", "rel_error", "scale"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+                raise CodecError(f"{name} is a number above 0, not {value!r}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank <= weights.MOST_RANK:
+            raise CodecError(f"rank is a whole number of at most {weights.MOST_RANK}, not {self.rank!r}")
+        if not isinstance(self.octaves, int | float) or not 0 <= self.octaves <= 16:
+            raise CodecError(f"octaves is a number of at most 16, not {self.octaves!r}")
+        if self.first not in FIRSTS:
+            raise CodecError(f"first is one of {', '.join(FIRSTS)}, not {self.first!r}")
+
+    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "Subspace":
+        """The same codec with one scale for the whole state: so much of it, and a change of that."""
+        parts = [(size, *self._energy(change)) for size, change in samples if not forms.is_fine(_shape(change))]
+        count = sum(size for size, _, some in parts if some)
+        energy = sum(size * energy / some for size, energy, some in parts if some)
+        return replace(self, scale=sqrt(energy / count)) if energy > 0 else self
+
+    def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "Subspace":
+        if self.scale is not None:
+            return self
+        return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
+
+    def encode(self, change: Change) -> bytes:
+        form = {name: array.dtype for name, array in change.after.items()}
+        forms.check(form)
+        made = Made(change.before, _shape(change))
+        return b"".join(self._section(name, change, made) for name in forms.in_order(form))
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        made, source = Made(before, shape), Pieces(data)
+        for name in forms.in_order(form):
+            (kind,), held = source.take(1), source.piece()
+            if wanted is None or wanted - made.states.keys():
+                made.states[name] = self._state(kind, held, name, form, made)
+        source.end()
+        return {name: made.states[name] for name in form if wanted is None or name in wanted}
+
+    def _section(self, name: str, change: Change, made: "Made") -> bytes:
+        """A state as bytes; `made` learns what comes of them."""
+        form = {n: array.dtype for n, array in change.after.items()}
+        true, old = change.after[name], change.before.get(name)
+        found = (EXACT, b"")
+        if old is not None and _same_bits(true, old):
+            found = (SAME, b"")
+        elif forms.is_approximated(true.dtype):
+            try:
+                found = self._approximate(name, change, made)
+            except NotApplicable:
+                found = (EXACT, b"")
+        if found[0] not in (EXACT, SAME):
+            state = self._state(*found, name, form, made)
+            if np.isfinite(state).all():
+                made.states[name] = state
+                return bytes([found[0]]) + piece(found[1])
+            made.forget(name)
+            found = (EXACT, b"")
+        made.states[name] = true
+        return bytes([found[0]]) + piece(bytes(Planes().encode(true, None)) if found[0] == EXACT else b"")
+
+    def _approximate(self, name: str, change: Change, made: "Made") -> tuple[int, bytes]:
+        true = forms.wide(change.after[name])
+        if not true.size or not np.isfinite(true).all():
+            raise NotApplicable("there are no values, or some that are no numbers")
+        fine = forms.is_fine(change.after[name].shape)
+        if name in forms.SECOND:
+            if (true < 0).any() or np.signbit(true).any():
+                raise NotApplicable("a second moment is negative")
+            residual = 0 if true.shape[0] == 1 else _FINE_RESIDUAL if fine else round(8 * self.octaves)
+            old = made.wide_before(name)
+            return FACTORS, factors.encode(true, old, residual, _GRAIN)
+        if name == forms.weights_of(change.after):
+            return WEIGHTS, self._weights(true, change.after[name], made.way(name), fine)
+        if name in forms.FIRST and self.first != "exact":
+            told = made.weights_change(change.after)
+            return FIRST, first.encode(true, made.second(), told, self.first, fine)
+        raise NotApplicable("such a state is held exactly")
+
+    def _weights(self, true: Array, given: Array, way: Way, fine: bool) -> bytes:
+        """As few bytes as keep what was promised."""
+        bound, rank = self.max_abs_err, 0 if fine else self.rank
+        if bound is not None:
+            way, rank = replace(way, factors=None), 0
+        values = way.forward(true)
+        size = sqrt(float(np.square(values, dtype=np.float64).mean())) if values.size else 0.0
+        if fine:
+            step, zero = size * (FINE_STEP if way.before is not None else FINE_ANCHOR_STEP), 0.5
+        elif way.before is not None:
+            step, zero = settled(self.step) * (self.scale or size), ZERO
+        else:
+            step, zero = self.anchor_step * size, 0.5
+        if bound is not None:
+            step, zero = min(2 * bound, step) if fine else 2 * bound, 0.5
+        for _ in range(TRIES):
+            data = way.encode(values, Quantiser(step or 1.0, zero), rank)
+            if bound is None and self.rel_error is None:
+                return data
+            state = forms.narrow(way.back(data), given.dtype, given.shape)
+            if self._keeps_bound(given, state) and self._is_near(true, state, way.before):
+                return data
+            step *= SHORTER if self.rel_error is not None else 0.99
+        raise NotApplicable("no step keeps what was promised")
+
+    def _keeps_bound(self, true: Array, state: Array) -> bool:
+        """Is every weight as near as was promised?"""
+        if self.max_abs_err is None:
+            return True
+        off = np.abs(true.astype(np.float64) - state.astype(np.float64))
+        return bool(off.max(initial=0) <= self.max_abs_err)
+
+    def _is_near(self, true: Array, state: Array, before: Array | None) -> bool:
+        if self.rel_error is None:
+            return True
+        wide = true.astype(np.float64)
+        off = np.square(wide - forms.wide(state)).sum()
+        return bool(off <= self.rel_error**2 * np.square(wide - (0 if before is None else before)).sum())
+
+    def _state(self, kind: int, held: bytes, name: str, form: Form, made: "Made") -> Array:
+        """The state that a section holds."""
+        dtype, shape = form[name], made.shape
+        if kind == EXACT:
+            return Planes().decode(held, shape, dtype, None)
+        if kind == SAME:
+            old = made.before.get(name)
+            if old is None or held:
+                raise CodecError(f"a lossy chunk needs the {name} before it")
+            return old
+        if not forms.is_approximated(dtype):
+            raise CodecError(f"a lossy chunk does not hold {dtype}")
+        if kind == FACTORS and name in forms.SECOND:
+            found = factors.decode(held, made.wide_before(name), made.matrix)
+            made.found_factors[name] = found
+            return forms.narrow(found.values, dtype, shape)
+        if kind == WEIGHTS and name == forms.weights_of(form):
+            return forms.narrow(made.way(name).back(held), dtype, shape)
+        if kind == FIRST and name in forms.FIRST:
+            change = made.weights_change(form)
+            return forms.narrow(first.decode(held, made.second(), change, made.matrix), dtype, shape)
+        raise CodecError(f"a lossy chunk holds {name} in no way that is known")
+
+    def _energy(self, change: Change) -> tuple[float, int]:
+        """The sum of squares of what is to be quantised, and of how many values."""
+        made, name = Made(change.before, _shape(change)), forms.weights_of(change.after)
+        if name is None or name not in change.before:
+            return 0.0, 0
+        for second in forms.SECOND:
+            if second in change.after:
+                self._section(second, change, made)
+        true = forms.wide(change.after[name])
+        if not np.isfinite(true).all():
+            return 0.0, 0
+        values = made.way(name).forward(true)
+        return float(np.square(values, dtype=np.float64).sum()), values.size
+
+
+def settled(step: float) -> float:
+    """A step in units of what is to be quantised, for one in units of the true change.
+
+    What is to be quantised is the true change and the error before it. Were steps a multiple of both, long ones would
+    feed on their own errors; so the part that errors take of it once they have settled, at most
+    evenly spread over the bin of zero, is taken away. Then errors stay where they are, however long the chain.
+    """
+    return step / sqrt(1 + ZERO**2 / 3 * step**2)
+
+
+def _shape(change: Change) -> Shape:
+    shape: Shape = next(iter(change.after.values())).shape
+    return shape
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    first_, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return bool(np.array_equal(first_, second))

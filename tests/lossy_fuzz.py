@@ -1,0 +1,74 @@
+"""Damage done to lossy chunks: whatever it is, decoding ends in arrays of the right form or a `CodecError`.
+
+`python lossy_fuzz.py SEED COUNT` does it in a process of its own, where Numba checks every index of the kernels.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckpt_codecs import CodecError
+from ckpt_codecs.base import DType
+from ckpt_codecs.delta import Change, DeltaCodec, States
+from codec_fuzz import mutations
+from lossy_states import LOSSY, changes, training
+
+Seed = tuple[DeltaCodec, Change, bytes]
+
+
+def seeds() -> list[Seed]:
+    """Chunks with sections of every kind."""
+    before, after = training((96, 64), 2)
+    after["exp_avg_sq"][:, 3] = 0
+    small = training((50,), 2)
+    given = [
+        Change(before, after),
+        Change({}, after),
+        Change(*small),
+        Change(before, {**after, "fp32": before["fp32"]}),
+    ]
+    return [(codec, change, codec.encode(change)) for codec in LOSSY for change in given]
+
+
+def survives(codec: DeltaCodec, data: bytes, before: States, shape: tuple[int, ...], form: dict[str, DType]) -> bool:
+    """Decode it: True if arrays came of it."""
+    try:
+        made = codec.decode(data, before, shape, form)
+    except CodecError:
+        return False
+    assert {n: a.dtype for n, a in made.items()} == form
+    assert all(a.shape == shape for a in made.values())
+    return True
+
+
+def of_seed(seed: Seed, data: bytes) -> bool:
+    codec, change, _ = seed
+    shape = next(iter(change.after.values())).shape
+    return survives(codec, data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
+
+
+def fuzz(seed: int, count: int, given: Sequence[Seed]) -> int:
+    """So many mutations of every chunk; how many of them gave arrays."""
+    random = np.random.default_rng(seed)
+    total = 0
+    for each in given:
+        source = mutations(each[2], random)
+        total += sum(of_seed(each, next(source)) for _ in range(count))
+    return total
+
+
+def main() -> None:
+    from ckpt_codecs.engine import engine
+    from ckpt_codecs.kernels import memory
+
+    assert engine().NAME == "kernels"
+    assert memory.CHECKED
+    for _, change in list(changes())[::5]:
+        for codec in LOSSY:
+            assert of_seed((codec, change, b""), codec.encode(change))
+    print(fuzz(int(sys.argv[1]), int(sys.argv[2]), seeds()))
+
+
+if __name__ == "__main__":
+    main()

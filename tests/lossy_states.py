@@ -1,0 +1,81 @@
+"""Chunks of Adam's states for lossy codecs: training that keeps to a few directions, and what nobody trains on."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckpt_codecs.delta import Change, DeltaCodec, States
+from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.tensor import Array
+from held import array
+
+LOSSY: list[DeltaCodec] = [
+    Subspace(),
+    Subspace(step=1.0, rank=0, octaves=0.0, first="coarse"),
+    Subspace(max_abs_err=1e-4, first="zero"),
+    Subspace(rel_error=0.1, first="exact"),
+    LcCheckpoint(),
+    LcCheckpoint(2, coder="packed"),
+    LcCheckpoint(3, coder="context"),
+    Excp(alpha=1.0),
+]
+F32, BF16, F16 = (DTYPES[name] for name in ("float32", "bfloat16", "float16"))
+SHAPES = [(96, 64), (24, 129), (2000,), (300,), (3, 5), (1,), (0,), (1, 70), (500, 8)]
+
+
+def training(shape: tuple[int, ...], many: int, seed: int = 0) -> list[dict[str, Array]]:
+    """States of so many steps, far apart, of a weight whose changes share a few directions."""
+    random = np.random.default_rng(seed)
+    rows, columns = (1, *shape)[-2:]
+    few = min(rows, columns, 4)
+    left, right = random.standard_normal((rows, few)), random.standard_normal((few, columns))
+    scales = np.exp(random.normal(0, 1, (rows, 1))) * np.exp(random.normal(0, 1, columns)) * 1e-8
+    weights, made = random.normal(0, 0.02, (rows, columns)), []
+    for _ in range(many):
+        moved = (left * random.normal(1, 0.3, few)) @ right + 0.3 * random.standard_normal((rows, columns))
+        second = scales * random.chisquare(4, (rows, columns))
+        weights = weights + 1e-3 * moved
+        states = {"fp32": weights, "exp_avg": -0.3 * np.sqrt(second) * moved, "exp_avg_sq": second}
+        made.append({n: a.astype(F32).reshape(shape) for n, a in states.items()})
+    return made
+
+
+def changes() -> Iterator[tuple[str, Change]]:
+    """By name: ordinary ones, anchors, other types and states, and values that break what is taken for granted."""
+    for shape in SHAPES:
+        before, after = training(shape, 2)
+        yield f"adam-{shape}", Change(before, after)
+        yield f"anchor-{shape}", Change({}, after)
+        yield f"weights-{shape}", Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+        yield f"same-{shape}", Change(before, before)
+        yield f"moments-alone-{shape}", Change({}, {n: a for n, a in after.items() if n != "fp32"})
+    before, after = training((64, 48), 2)
+    for dtype in (BF16, F16, np.dtype(np.float64)):
+        yield f"{dtype}", Change(*({n: a.astype(dtype) for n, a in s.items()} for s in (before, after)))
+    momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"]} for s in (before, after)]
+    yield "momentum", Change(*momentum)
+    yield (
+        "two-weights",
+        Change(*({**s, "param": s["fp32"].astype(BF16), "other": s["exp_avg"]} for s in (before, after))),
+    )
+    yield from broken(before, after)
+
+
+def broken(before: States, after: States) -> Iterator[tuple[str, Change]]:
+    bits = {n: array(F32, a.shape, i) for i, (n, a) in enumerate(after.items())}
+    yield "any-bits", Change(before, bits)
+    yield "after-any-bits", Change(bits, after)
+    for value in (np.nan, np.inf, -np.inf, 1e-42, 3e38, -0.0):
+        for state in after:
+            odd = {n: a.copy() for n, a in after.items()}
+            odd[state][3, 5] = value
+            yield f"{value}-in-{state}", Change(before, odd)
+            yield f"{value}-before-in-{state}", Change(odd, after)
+    empty = np.where(np.arange(48) % 3 == 0, np.float32(0), after["exp_avg_sq"])
+    yield "zero-columns", Change(before, {**after, "exp_avg_sq": empty})
+    yield "tiny-second", Change(before, {**after, "exp_avg_sq": after["exp_avg_sq"] * np.float32(1e-34)})
+    yield "negative-second", Change(before, {**after, "exp_avg_sq": -after["exp_avg_sq"]})
+    yield "huge-change", Change(before, {**after, "fp32": after["fp32"] * np.float32(1e38)})
+    yield "zeros", Change(*({n: np.zeros_like(a) for n, a in after.items()} for _ in range(2)))
+    yield "from-zeros", Change({n: np.zeros_like(a) for n, a in after.items()}, after)

@@ -1,0 +1,361 @@
+"""What lossy delta codecs promise: bounds on every element, errors that do not add up, one result on every machine."""
+
+import json
+from itertools import pairwise
+from math import sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_codecs import NotApplicable
+from ckpt_codecs.delta import Change, DeltaCodec, States, Step
+from ckpt_codecs.engine import using
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure, symbols
+from ckpt_codecs.lossy.basis import Basis
+from ckpt_codecs.lossy.loss import Loss
+from ckpt_codecs.registry import delta_from_config, parse_delta
+from ckpt_formats.tensor import Array
+from held import bits
+from lossy_states import BF16, F32, LOSSY, changes, training
+
+ENGINES = ["kernels", "portable"]
+NAMES = [f"{i}-{codec.name}" for i, codec in enumerate(LOSSY)]
+EACH = pytest.mark.parametrize("codec", LOSSY, ids=NAMES)
+CHANGES = list(changes())
+
+
+def decoded(codec: DeltaCodec, data: bytes, change: Change) -> dict[str, Array]:
+    shape = next(iter(change.after.values())).shape
+    return codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
+
+
+def there_and_back(codec: DeltaCodec, change: Change) -> dict[str, Array]:
+    return decoded(codec, codec.encode(change), change)
+
+
+def same(a: States, b: States) -> bool:
+    return a.keys() == b.keys() and all(bits(a[n]) == bits(b[n]) for n in a)
+
+
+# --- for every codec
+
+
+@EACH
+def test_each_engine_reads_the_same_from_what_either_wrote(codec: DeltaCodec) -> None:
+    for name, change in CHANGES[::3]:
+        found = []
+        for engine in ENGINES:
+            with using(engine):
+                found.append(codec.encode(change))
+        results = []
+        for data in found:
+            for engine in ENGINES:
+                with using(engine):
+                    results.append(decoded(codec, data, change))
+        assert all(same(results[0], other) for other in results[1:]), name
+        assert [(n, a.shape, a.dtype) for n, a in results[0].items()] == [
+            (n, a.shape, a.dtype) for n, a in change.after.items()
+        ], name
+
+
+@EACH
+def test_what_is_no_number_comes_back_bit_for_bit_and_numbers_stay_numbers(codec: DeltaCodec) -> None:
+    for name, change in CHANGES:
+        made = there_and_back(codec, change)
+        for state, true in change.after.items():
+            if not np.isfinite(true).all():
+                assert bits(made[state]) == bits(true), (name, state)
+            else:
+                assert np.isfinite(made[state]).all(), (name, state)
+
+
+@EACH
+def test_a_part_of_the_states_is_what_all_of_them_are(codec: DeltaCodec) -> None:
+    change = dict(CHANGES)["adam-(96, 64)"]
+    data, whole = codec.encode(change), there_and_back(codec, change)
+    form = {n: a.dtype for n, a in change.after.items()}
+    for state in form:
+        made = codec.decode(data, change.before, (96, 64), form, frozenset({state}))
+        assert made.keys() == {state}
+        assert bits(made[state]) == bits(whole[state])
+
+
+@EACH
+def test_configurations_come_back_from_json(codec: DeltaCodec) -> None:
+    fitted = codec.fit(lambda: iter([dict(CHANGES)["adam-(96, 64)"]]), Step())
+    assert delta_from_config(json.loads(json.dumps(fitted.config()))) == fitted
+
+
+@EACH
+def test_integers_are_not_for_lossy_codecs(codec: DeltaCodec) -> None:
+    steps = {"fp32": np.zeros((4, 4), F32), "step": np.arange(16).reshape(4, 4)}
+    with pytest.raises(NotApplicable, match="step"):
+        codec.encode(Change({}, steps))
+
+
+@EACH
+def test_nothing_lossy_calls_itself_lossless(codec: DeltaCodec) -> None:
+    assert not codec.lossless
+
+
+def test_strided_and_read_only_states_are_taken() -> None:
+    before, after = training((96, 64), 2)
+    turned = [{n: np.asfortranarray(a) for n, a in s.items()} for s in (before, after)]
+    for states in turned:
+        for a in states.values():
+            a.flags.writeable = False
+    assert same(there_and_back(Subspace(), Change(*turned)), there_and_back(Subspace(), Change(before, after)))
+
+
+# --- ours
+
+
+@pytest.mark.parametrize("what", ["adam-(96, 64)", "adam-(500, 8)", "anchor-(24, 129)", "zero-columns", "adam-(300,)"])
+def test_both_engines_write_the_same_bytes(what: str) -> None:
+    written = []
+    for engine in ENGINES:
+        with using(engine):
+            written.append(Subspace().encode(dict(CHANGES)[what]))
+    assert written[0] == written[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(1e-7, 10),
+    st.floats(-8, 4),
+    st.sampled_from([(40, 48), (2000,), (7,), (64, 1), (3, 3)]),
+    st.integers(0, 1000),
+    st.sampled_from([F32, BF16]),
+    st.booleans(),
+)
+def test_no_weight_is_farther_off_than_was_promised(
+    bound: float, size: float, shape: tuple[int, ...], seed: int, dtype: np.dtype[np.float32], anchor: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    old = random.standard_t(2, shape)
+    new = old + 10**size * random.standard_t(2, shape)
+    with np.errstate(over="ignore"):
+        change = Change({} if anchor else {"fp32": old.astype(dtype)}, {"fp32": new.astype(dtype)})
+    made = there_and_back(Subspace(max_abs_err=bound), change)["fp32"]
+    off = np.abs(made.astype(np.float64) - change.after["fp32"].astype(np.float64))
+    assert off.max() <= bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.001, 2), st.sampled_from([(40, 48), (2000,), (7,), (96, 64)]), st.integers(0, 1000), st.booleans())
+def test_no_chunk_of_weights_is_farther_off_than_was_promised_of_its_change(
+    bound: float, shape: tuple[int, ...], seed: int, anchor: bool
+) -> None:
+    before, after = training(shape, 2, seed)
+    change = Change({} if anchor else before, after)
+    made = there_and_back(Subspace(rel_error=bound), change)
+    assert measure(change, made)["fp32"].relative <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("octaves", [0.5, 2.0, 4.0])
+def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: float) -> None:
+    before, after = training((96, 64), 2)
+    after["exp_avg_sq"][:, 7] = 0
+    after["exp_avg_sq"][11] = 0
+    for old in (before, {}):
+        made = there_and_back(Subspace(octaves=octaves), Change(old, after))["exp_avg_sq"]
+        true = after["exp_avg_sq"]
+        assert np.array_equal(made == 0, true == 0)
+        octaves_off = np.abs(np.log2(made[true > 0] / true[true > 0].astype(np.float64)))
+        assert octaves_off.max() <= (8 * octaves + 3) / 16
+
+
+@pytest.mark.parametrize("codec", [Subspace(), Subspace(step=4.0), Subspace(rank=0), LcCheckpoint(3)])
+def test_errors_do_not_add_up_over_twenty_deltas(codec: DeltaCodec) -> None:
+    """Each delta is against what was reconstructed, so that it makes good for the errors before it."""
+    states = training((96, 64), 21)
+    held, relative, added_up = dict(states[0]), [], np.zeros((96, 64))
+    for before, after in pairwise(states):
+        held = there_and_back(codec, Change(held, after))
+        moved = np.linalg.norm(after["fp32"] - before["fp32"])
+        relative.append(float(np.linalg.norm(held["fp32"] - after["fp32"]) / moved))
+        added_up += there_and_back(codec, Change(before, after))["fp32"] - after["fp32"]
+    assert max(relative) < 0.6 * getattr(codec, "step", 2.0)
+    assert np.mean(relative[15:]) < 1.5 * np.mean(relative[5:10])
+    assert np.linalg.norm(held["fp32"] - states[-1]["fp32"]) < np.linalg.norm(added_up)
+
+
+def test_the_basis_saves_where_weights_move_in_few_directions() -> None:
+    change = dict(CHANGES)["adam-(96, 64)"]
+    flat, turned = (Subspace(rank=rank) for rank in (0, 32))
+    sizes = [len(codec.encode(change)) for codec in (flat, turned)]
+    errors = [measure(change, there_and_back(codec, change))["fp32"].relative for codec in (flat, turned)]
+    assert sizes[1] < 0.75 * sizes[0]
+    assert errors[1] < errors[0]
+
+
+def test_one_scale_serves_the_whole_state() -> None:
+    large, small = training((96, 64), 2), training((64, 48), 2, 1)
+    still = [{n: a * np.float32(0.01) if n != "exp_avg_sq" else a for n, a in s.items()} for s in small]
+    codec = Subspace().survey(((a["fp32"].size, Change(b, a)) for b, a in (large, still)), Step())
+    assert codec.scale is not None
+    assert codec.fit(lambda: iter([Change(*still)]), Step()) == codec
+    made = there_and_back(codec, Change(*still))
+    assert same({"fp32": made["fp32"]}, {"fp32": still[0]["fp32"]})  # so little of it is worth no bit
+    assert not same(there_and_back(Subspace(), Change(*still)), made)
+
+
+def test_first_moments_are_told_from_the_change() -> None:
+    change = dict(CHANGES)["adam-(96, 64)"]
+    sizes = {kind: len(Subspace(first=kind).encode(change)) for kind in ("zero", "derived", "coarse", "exact")}
+    assert sizes["zero"] < sizes["derived"] < sizes["zero"] + 8 < sizes["coarse"] < sizes["exact"]
+    progress = measure(change, there_and_back(Subspace(), change))["exp_avg"]
+    assert progress.error < np.square(change.after["exp_avg"], dtype=np.float64).sum() / 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), max_size=40), st.integers(1, 17), st.integers(0, 31))
+def test_any_symbols_come_back(values: list[int], columns: int, shift: int) -> None:
+    given_ = np.array([int(v / 2**shift) for v in values], np.int32)
+    written = []
+    for engine in ENGINES:
+        with using(engine):
+            written.append(symbols.encode(given_, columns))
+            assert np.array_equal(symbols.decode(written[0], given_.size, columns), given_)
+    assert written[0] == written[1]
+
+
+def test_mostly_zeros_take_far_less_than_a_bit_each() -> None:
+    rare = (np.random.default_rng(0).random(100_000) < 0.01).astype(np.int32)
+    entropy = -100_000 * (0.01 * np.log2(0.01) + 0.99 * np.log2(0.99)) / 8
+    assert len(symbols.encode(rare, 500)) < 1.2 * (entropy + 0.01 * 100_000 / 8)  # and a sign each
+
+
+def test_a_basis_turns_without_stretching_and_back() -> None:
+    change = training((96, 64), 1)[0]["exp_avg"]
+    basis = Basis.along(change / np.abs(change).max(), 16)
+    assert basis is not None
+    values = np.random.default_rng(0).standard_normal((96, 64)).astype(F32)
+    turned = basis.into(values)
+    assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(values), rel=1e-5)
+    assert np.abs(basis.back(turned) - values).max() < 1e-4
+
+
+# --- others
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_lc_keeps_the_largest_exponents_and_stands_for_the_middle(width: int) -> None:
+    delta = np.array([[8.0, 9.0, -8.5, 4.0, -5.0, 2.0, 1.5, 0.25, 0.0, -0.1]], F32)
+    change = Change({"fp32": np.zeros_like(delta)}, {"fp32": delta})
+    made = there_and_back(LcCheckpoint(width), change)["fp32"]
+    kept = {2: [8.5, 8.5, -8.5, 4, 0, 0, 0, 0, 0, 0], 3: [8.5, 8.5, -8.5, 4, -5, 2, 1.5, 0.25, 0, 0]}
+    assert made.tolist() == [kept[width]]
+
+
+def test_lc_coders_give_the_same_and_the_published_one_needs_a_bit_for_each_weight() -> None:
+    before, after = training((300, 200), 2)
+    change = Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+    codecs = [LcCheckpoint(2, coder=coder) for coder in ("huffman", "packed", "context")]
+    sizes = [8 * len(codec.encode(change)) / 60_000 for codec in codecs]
+    results = [there_and_back(codec, change) for codec in codecs]
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+    assert sizes[0] > 1 > max(sizes[1:])
+
+
+def test_lc_has_one_table_for_the_state_if_asked() -> None:
+    pairs = [training((40, 30), 2, seed) for seed in range(3)]
+    codec = LcCheckpoint(3, "state").survey(((1200, Change(b, a)) for b, a in pairs), Step())
+    deltas = np.concatenate([(a["fp32"] - b["fp32"]).reshape(-1) for b, a in pairs])
+    assert codec.table is not None
+    assert codec.table[0][0] & 255 == np.abs(deltas).max().view(np.uint32) >> np.uint32(23)
+    assert codec.fit(lambda: iter([Change(*pairs[0])]), Step()) == codec
+
+
+def test_excp_prunes_moments_where_it_prunes_weights() -> None:
+    change = dict(CHANGES)["adam-(96, 64)"]
+    made = there_and_back(Excp(alpha=1.0), change)
+    moved = made["fp32"] != change.before["fp32"]
+    assert 0 < moved.mean() < 0.2
+    assert not made["exp_avg"][~moved].any()
+    assert np.array_equal(made["exp_avg"] == 0, made["exp_avg_sq"] == 0)
+    assert np.unique(made["exp_avg_sq"]).size <= 16
+
+
+@pytest.mark.parametrize(("beta2", "warned"), [(0.95, False), (0.999, True), (None, True)])
+def test_excp_warns_where_second_moments_live_long(beta2: float | None, warned: bool) -> None:
+    caution = Excp().caution(Step(options={} if beta2 is None else {"betas": [0.9, beta2]}))
+    assert (caution is not None) == warned
+
+
+# --- measures
+
+
+def test_what_is_measured_adds_up_over_chunks() -> None:
+    change = dict(CHANGES)["adam-(96, 64)"]
+    made = there_and_back(Subspace(), change)
+    whole = measure(change, made)["fp32"]
+    halves = [
+        measure(
+            Change(*({n: a[rows] for n, a in s.items()} for s in (change.before, change.after))),
+            {n: a[rows] for n, a in made.items()},
+        )["fp32"]
+        for rows in (slice(0, 50), slice(50, None))
+    ]
+    summed = sum(halves, Loss())
+    true, old = (s["fp32"].astype(np.float64) for s in (change.after, change.before))
+    assert summed.figures() == pytest.approx(whole.figures())
+    assert whole.max_abs == np.abs(made["fp32"] - true).max()
+    assert whole.relative == pytest.approx(np.linalg.norm(made["fp32"] - true) / np.linalg.norm(true - old))
+    assert 0.5 < whole.progress < 1.2
+
+
+def test_an_exact_state_has_lost_nothing() -> None:
+    change = dict(CHANGES)["any-bits"]
+    assert measure(change, change.after)["fp32"].figures() == {"max_abs": 0, "rel": 0, "progress": 1}
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.02, 0.5, 100])
+def test_the_search_gives_the_coarsest_step_that_was_tried_and_accepted(limit: float) -> None:
+    tried: dict[float, float] = {}
+
+    def loss(step: float) -> float:
+        tried[step] = step * step / 100
+        return tried[step]
+
+    found = coarsest(loss, limit)
+    accepted = [step for step in tried if tried[step] <= limit]
+    assert found == max(accepted, default=None)
+    assert len(tried) <= 8
+    if found is not None and found < 8:
+        assert found > 0.93 * min(sqrt(100 * limit), 8)
+
+
+def test_presets_are_codecs_of_growing_steps() -> None:
+    assert PRESETS["resume"].step < PRESETS["balanced"].step < PRESETS["archive"].step
+    assert parse_delta("subspace:step=4") == PRESETS["archive"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"step": 0},
+        {"step": "2"},
+        {"rank": -1},
+        {"rank": 1000},
+        {"rank": True},
+        {"octaves": 99},
+        {"first": "some"},
+        {"max_abs_err": -1},
+        {"rel_error": float("nan")},
+        {"scale": float("inf")},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(CodecError):
+        delta_from_config({"name": "subspace", **config})
+
+
+def test_tables_that_mean_nothing_are_refused() -> None:
+    for table in ([[600, 1.0]], [[1, float("nan")]], [[1]], "x", [[i, 1.0] for i in range(8)]):
+        with pytest.raises(CodecError):
+            delta_from_config({"name": "lc", "table": table})
