@@ -30,6 +30,9 @@ COMMANDS = {
     "verify": "ckpt_cli.commands.verify:verify",
     "rules": "ckpt_cli.commands.rules:rules",
     "diff": "ckpt_cli.commands.diff:diff",
+    "restore": "ckpt_cli.commands.restore:restore",
+    "log": "ckpt_cli.commands.log:log",
+    "compact": "ckpt_cli.commands.compact:compact",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
 }

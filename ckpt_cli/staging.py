@@ -28,6 +28,8 @@ from ckpt_formats.files import Evidence, Reader, Seal, holds
 from ckpt_formats.naming import PARTIAL
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_LARGE = 1 << 20
+"""Bytes from which a file is flushed as soon as it is written."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Staging:
                     yield receipt
 
     def flush(self, receipt: Receipt) -> None:
-        """Bring a finished part's file to the disk."""
-        _flush(self.data / receipt.file)
+        """Bring a finished part's file to the disk; small ones wait for the end, where one commit takes many."""
+        if receipt.nbytes >= _LARGE:
+            _flush(self.data / receipt.file)
 
     def note(self, receipt: Receipt) -> None:
         """Remember that a part is done."""

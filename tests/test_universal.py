@@ -487,7 +487,7 @@ HOSTILE: dict[str, tuple[Edit, type[CkptError] | tuple[type[CkptError], ...]]] =
     "a state in the header": (state("fp32", offset=0), Corrupt),
     "a name twice": (lambda s: s["parameters"][1].update(name=s["parameters"][0]["name"]), Corrupt),
     "a file twice": (lambda s: s["parameters"][1].update(file=s["parameters"][0]["file"]), Corrupt),
-    "a version from the future": (lambda s: s.update(version=3), Unsupported),
+    "a version from the future": (lambda s: s.update(version=4), Unsupported),
     "a version before the first": (lambda s: s.update(version=0), Unsupported),
     "a version true": (lambda s: s.update(version=True), Unsupported),
     "no version": (without("version"), Unsupported),

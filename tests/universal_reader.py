@@ -27,15 +27,16 @@ FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
 
 
 class UniversalReader:
-    """A folder of version 1 or 2, by the rules of the page; every MUST is an assertion.
+    """A folder of version 1, 2 or 3, by the rules of the page; every MUST is an assertion.
 
     What the bytes of a chunk mean is another page's: `decode` gives the values of one, of which it is told the
-    codec, the shape, the type, and the base's values and type.
+    codec, the shape, the type, and the base's values and type. `replay` gives those of a chunk of a delta, by state:
+    it is told the codec, the shape, the parent's values by state, and the types by state.
     """
 
-    def __init__(self, folder, decode=None):
+    def __init__(self, folder, decode=None, replay=None):
         self.folder = Path(folder)
-        self.decode = decode
+        self.decode, self.replay = decode, replay
         raw = (self.folder / "manifest.json").read_bytes()
         first = FIRST_LINE.match(raw)
         assert first
@@ -43,7 +44,14 @@ class UniversalReader:
         assert xxhash.xxh3_128(raw[57:]).hexdigest().encode() == first[1]
         self.manifest = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice, parse_constant=refuse)
         states = [state for entry in self.manifest["parameters"] for state in entry["states"].values()]
-        version = 2 if any("chunk" in state for state in states) else 1
+        deltas = [entry["delta"] for entry in self.manifest["parameters"] if "delta" in entry]
+        version = 3 if deltas else 2 if any("chunk" in state for state in states) else 1
+        self.parent = None
+        if any(delta["before"] for delta in deltas):
+            said = self.manifest["parent"]
+            assert not said["path"].startswith("/")
+            self.parent = UniversalReader(self.folder / said["path"], decode, replay)
+            assert self.parent.manifest["content"] == said["content"]
         assert (self.manifest["format"], self.manifest["version"]) == ("ckpt-universal", version)
         assert self.manifest["content"] == content_id(self.manifest)
         self.entries = {entry["name"]: entry for entry in self.manifest["parameters"]}
@@ -59,25 +67,32 @@ class UniversalReader:
         raw = (self.folder / entry["file"]).read_bytes()
         assert len(raw) == entry["nbytes"]
         stored = {name: state for name, state in entry["states"].items() if "offset" in state}
+        states, inside = entry["states"], entry.get("delta", {}).get("states", [])
+        if inside:
+            assert "delta" not in states
+            assert len({name: states[name]["shape"] == states[inside[0]]["shape"] for name in inside}) == len(inside)
+            assert all(states[name]["codec"] is None and "offset" not in states[name] for name in inside)
+            assert set(entry["delta"]["before"]) <= set(inside)
+            stored = {"delta": entry["delta"], **stored}
         begin = min(state["offset"] for state in stored.values())
         assert digest(raw[:begin]) == entry["header"]
         (length,) = struct.unpack("<Q", raw[:8])
         assert 8 + length == begin
         assert begin % 64 == 0
         header = json.loads(raw[8:begin], object_pairs_hook=no_key_twice)
-        version = 2 if any("chunk" in state for state in stored.values()) else 1
+        version = 3 if inside else 2 if any("chunk" in state for state in stored.values()) else 1
         assert header.pop("__metadata__") == {"ckpt": f"universal {version}", "parameter": entry["name"]}
         assert list(header) == sorted(stored, key=lambda name: name == "param" and "fp32" in stored)
         end = begin
         for name, said in header.items():
             state = stored[name]
-            size = math.prod(state["shape"]) * ITEMSIZE[state["dtype"]]
+            size = state["nbytes"]
             if "chunk" in state:
                 assert state["codec"]["name"]
-                size = state["nbytes"]
                 assert (said["dtype"], said["shape"]) == ("U8", [size])
             else:
                 assert state["codec"] is None
+                assert size == math.prod(state["shape"]) * ITEMSIZE[state["dtype"]]
                 assert (said["dtype"], said["shape"]) == (TAGS[state["dtype"]], state["shape"])
                 assert state["stored"] == state["values"]
             assert [begin + at for at in said["data_offsets"]] == [state["offset"], state["offset"] + size]
@@ -86,11 +101,12 @@ class UniversalReader:
             end += size
         assert end == len(raw)
         for name, state in entry["states"].items():
-            if "offset" not in state:
+            if "offset" not in state and name not in inside:
                 assert state["codec"] == {"name": "rounded"}
             if "base" in state:
-                assert stored[state["base"]]["shape"] == state["shape"]
-                assert "base" not in stored[state["base"]]
+                assert state["base"] in stored or "offset" not in state
+                assert states[state["base"]]["shape"] == state["shape"]
+                assert "base" not in states[state["base"]]
             if "offset" not in state or "chunk" in state:
                 assert digest(self.values(entry["name"], name)) == state["values"]
 
@@ -98,6 +114,8 @@ class UniversalReader:
         """The bytes of a state's values."""
         entry = self.entries[parameter]
         state = entry["states"][name]
+        if name in entry.get("delta", {}).get("states", []):
+            return self.replayed(entry)[name]
         if "offset" in state:
             with (self.folder / entry["file"]).open("rb") as file:
                 file.seek(state["offset"])
@@ -106,6 +124,35 @@ class UniversalReader:
         base = self.values(parameter, state["base"])
         types = (entry["states"][state["base"]]["dtype"], state["dtype"])
         return base if types[0] == types[1] else ROUND[types](base)
+
+    def replayed(self, entry):
+        """The values of all states of a delta."""
+        delta, states = entry["delta"], entry["states"]
+        form = {name: states[name]["dtype"] for name in delta["states"]}
+        size, each = sum(map(ITEMSIZE.get, form.values())), math.prod(delta["chunk"])
+        elements = math.prod(states[delta["states"][0]]["shape"])
+        assert 1 <= each <= 2**22
+        assert each * size <= 2**26
+        assert len(delta["chunk"]) == 1 or elements % delta["chunk"][1] == 0
+        with (self.folder / entry["file"]).open("rb") as file:
+            file.seek(delta["offset"])
+            data = file.read(delta["nbytes"])
+        before = {name: self.parent.values(entry["name"], name) for name in delta["before"]}
+        for name in before:
+            said = self.parent.entries[entry["name"]]["states"][name]
+            assert (said["dtype"], said["shape"]) == (states[name]["dtype"], states[name]["shape"])
+        ends = len(data) - 16 * -(-elements // each)
+        values, at = dict.fromkeys(form, b""), 0
+        for i, (length, check) in enumerate(struct.iter_unpack("<QQ", data[ends:])):
+            taken = min(each, elements - i * each)
+            shape = [taken] if len(delta["chunk"]) == 1 else [taken // delta["chunk"][1], delta["chunk"][1]]
+            assert length <= taken * size + 1024
+            known = {n: v[i * each * ITEMSIZE[form[n]] :][: taken * ITEMSIZE[form[n]]] for n, v in before.items()}
+            made = self.replay(delta["codec"], data[at : at + length], shape, known, form)
+            assert xxhash.xxh3_64(b"".join(made[name] for name in form)).intdigest() == check
+            values, at = {name: values[name] + made[name] for name in form}, at + length
+        assert data[at:ends] == bytes(-at % 8)
+        return values
 
     def coded(self, entry, state, data):
         """The values of a state that is stored in chunks."""

@@ -1,38 +1,55 @@
 """`ckpt diff`: what changed between two checkpoints."""
 
+from typing import TYPE_CHECKING
+
 import click
 
+from ckpt_cli.delta_options import Writing, writing
 from ckpt_cli.options import Reading, as_json, common, effort, reading
+
+if TYPE_CHECKING:
+    from ckpt_cli.pipeline import Effort
 
 
 @click.command()
 @click.argument("first", type=click.Path(readable=False))
-@click.argument("second", type=click.Path(readable=False))
+@click.argument("second", type=click.Path(readable=False), required=False)
 @click.option("--only", multiple=True, metavar="PATTERN", help="Compare parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
+@click.option("--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ...")
 @click.option("--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options.")
 @click.option(
     "--sort",
-    type=click.Choice(["relative", "max", "rms", "changed", "name"]),
+    type=click.Choice(["relative", "max", "rms", "changed", "cosine", "name"]),
     default="relative",
     show_default=True,
     help="Which come first.",
 )
-@click.option("--by", type=click.Choice(["state", "layer", "kind"]), help="Add tensors up, too.")
+@click.option(
+    "--by",
+    type=click.Choice(["layer", "role", "state", "kind"]),
+    multiple=True,
+    help="Add tensors up, too. Twice: by both together.",
+)
 @click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 for all.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page to look at in a browser.")
+@writing
 @effort
 @reading
 @as_json
 @common
 def diff(
     first: str,
-    second: str,
+    second: str | None,
     only: tuple[str, ...],
     skip: tuple[str, ...],
+    states: tuple[str, ...],
     tensors_only: bool,
     sort: str,
-    by: str | None,
+    by: tuple[str, ...],
     top: int,
+    html: str | None,
+    writing: Writing,
     workers: int | None,
     memory: int,
     reading: Reading,
@@ -45,27 +62,70 @@ def diff(
     difference, its norm over that of the tensor, and the cosine between the two.
     Exit code 0 if both are the same, 1 if they differ.
 
+    With -o, SECOND is written as a delta against FIRST: a universal checkpoint
+    that stands on FIRST, and is read like any other. With --into, FIRST is the
+    only checkpoint, and is appended to a chain as a delta against the last state
+    that the chain has; the first one begins the chain. Every value is decoded
+    again and compared before it is believed. Exit code 0.
+
     \b
     Examples:
       ckpt diff run/global_step1000 run/global_step2000
       ckpt diff zero3/global_step1000 fsdp/step-1000 --tensors-only
       ckpt diff a b --only 'layers\\.3\\.' --by state --json
+      ckpt diff a b --state weight --by layer --by role
+      ckpt diff a b --html diff.html
+      ckpt diff --into run.chain run/global_step2000
+      ckpt diff step1000 run/global_step2000 -o step2000.delta
     """
-    from ckpt_cli import difference_report, differences, selection, work
+    from pathlib import Path
+
+    from ckpt_cli import report, work
+    from ckpt_cli.differences import Choice, chosen, compare, page, paired
+    from ckpt_cli.differences.facts import facts
+    from ckpt_cli.differences.report import as_text
     from ckpt_cli.pipeline import check_whole
     from ckpt_cli.progress import progress
 
+    if writing.asked:
+        _write(first, second, writing, work.effort_of(workers, memory), reading, as_json)
+        return
+    if second is None:
+        raise click.UsageError("Missing argument 'SECOND'.")
+    if html:
+        page.check_place(Path(html))
     pair = [work.open_source(path, reading) for path in (first, second)]
-    if only or skip:
-        pair = [selection.only(checkpoint, only, skip) for checkpoint in pair]
-    for checkpoint in pair:
+    ours, theirs = chosen(pair[0], pair[1], Choice(only, skip, extras=not tensors_only))
+    for checkpoint in (ours, theirs):
         check_whole(checkpoint)
-    ours, theirs = pair
-    with progress("comparing", differences.amount(ours, theirs)) as moved:
-        found = differences.compare(ours, theirs, work.effort_of(workers, memory), moved, tensors_only)
+    both = paired(ours, theirs, states)
+    with progress("comparing", both.nbytes) as moved:
+        found = compare(both, work.effort_of(workers, memory), moved, tensors_only)
+    if html:
+        page.write(page.page_of(ours, theirs, found), Path(html))
     if as_json:
-        difference_report.as_json(ours, theirs, found, by)
+        report.data(facts(ours, theirs, found, by))
     else:
-        difference_report.as_text(ours, theirs, found, sort, by, top)
+        as_text(ours, theirs, found, sort, by, top)
     if not found.same:
         click.get_current_context().exit(1)
+
+
+def _write(first: str, second: str | None, writing: Writing, effort: "Effort", reading: Reading, as_json: bool) -> None:
+    from pathlib import Path
+
+    from ckpt_cli import work
+    from ckpt_cli.chains import diffing
+
+    if writing.into is not None and writing.output is not None:
+        raise click.UsageError("-o writes one delta, --into appends to a chain: give one of them.")
+    if writing.into is not None:
+        if second is not None:
+            raise click.UsageError("--into takes one checkpoint: what comes before it is in the chain.")
+        diffing.into(Path(writing.into), work.open_source(first, reading), writing, effort, as_json)
+        return
+    if second is None:
+        raise click.UsageError("Missing argument 'SECOND'.")
+    assert writing.output is not None
+    pair = [work.open_source(path, reading) for path in (first, second)]
+    diffing.against(pair[0], pair[1], Path(writing.output), writing, effort, as_json)

@@ -17,7 +17,7 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
     That all ranks' files are there and belong together; that every tensor is
     covered exactly once; every checksum the files hold (PyTorch writes CRC-32s
     that it never reads); that replicas agree, and that the model's copies are
-    their masters, rounded. Exit code 0 if all is well, 20 if not.
+    their masters, rounded. Of a chain, every step. Exit code 0 if all is well, 20 if not.
 
     \b
     Examples:
@@ -25,12 +25,18 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
       ckpt verify step1000 --json
     """
     import time
+    from pathlib import Path
 
     from ckpt_cli import report, work
+    from ckpt_cli.chains import verify as chains
     from ckpt_cli.checks import amount, examine
     from ckpt_cli.progress import progress
     from ckpt_cli.savings import is_coded
+    from ckpt_formats.chain import index
 
+    if (Path(path) / index.NAME).is_file():
+        chains.verify(Path(path), work.effort_of(workers, memory), as_json)
+        return
     checkpoint = work.open_source(path, reading)
     report.say_notices(checkpoint)
     if is_coded(checkpoint):

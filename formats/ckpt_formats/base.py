@@ -15,6 +15,8 @@ from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Value
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
+Loss = Mapping[str, Value]
+"""What is promised, and what was measured, of values that are not those once saved: numbers by name."""
 
 MASTER = "fp32"
 """The state that the optimizer updates; named for what it nearly always is."""
@@ -86,7 +88,8 @@ class Checkpoint:
     values are not what the engine meant to save: `verify` finds them, and nothing
     is written of such a checkpoint. `layout` says how the ranks' tensors were cut.
     `digests` are the XXH3-128 hashes that are promised for values which are stored
-    coded, by parameter and state.
+    coded, by parameter and state. `losses` tells of the states that are approximate,
+    by the same; of a checkpoint with none every bit is as it was saved.
     """
 
     path: Path
@@ -101,6 +104,7 @@ class Checkpoint:
     doubts: tuple[str, ...] = ()
     layout: Layout = field(default_factory=Layout)
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    losses: Mapping[tuple[str, str], Loss] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""

@@ -8,7 +8,7 @@ and the XXH3-64 of its values, so every array that a codec gives back is checked
 before anybody sees it. See docs/format.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +31,55 @@ OVERHEAD = 1024
 ENTRY = np.dtype([("nbytes", "<u8"), ("values", "<u8")])
 """Of the directory."""
 ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Chunks of bytes, one after another, and the directory behind them that says where each begins."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    """Of chunks, filling and directory."""
+    count: int
+    most: int
+    """Bytes of one chunk."""
+    label: str
+    seal: Seal | None = None
+
+    def chunk(self, index: int, reader: Reader) -> tuple[memoryview, int]:
+        """A chunk's bytes, and the XXH3-64 of what is to be decoded from them. Raises `Corrupt`."""
+        directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
+        begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
+        # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
+        taken = nbytes if index + 1 < self.count else self.nbytes - begin
+        data = np.empty(taken, np.uint8)
+        reader.read_into(self.path, self.offset + begin, data.data, self.seal)
+        return data[:nbytes].data, int(directory["values"][index])
+
+    def _directory(self, reader: Reader) -> Array:
+        ends = self.nbytes - self.count * ENTRY.itemsize
+        listed = np.empty(self.count, ENTRY)
+        reader.read_into(self.path, self.offset + ends, listed.view(np.uint8).data)
+        sane = self.count == 0 or int(listed["nbytes"].max()) <= self.most
+        total = int(listed["nbytes"].sum()) if sane else 0
+        if not sane or not 0 <= ends - total < ALIGNMENT:
+            raise Corrupt(
+                f"{self.label}: the directory of its chunks does not fit their {ends:,} bytes", where=self.path
+            )
+        found = np.empty(self.count, self._FOUND)
+        found["nbytes"], found["values"] = listed["nbytes"], listed["values"]
+        found["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
+        return found
+
+    _FOUND: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
+
+    def corrupt(self, index: int, codec: str, why: str) -> Corrupt:
+        return Corrupt(
+            f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{codec}`: {why}",
+            where=self.path,
+            hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
+        )
 
 
 @dataclass(frozen=True)
@@ -69,13 +118,14 @@ class Store:
         """A chunk, decoded and checked, as a vector. Raises `Corrupt`."""
         return reader.keep((self.path, self.offset, index), lambda: self._decode(index, reader))
 
+    @property
+    def _listed(self) -> Listed:
+        most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
+        return Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+
     def _decode(self, index: int, reader: Reader) -> Array:
-        directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
-        begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
-        # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
-        taken = nbytes if index + 1 < self.count else self.nbytes - begin
-        data = np.empty(taken, np.uint8)
-        reader.read_into(self.path, self.offset + begin, data.data, self.seal)
+        listed = self._listed
+        data, digest = listed.chunk(index, reader)
         start, stop = self.flat_range(index)
         base = None
         if self.base is not None:
@@ -84,41 +134,15 @@ class Store:
             base = base.reshape(chunk_form(self.chunk, stop - start))
         form = chunk_form(self.chunk, stop - start)
         try:
-            values = np.ascontiguousarray(self.codec.decode(data[:nbytes].tobytes(), form, self.dtype, base))
+            values = np.ascontiguousarray(self.codec.decode(data, form, self.dtype, base))
         except CodecError as error:
-            raise self._corrupt(index, str(error)) from None
+            raise listed.corrupt(index, self.codec.name, str(error)) from None
         if values.shape != form or values.dtype != self.dtype:
-            raise self._corrupt(index, "another shape or type came out")
+            raise listed.corrupt(index, self.codec.name, "another shape or type came out")
         flat = values.reshape(-1)
-        if xxhash.xxh3_64_intdigest(flat.view(np.uint8).data) != int(directory["values"][index]):
-            raise self._corrupt(index, "its values do not fit their checksum")
+        if xxhash.xxh3_64_intdigest(flat.view(np.uint8).data) != digest:
+            raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
         return flat
-
-    def _directory(self, reader: Reader) -> Array:
-        """Where each chunk begins, how long it is, and the checksum of its values. Raises `Corrupt`."""
-        ends = self.nbytes - self.count * ENTRY.itemsize
-        listed = np.empty(self.count, ENTRY)
-        reader.read_into(self.path, self.offset + ends, listed.view(np.uint8).data)
-        most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
-        sane = self.count == 0 or int(listed["nbytes"].max()) <= most
-        total = int(listed["nbytes"].sum()) if sane else 0
-        if not sane or not 0 <= ends - total < ALIGNMENT:
-            raise Corrupt(
-                f"{self.label}: the directory of its chunks does not fit their {ends:,} bytes", where=self.path
-            )
-        found = np.empty(self.count, self._FOUND)
-        found["nbytes"], found["values"] = listed["nbytes"], listed["values"]
-        found["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
-        return found
-
-    _FOUND: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
-
-    def _corrupt(self, index: int, why: str) -> Corrupt:
-        return Corrupt(
-            f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{self.codec.name}`: {why}",
-            where=self.path,
-            hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
-        )
 
 
 @dataclass(frozen=True)
@@ -144,17 +168,7 @@ class Coded:
         return Coded(self.store, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        store = self.store
-        for index in self._touched():
-            start, stop = store.flat_range(index)
-            at, values = 0, None
-            for block in flat_boxes(store.shape, start, stop):
-                common = block & self.box
-                if common is not None:
-                    values = store.values(index, reader) if values is None else values
-                    held = values[at : at + block.size].reshape(block.shape)
-                    out[common.within(self.box).index] = held[common.within(block).index]
-                at += block.size
+        read_chunks(out, self.box, self.store.shape, self.store.chunk, lambda index: self.store.values(index, reader))
 
     def sources(self) -> Iterator[Raw]:
         store = self.store
@@ -165,15 +179,29 @@ class Coded:
     def flaws(self) -> Iterator[str]:
         return iter(()) if self.store.base is None else self.store.base.flaws()
 
-    def _touched(self) -> range:
-        """The chunks among which all are that hold an element of the block."""
-        if not self.box.size:
-            return range(0)
-        first = last = 0
-        for length, low, high in zip(self.store.shape, self.box.start, self.box.stop, strict=True):
-            first, last = first * length + low, last * length + high - 1
-        each = prod(self.store.chunk)
-        return range(first // each, last // each + 1)
+
+def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callable[[int], Array]) -> None:
+    """Fill `out` with block `box` of a tensor that is cut into chunks; `values` gives one of them, as a vector."""
+    each = prod(chunk)
+    for index in _touched(box, shape, each):
+        at, found = 0, None
+        for block in flat_boxes(shape, index * each, min((index + 1) * each, prod(shape))):
+            common = block & box
+            if common is not None:
+                found = values(index) if found is None else found
+                held = found[at : at + block.size].reshape(block.shape)
+                out[common.within(box).index] = held[common.within(block).index]
+            at += block.size
+
+
+def _touched(box: Box, shape: Shape, each: int) -> range:
+    """The chunks among which all are that hold an element of the block."""
+    if not box.size:
+        return range(0)
+    first = last = 0
+    for length, low, high in zip(shape, box.start, box.stop, strict=True):
+        first, last = first * length + low, last * length + high - 1
+    return range(first // each, last // each + 1)
 
 
 def chunk_count(shape: Shape, chunk: Shape) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
+    "chain": "ckpt_formats.chain.format:ChainFormat",
     "deepspeed-universal": "ckpt_formats.deepspeed_universal:DeepSpeedUniversal",
     "megatron": "ckpt_formats.megatron:MegatronDist",
     "megatron-legacy": "ckpt_formats.megatron:MegatronLegacy",

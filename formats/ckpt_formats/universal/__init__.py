@@ -1,47 +1,69 @@
 """The universal format: one safetensors file per parameter, and a manifest written last. See docs/format.md."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Goal, Options, Parameter, Part, Receipt, Shard, WritableFormat
+from ckpt_formats.base import Checkpoint, Goal, Loss, Options, Parameter, Part, Receipt, Shard, WritableFormat
 from ckpt_formats.coding import Coding
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import unreadable
-from ckpt_formats.naming import file_stem
+from ckpt_formats.naming import file_stem, show
+from ckpt_formats.sealed_json import hash_number
 from ckpt_formats.transfer import Transfer
-from ckpt_formats.universal import manifest, parameter_file
-from ckpt_formats.universal.manifest import Entry, Manifest
+from ckpt_formats.universal import manifest, parameter_file, stored_states
+from ckpt_formats.universal.delta_state import Against
+from ckpt_formats.universal.entry import Entry, entry_json, entry_of
+from ckpt_formats.universal.lineage import lineage
+from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_formats.version import WRITTEN_BY
 
 
 class Universal(WritableFormat):
     name = "universal"
     summary = "one safetensors file per parameter with all its states, and a JSON manifest"
+    parent: Parent | None = None
+    """What the deltas that are written are against."""
+    content: str | None = None
+    """The content id that is to come out, where it is known: that of the source, when nothing is to change."""
+
+    @classmethod
+    def again(cls, content: str) -> "Universal":
+        """For writing once more what has this content id: anything else is damage."""
+        format = cls()
+        format.content = content
+        return format
 
     def detect(self, path: Path) -> bool:
         return (path / manifest.NAME).is_file()
 
     def read(self, path: Path, options: Options) -> Checkpoint:
-        said = manifest.load(path / manifest.NAME)
-        parameters = {entry.name: _parameter(path, entry) for entry in said.entries}
-        files = tuple(Shard(path / entry.file, entry.nbytes, entry.role) for entry in said.entries)
+        ancestors = lineage(path)
+        said, known = ancestors[-1].said, dict[str, Parameter]()
+        for ancestor in ancestors:
+            known = {
+                entry.name: _parameter(ancestor.folder, entry, known.get(entry.name)) for entry in ancestor.entries
+            }
+        stored = [(ancestor.folder / entry.file, entry) for ancestor in ancestors for entry in ancestor.entries]
+        states = {(entry.name, name): state for entry in said.entries for name, state in entry.states.items()}
+        losses = {key: state.loss for key, state in states.items() if state.loss is not None}
         return Checkpoint(
             path,
             said.origin,
-            parameters,
+            known,
             said.groups,
             said.extras,
             said.aliases,
-            files,
-            tuple(seal for entry in said.entries for seal in parameter_file.seals(path / entry.file, entry)),
+            tuple(Shard(file, entry.nbytes, entry.role) for file, entry in stored),
+            tuple(seal for file, entry in stored for seal in stored_states.seals(file, entry)),
+            _notices(losses),
             digests={
-                (entry.name, name): manifest.hash_number(state.values)
-                for entry in said.entries
-                for name, state in entry.states.items()
-                if state.chunk is not None
+                key: hash_number(state.values)
+                for key, state in states.items()
+                if state.chunk is not None or (state.codec is None and state.offset is None)
             },
+            losses=losses,
         )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
@@ -54,22 +76,39 @@ class Universal(WritableFormat):
         )
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
-        (parameter,) = part.parameters
-        (folder / part.file).parent.mkdir(exist_ok=True)
         coding = Coding.of_json(part.what.get("coding"))
-        entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding)
-        seals = tuple(replace(seal, path=Path(part.file)) for seal in parameter_file.seals(folder / part.file, entry))
-        return Receipt(part.file, entry.nbytes, seals, manifest.entry_json(entry), transfer.reader.evidence())
+        return self._write(folder, part, transfer, coding, None)
+
+    def _write(
+        self, folder: Path, part: Part, transfer: Transfer, coding: Coding | None, against: Against | None
+    ) -> Receipt:
+        parameter = part.parameters[0]
+        (folder / part.file).parent.mkdir(exist_ok=True)
+        entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding, against)
+        found = stored_states.seals(folder / part.file, entry)
+        seals = tuple(replace(seal, path=Path(part.file)) for seal in found)
+        return Receipt(part.file, entry.nbytes, seals, entry_json(entry), transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        entries = tuple(manifest.entry_of(receipt.entry, folder) for receipt in receipts)
-        said = Manifest(source.origin, entries, source.groups, source.aliases, source.extras, WRITTEN_BY)
+        entries = tuple(_carried(entry_of(receipt.entry, folder), source.losses) for receipt in receipts)
+        stands = any(entry.delta is not None and entry.delta.before for entry in entries)
+        said = Manifest(
+            source.origin,
+            entries,
+            source.groups,
+            source.aliases,
+            source.extras,
+            WRITTEN_BY,
+            self.parent if stands else None,
+        )
+        if self.content not in (None, said.content):
+            raise _changed(said, source)
         draft = folder / f"{manifest.NAME}.tmp"
         draft.write_bytes(manifest.dump(said))
         os.replace(draft, folder / manifest.NAME)
 
 
-def _parameter(folder: Path, entry: Entry) -> Parameter:
+def _parameter(folder: Path, entry: Entry, earlier: Parameter | None) -> Parameter:
     path = folder / entry.file
     try:
         found = path.stat().st_size
@@ -79,7 +118,35 @@ def _parameter(folder: Path, entry: Entry) -> Parameter:
         raise unreadable(error, path) from error
     if found != entry.nbytes:
         raise Corrupt(f"the file of `{entry.name}` has {found} bytes, the manifest says {entry.nbytes}", where=path)
-    return Parameter(entry.name, entry.role, parameter_file.read_states(path, entry), entry.values)
+    return Parameter(entry.name, entry.role, stored_states.read_states(path, entry, earlier), entry.values)
+
+
+def _changed(said: Manifest, source: Checkpoint) -> Corrupt:
+    """What was read is not what was once written: name the first state that shows it."""
+    states = ((entry.name, name, state) for entry in said.entries for name, state in entry.states.items())
+    wrong = (
+        (name, state)
+        for name, state, found in states
+        if source.digests.get((name, state)) not in (None, hash_number(found.values))
+    )
+    name, state = next(wrong, ("the checkpoint", "as a whole"))
+    return Corrupt(f"{show(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path)
+
+
+def _carried(entry: Entry, losses: Mapping[tuple[str, str], Loss]) -> Entry:
+    """The entry with what its source says was lost before, where nothing more was."""
+    states = {
+        name: replace(state, loss=losses.get((entry.name, name))) if state.loss is None else state
+        for name, state in entry.states.items()
+    }
+    return replace(entry, states=states)
+
+
+def _notices(losses: Mapping[tuple[str, str], Loss]) -> tuple[str, ...]:
+    if not losses:
+        return ()
+    kinds = ", ".join(sorted({state for _, state in losses}))
+    return (f"approximate: {len(losses)} states are not bit for bit what was saved ({kinds}); `--json` has the losses",)
 
 
 def _folder(parameter: Parameter) -> str:

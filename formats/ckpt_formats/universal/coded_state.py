@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import Codec, NotApplicable, best_for, from_config
+from ckpt_codecs.base import Bytes
 from ckpt_formats.base import Parameter
 from ckpt_formats.coded import ALIGNMENT, ENTRY, chunk_count, chunk_form
 from ckpt_formats.coding import Coding
@@ -16,9 +17,10 @@ from ckpt_formats.errors import Unsupported
 from ckpt_formats.files import write_all
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
+from ckpt_formats.sealed_json import hash_text
 from ckpt_formats.tensor import Array, Range, Raw, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
-from ckpt_formats.universal.manifest import State, hash_text
+from ckpt_formats.universal.entry import State
 
 CHUNK = 1 << 18
 """Elements: a chunk, and what is made of it, stay in a core's cache."""
@@ -39,7 +41,7 @@ class Choice:
     codec: Codec
     chunk: Shape
     base: str | None
-    coded: dict[int, bytes] = field(default_factory=dict)
+    coded: dict[int, Bytes] = field(default_factory=dict)
     """Chunks by their number."""
 
     @property
@@ -98,7 +100,7 @@ def write_coded(
     digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
     directory = np.empty(chunk_count(tensor.shape, choice.chunk), ENTRY)
 
-    def write(data: bytes) -> None:
+    def write(data: Bytes) -> None:
         write_all(out, data)
         stored.update(data)
 
@@ -193,14 +195,14 @@ def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
     return Box((index * each,), (min((index + 1) * each, tensor.size),))
 
 
-def _encode(choice: Choice, values: Array, base: Array | None, parameter: Parameter) -> bytes:
+def _encode(choice: Choice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
     try:
         return choice.codec.encode(values, base)
     except NotApplicable as error:  # though it held the chunks that were tried
         raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {show(parameter.name)}") from None
 
 
-def _check(choice: Choice, data: bytes, values: Array, base: Array | None, what: str) -> None:
+def _check(choice: Choice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
     made = np.ascontiguousarray(choice.codec.decode(data, values.shape, values.dtype, base))
     if made.shape != values.shape or made.dtype != values.dtype or not _same_bits(as_bytes(made), as_bytes(values)):
         raise RuntimeError(f"codec {choice.codec.name} does not give back what it was given: {what}")

@@ -1,66 +1,40 @@
 """The manifest of a universal checkpoint: what `docs/format.md` calls `manifest.json`.
 
-Its first line holds the checksum of all bytes after it; it is written last, so
-a folder with a whole manifest is a whole checkpoint. What we read is hostile:
-every field is checked before it is believed.
+It is written last, so a folder with a whole manifest is a whole checkpoint.
+What we read is hostile: every field is checked before it is believed.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import xxhash
-
-from ckpt_formats.base import Group, Origin, Role
-from ckpt_formats.coded import ENTRY, MOST_ELEMENTS, chunk_count
-from ckpt_formats.dtypes import DTYPES
+from ckpt_formats import sealed_json
+from ckpt_formats.base import Group, Origin
 from ckpt_formats.errors import Corrupt, Unsupported
-from ckpt_formats.files import read_whole
-from ckpt_formats.geometry import Shape
-from ckpt_formats.safetensors_file import natural, parse_json_object
-from ckpt_formats.typed_json import decode, encode
+from ckpt_formats.json_checks import Checks
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.typed_json import encode
+from ckpt_formats.universal.entry import Entry, entry_json, entry_of
 from ckpt_formats.values import Value, tensor_names
 
 NAME = "manifest.json"
-VERSION = 2
-"""The highest that is read. Written is the lowest that says everything: 1, unless a state is coded."""
+VERSION = 3
+"""The highest that is read. Written is the lowest that says everything."""
 _MOST_BYTES = 4 << 30
-_FILE = re.compile(r"(parameters|extras)/[a-z0-9][a-z0-9._-]{0,110}\.safetensors")
-_FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
+_CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
+_MOST_PATH = 4096
 
 
 @dataclass(frozen=True)
-class State:
-    """One tensor: what it is, and where its bytes are. `offset` is None where a codec needs none."""
+class Parent:
+    """The checkpoint that deltas are against: its content id, and where it was, seen from the folder of the delta."""
 
-    dtype: str
-    shape: Shape
-    values: str
-    codec: Mapping[str, Any] | None = None
-    base: str | None = None
-    offset: int | None = None
-    nbytes: int = 0
-    stored: str | None = None
-    chunk: Shape | None = None
-    """Of a state whose bytes are coded: how many rows and columns, or elements, a chunk has."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter: its file, and its states by name."""
-
-    name: str
-    role: Role
-    file: str
-    nbytes: int
-    header: str
-    states: Mapping[str, State]
-    values: Mapping[str, Value] = field(default_factory=dict)
+    content: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -73,11 +47,12 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, Value] = field(default_factory=dict)
     written_by: str = ""
+    parent: Parent | None = None
 
     @property
     def version(self) -> int:
         """Of the format: the lowest whose readers understand all of it."""
-        return 2 if any(state.chunk is not None for entry in self.entries for state in entry.states.values()) else 1
+        return max((entry.version for entry in self.entries), default=1)
 
     @property
     def content(self) -> str:
@@ -104,14 +79,6 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def hash_text(digest: int) -> str:
-    return f"xxh3-128:{digest:032x}"
-
-
-def hash_number(text: str) -> int:
-    return int(text.removeprefix("xxh3-128:"), 16)
-
-
 def dump(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`."""
     said = {
@@ -119,6 +86,11 @@ def dump(manifest: Manifest) -> bytes:
         "version": manifest.version,
         "written_by": manifest.written_by,
         "content": manifest.content,
+        **(
+            {}
+            if manifest.parent is None
+            else {"parent": {"content": manifest.parent.content, "path": manifest.parent.path}}
+        ),
         "origin": {
             "engine": manifest.origin.engine,
             "version": manifest.origin.version,
@@ -130,20 +102,13 @@ def dump(manifest: Manifest) -> bytes:
         "extras": encode(manifest.extras),
         "parameters": [entry_json(entry) for entry in manifest.entries],
     }
-    body = json.dumps(said, indent=1, allow_nan=False).encode().removeprefix(b"{\n") + b"\n"
-    return b'{"checksum":"%s",\n' % hash_text(xxhash.xxh3_128_intdigest(body)).encode() + body
+    return sealed_json.dump(said)
 
 
 def load(path: Path) -> Manifest:
     """Read and check a manifest. Raises `Corrupt`, or `Unsupported` for a version from the future."""
-    raw = read_whole(path, _MOST_BYTES)
-    first = _FIRST_LINE.match(raw)
-    if first is None:
-        raise Corrupt("not the manifest of a universal checkpoint", where=path)
-    if xxhash.xxh3_128_hexdigest(raw[first.end() :]) != first[1].decode():
-        raise Corrupt("the manifest's checksum does not fit its text: it was damaged or edited", where=path)
-    said = parse_json_object(raw, path)
-    check = _Checks(path)
+    said = sealed_json.load(path, _MOST_BYTES, "the manifest of a universal checkpoint")
+    check = Checks(path)
     if said.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     if not natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
@@ -167,9 +132,13 @@ def load(path: Path) -> Manifest:
         dict(zip(aliases, check.texts(aliases.values(), "aliases"), strict=True)),
         check.values(said, "extras"),
         check.text(said, "written_by"),
+        _parent(said, check),
     )
     if said["version"] < manifest.version:
-        raise Unsupported("it has coded states, which version 1 of the format has not", where=path)
+        what = "deltas" if manifest.version == 3 else "coded states"
+        raise Unsupported(f"it has {what}, which version {said['version']} of the format has not", where=path)
+    against = any(entry.delta is not None and entry.delta.before for entry in manifest.entries)
+    check.true(not against or manifest.parent is not None, "parent: deltas are against one, and none is named")
     names = {entry.name for entry in manifest.entries}
     extras = {entry.name for entry in manifest.entries if entry.role == "extra"}
     lost = sorted(name for name in tensor_names(manifest.extras) if name not in extras)
@@ -181,132 +150,12 @@ def load(path: Path) -> Manifest:
     return manifest
 
 
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """An entry as JSON: its form in the manifest and in receipts."""
-    states = {}
-    for name, state in entry.states.items():
-        said: dict[str, Any] = {"dtype": state.dtype, "shape": list(state.shape), "codec": state.codec}
-        if state.base is not None:
-            said["base"] = state.base
-        if state.offset is not None:
-            said |= {"offset": state.offset, "nbytes": state.nbytes, "stored": state.stored}
-        if state.chunk is not None:
-            said["chunk"] = list(state.chunk)
-        states[name] = said | {"values": state.values}
-    return {
-        "name": entry.name,
-        "role": entry.role,
-        "file": entry.file,
-        "nbytes": entry.nbytes,
-        "header": entry.header,
-        "states": states,
-        "values": encode(entry.values),
-    }
-
-
-def entry_of(said: Any, path: Path) -> Entry:
-    """Read an entry back. Raises `Corrupt`."""
-    check = _Checks(path)
-    name, role, file = (check.text(said, key) for key in ("name", "role", "file"))
-    check.true(role in get_args(Role), f"role {role!r}")
-    check.true(_FILE.fullmatch(file) is not None, f"file name {file!r:.100}")
-    states = {str(key): _state(value, check) for key, value in check.mapping(said, "states").items()}
-    check.true(bool(states), f"`{name}` has no state")
-    nbytes = check.natural(said, "nbytes")
-    for key, state in states.items():
-        if state.base is not None:
-            base = states.get(state.base)
-            fits = base is not None and base.base is None and base.shape == state.shape and state.codec is not None
-            check.true(fits, f"`{name}`: the base of {key!r} is {state.base!r}")
-    stored = sorted((state.offset, state.nbytes) for state in states.values() if state.offset is not None)
-    ends = [stored[0][0], *(offset + length for offset, length in stored)]
-    check.true(
-        [*(offset for offset, _ in stored), nbytes] == ends, f"`{name}`: its states are not its file, one by one"
-    )
-    values = check.values(said, "values")
-    return Entry(name, _ROLES[role], file, nbytes, check.hash(said, "header"), states, values)
-
-
-_ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
-
-
-def _state(said: Any, check: "_Checks") -> State:
-    shape = tuple(check.sequence(said, "shape"))
-    check.true(len(shape) <= 64 and all(map(natural, shape)), f"shape {shape!r:.80}")
-    dtype = check.text(said, "dtype")
-    check.true(dtype in DTYPES, f"element type {dtype!r}")
-    codec, base = said.get("codec"), said.get("base")
-    check.true(codec is None or (isinstance(codec, dict) and isinstance(codec.get("name"), str)), "codec")
-    check.true(base is None or isinstance(base, str), "base")
-    values = check.hash(said, "values")
-    if "offset" not in said:
-        check.true(codec is not None and base is not None, "a state without bytes needs a codec and a base")
-        return State(dtype, shape, values, codec, base)
-    nbytes = check.natural(said, "nbytes")
-    offset, stored = check.natural(said, "offset"), check.hash(said, "stored")
-    if codec is None:
-        check.true(nbytes == prod(shape) * DTYPES[dtype].itemsize, f"{nbytes} bytes for shape {list(shape)} of {dtype}")
-        return State(dtype, shape, values, codec, base, offset, nbytes, stored)
-    if "chunk" not in said:
-        raise Unsupported(f"a state is stored with the codec {codec['name']!r:.40}, without chunks", where=check.path)
-    return State(dtype, shape, values, codec, base, offset, nbytes, stored, _chunk(said, shape, nbytes, check))
-
-
-def _chunk(said: Any, shape: Shape, nbytes: int, check: "_Checks") -> Shape:
-    chunk = tuple(check.sequence(said, "chunk"))
-    sane = len(chunk) in (1, 2) and all(natural(n) and n for n in chunk) and prod(chunk) <= MOST_ELEMENTS
-    check.true(sane, f"chunk {chunk!r:.80}")
-    check.true(prod(shape) % chunk[-1] == 0 or len(chunk) == 1, f"chunk {list(chunk)} for shape {list(shape)}")
-    count = chunk_count(shape, chunk)
-    check.true(count * ENTRY.itemsize <= nbytes, f"{nbytes} bytes for {count} chunks")
-    return chunk
-
-
-@dataclass(frozen=True)
-class _Checks:
-    """Typed look-ups in JSON; each says what is wrong, and in which file."""
-
-    path: Path
-
-    def true(self, fact: bool, what: str) -> None:
-        if not fact:
-            raise Corrupt(f"the manifest is not valid: {what}", where=self.path)
-
-    def mapping(self, said: Any, key: str) -> dict[str, Any]:
-        value = self._get(said, key)
-        self.true(isinstance(value, dict), f"{key} is not an object")
-        return value  # type: ignore[no-any-return]
-
-    def sequence(self, said: Any, key: str) -> list[Any]:
-        value = self._get(said, key)
-        self.true(isinstance(value, list), f"{key} is not a list")
-        return value  # type: ignore[no-any-return]
-
-    def text(self, said: Any, key: str) -> str:
-        value = self._get(said, key)
-        self.true(isinstance(value, str), f"{key} is not a text")
-        return value  # type: ignore[no-any-return]
-
-    def texts(self, said: Iterable[Any], key: str) -> tuple[str, ...]:
-        texts = tuple(said)
-        self.true(all(isinstance(text, str) for text in texts), f"{key} are not all texts")
-        return texts
-
-    def values(self, said: Any, key: str) -> dict[str, Value]:
-        value = decode(self.mapping(said, key), self.path)
-        self.true(isinstance(value, dict), f"{key} is not a mapping")
-        return value  # type: ignore[no-any-return]
-
-    def natural(self, said: Any, key: str) -> int:
-        value = self._get(said, key)
-        self.true(natural(value), f"{key} is not a whole number from 0")
-        return value  # type: ignore[no-any-return]
-
-    def hash(self, said: Any, key: str) -> str:
-        value = self.text(said, key)
-        self.true(re.fullmatch(r"xxh3-128:[0-9a-f]{32}", value) is not None, f"{key} is not a checksum")
-        return value
-
-    def _get(self, said: Any, key: str) -> Any:
-        self.true(isinstance(said, dict) and key in said, f"{key} is missing")
-        return said[key]
+def _parent(said: Any, check: Checks) -> Parent | None:
+    if said.get("parent") is None:
+        return None
+    parent = check.mapping(said, "parent")
+    content, path = check.text(parent, "content"), check.text(parent, "path")
+    check.true(_CONTENT.fullmatch(content) is not None, "parent.content is not a content id")
+    sane = 0 < len(path) <= _MOST_PATH and not path.startswith("/") and "\0" not in path
+    check.true(sane, f"parent.path {path!r:.100} is not relative to the folder")
+    return Parent(content, path)

@@ -1,0 +1,155 @@
+"""Restore the end of a long chain: `python benchmarks/chain.py --gb 0.5 --deltas 30`.
+
+A run of PyTorch's AdamW on gradients that are random but of low rank: masters in fp32, copies in bf16, both moments.
+Each state is appended to a chain. The last one is then restored three ways, in one run, each in a process of its own:
+by `ckpt restore`; by copying the full state, flushed to the disk; and delta by delta, each on the full state that the
+one before it left, as a program does that knows only one delta at a time. Whether the same bytes come out is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from measure import Run, measure, warm
+
+from ckpt_cli.chains.append import Anchors, append
+from ckpt_cli.chains.writing import Manner
+from ckpt_cli.pipeline import Effort
+from ckpt_formats import sealed_json
+from ckpt_formats.base import Checkpoint, Group, Origin, Parameter
+from ckpt_formats.chain import index
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.tensor import Held, Tensor
+from ckpt_formats.universal import manifest
+
+if TYPE_CHECKING:
+    import torch
+
+CKPT = [sys.executable, "-m", "ckpt_cli"]
+ROWS, COLUMNS = 1024, 1024
+BYTES_EACH = ROWS * COLUMNS * (3 * 4 + 2)
+
+
+def states(gb: float, steps: int) -> Iterator[Checkpoint]:
+    """The run, state after state; only one is held."""
+    import torch
+
+    torch.manual_seed(1)
+    weights = [
+        torch.nn.Parameter(torch.randn(ROWS, COLUMNS) * 0.02) for _ in range(max(1, round(gb * 1e9 / BYTES_EACH)))
+    ]
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    names = tuple(f"layers.{i}.weight" for i in range(len(weights)))
+    for step in range(1, steps + 1):
+        for weight in weights:
+            weight.grad = (torch.randn(ROWS, 8) @ torch.randn(8, COLUMNS) * 1e-3).bfloat16().float()
+        optimizer.step()
+        held = {name: _parameter(name, w, optimizer.state[w], step) for name, w in zip(names, weights, strict=True)}
+        yield Checkpoint(Path("/held"), Origin("torch", torch.__version__, step), held, (Group(options, names),))
+
+
+def _parameter(name: str, weight: torch.Tensor, kept: dict[str, torch.Tensor], step: int) -> Parameter:
+    master = weight.detach().numpy()
+    arrays = {
+        "fp32": master,
+        "param": master.astype(DTYPES["bfloat16"]),
+        "exp_avg": kept["exp_avg"].numpy(),
+        "exp_avg_sq": kept["exp_avg_sq"].numpy(),
+    }
+    return Parameter(name, "parameter", {s: Tensor.of(Held(a)) for s, a in arrays.items()}, {"step": step})
+
+
+def grow(run: Path, gb: float, deltas: int) -> float:
+    """Append all states; the seconds that the deltas took."""
+    seconds = 0.0
+    for state in states(gb, deltas + 1):
+        began = time.monotonic()
+        append(run, state, None, Manner.of(), Anchors(), Effort())
+        seconds += time.monotonic() - began if state.origin.step != 1 else 0.0
+    return seconds
+
+
+def naive(run: Path, scratch: Path) -> Run:
+    """Restore the base, then each delta on what the one before it left; the sum of all runs."""
+    runs, full = [], None
+    for member in index.read(run).members:
+        alone = scratch / "delta"
+        shutil.rmtree(alone, ignore_errors=True)
+        alone.mkdir()
+        (alone / "parameters").symlink_to((run / member.folder / "parameters").resolve())
+        said = json.loads((run / member.folder / manifest.NAME).read_text())
+        del said["checksum"]
+        if full is not None:
+            said["parent"]["path"] = f"../{full.name}"
+        (alone / manifest.NAME).write_bytes(sealed_json.dump(said))
+        made = scratch / f"full{member.step}"
+        runs.append(measure([*CKPT, "restore", str(alone), str(made)]))
+        if full is not None:
+            shutil.rmtree(full)
+        full = made
+    assert full is not None
+    full.rename(scratch / "naive")
+    sums = (sum(getattr(one, name) for one in runs) for name in ("wall", "cpu"))
+    return Run(*sums, max(one.tree for one in runs), max(one.process for one in runs), sum(one.written for one in runs))
+
+
+def same(*folders: Path) -> bool:
+    """Do all hold the same state?"""
+    return len({manifest.load(folder / manifest.NAME).content for folder in folders}) == 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=0.5)
+    parser.add_argument("--deltas", type=int, default=30)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--grow", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.grow is not None:
+        print(grow(given.grow, given.gb, given.deltas))
+        return
+    with tempfile.TemporaryDirectory(dir=given.scratch) as made:
+        scratch = Path(made)
+        run, out = scratch / "run", scratch / "out"
+        # In a process of its own: a child's peak is at least the size of the process that starts it.
+        told = [sys.executable, __file__, "--gb", str(given.gb), "--deltas", str(given.deltas), "--grow", str(run)]
+        seconds = float(subprocess.run(told, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        members = index.read(run).members
+        raw, stored = members[-1].raw_nbytes, sum(member.stored_nbytes for member in members)
+        print(f"{raw / 1e6:,.0f} MB a state, {given.deltas} deltas, {os.cpu_count()} cores")
+        ratio = raw / members[-1].stored_nbytes
+        print(f"chain: {stored / 1e6:,.0f} MB for {raw * len(members) / 1e6:,.0f}; the last delta {ratio:.2f}x smaller")
+        print(f"appended at {raw * given.deltas / seconds / 1e6:,.0f} MB/s of state, checked\n")
+        warm(run)
+        runs = {"ckpt restore": measure([*CKPT, "restore", str(run), str(out)])}
+        runs["delta by delta"] = naive(run, scratch)
+        assert same(out, scratch / "naive")
+        copying = [
+            "bash",
+            "-c",
+            'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +',
+            "-",
+            str(out),
+            str(scratch / "cp"),
+        ]
+        runs["cp -r and fsync of the full state"] = measure(copying)
+        subprocess.run(["diff", "-r", str(out), str(scratch / "cp")], check=True)
+        print("| way | wall s | MB/s of state | CPU s | peak MB | relative |\n| --- | --- | --- | --- | --- | --- |")
+        for name, one in runs.items():
+            rate, times = raw / one.wall / 1e6, one.wall / runs["ckpt restore"].wall
+            print(f"| {name} | {one.wall:.2f} | {rate:,.0f} | {one.cpu:.2f} | {one.process / 1e6:,.0f} | {times:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

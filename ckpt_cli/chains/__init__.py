@@ -1,0 +1,1 @@
+"""What `diff --into`, `restore`, `log`, `compact` and `verify` do with chains."""

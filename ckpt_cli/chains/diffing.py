@@ -1,0 +1,105 @@
+"""What `ckpt diff` does with -o and --into: a delta on its own, or one more state of a chain."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_cli import report
+from ckpt_cli.chains.append import Anchors, append, foretell
+from ckpt_cli.chains.log import accuracy
+from ckpt_cli.chains.writing import Manner, Written, write_delta
+from ckpt_cli.delta_options import Writing
+from ckpt_cli.pipeline import Effort, plan
+from ckpt_cli.report import size
+from ckpt_formats.base import Checkpoint, Goal
+from ckpt_formats.chain import index
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.naming import show
+from ckpt_formats.universal import Universal, manifest
+
+
+def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_json: bool) -> None:
+    """Append to a chain, or begin one; and say so."""
+    report.say_notices(source)
+    anchors = Anchors(writing.anchor_every, writing.anchor == "coded")
+    manner = Manner.of(writing.codec, writing.exact, not writing.no_check)
+    if writing.dry_run:
+        step, kind = foretell(chain, source, writing.step, anchors)
+        _say_plan({"chain": str(chain), "step": step, "kind": kind, "raw_nbytes": _raw(source)}, as_json)
+        return
+    _say(append(chain, source, writing.step, manner, anchors, effort), chain, as_json)
+
+
+def against(
+    first: Checkpoint, second: Checkpoint, target: Path, writing: Writing, effort: Effort, as_json: bool
+) -> None:
+    """Write a delta of the second checkpoint against the first; and say so."""
+    report.say_notices(second)
+    parent = parent_folder(first)
+    manner = Manner.of(writing.codec, writing.exact, not writing.no_check)
+    if writing.dry_run:
+        plan(second, Universal(), Goal(target))
+        _say_plan({"target": str(target), "parent": str(parent), "raw_nbytes": _raw(second)}, as_json)
+        return
+    step = second.origin.step if writing.step is None else writing.step
+    _say(write_delta(second, target, step or 0, first, parent, manner, effort), target, as_json)
+
+
+def parent_folder(checkpoint: Checkpoint) -> Path:
+    """The folder that a delta can name as its parent. Raises `Unsupported` if the checkpoint has no content id."""
+    path = checkpoint.path
+    if (path / index.NAME).is_file():
+        return path / index.load(path / index.NAME).members[-1].folder
+    if not (path / manifest.NAME).is_file():
+        raise Unsupported(
+            "a delta's parent is a universal checkpoint or a chain, and this is neither",
+            where=path,
+            hint=f"Write it as one first: `ckpt compress {show(str(path))} BASE`; or begin a chain: --into CHAIN.",
+        )
+    return path
+
+
+def _say(written: Written, target: Path, as_json: bool) -> None:
+    member = written.member
+    if as_json:
+        report.data(
+            {
+                "target": str(target),
+                "step": member.step,
+                "kind": member.kind,
+                "folder": member.folder,
+                "content": member.content,
+                "codecs": list(member.codecs),
+                "raw_nbytes": member.raw_nbytes,
+                "stored_nbytes": member.stored_nbytes,
+                "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
+                "exact": member.exact,
+                "losses": {state: dict(loss) for state, loss in member.losses.items()},
+                "seconds": round(written.seconds, 3),
+                "checksums_verified": written.outcome.checksums,
+            }
+        )
+        return
+    ratio = member.raw_nbytes / member.stored_nbytes
+    click.echo(
+        f"{show(str(target))}: step {member.step}, {member.kind}, {size(member.stored_nbytes)} for "
+        f"{size(member.raw_nbytes)}, {ratio:.2f} times smaller, {accuracy(member)}"
+    )
+    resumed = f", {written.outcome.resumed} files of them by an earlier run" if written.outcome.resumed else ""
+    report.say(f"wrote {written.outcome.files} files in {written.seconds:.1f} s{resumed}")
+
+
+def _say_plan(said: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        report.data(said)
+        return
+    words = ", ".join(
+        f"{key.replace('_nbytes', '')} {size(value) if key.endswith('nbytes') else value}"
+        for key, value in said.items()
+    )
+    report.say(f"would write: {show(words)}; nothing was written")
+
+
+def _raw(source: Checkpoint) -> int:
+    return sum(parameter.nbytes for parameter in source.parameters.values())

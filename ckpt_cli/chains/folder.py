@@ -1,0 +1,134 @@
+"""The folder of a chain: its lock, what crashes left in it, and how its list is replaced."""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_cli.staging import FULL
+from ckpt_formats.chain import index
+from ckpt_formats.chain.index import Chain
+from ckpt_formats.errors import Locked, NoSpace, OutputError
+from ckpt_formats.naming import PARTIAL
+
+LOCK = "chain.lock"
+_DRAFT = f"{index.NAME}.tmp"
+_STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
+
+
+@contextmanager
+def locked(run: Path, create: bool = False) -> Iterator[Chain | None]:
+    """The chain in a folder, None if it is yet to begin; nobody else changes it meanwhile.
+
+    Raises `Locked`, `NotFound` if it is none, `OutputError` if the folder holds anything else.
+    """
+    if not create and not (run / index.NAME).is_file():
+        index.read(run)  # says that it is none
+    made = _make(run) if create else False
+    if not made and not (run / index.NAME).is_file():
+        _check_empty(run)
+    try:
+        lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        raise _unwritable(error, run) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Locked("another process is changing this chain", where=run, hint="Wait for it to end.") from None
+        chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None
+        try:
+            yield chain
+        finally:
+            if made and os.listdir(run) == [LOCK]:  # nothing came of it
+                os.unlink(run / LOCK)
+                os.rmdir(run)
+    except OSError as error:
+        raise _unwritable(error, run) from error
+    finally:
+        os.close(lock)
+
+
+def peek(run: Path) -> Chain | None:
+    """The chain in a folder, without a lock; None if one could begin there. Raises as `locked`."""
+    if (run / index.NAME).is_file():
+        return index.load(run / index.NAME)
+    if run.exists():
+        _check_empty(run)
+    return None
+
+
+def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> list[Path]:
+    """What interrupted runs left behind: members that are not named, and what was to become one.
+
+    Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
+    """
+    named = {member.folder for member in chain.members} if chain is not None else set()
+    found = []
+    for entry in sorted(run.iterdir()):
+        staged = _STAGED.fullmatch(entry.name)
+        stray = index.FOLDER.fullmatch(entry.name) and entry.name not in named
+        if stray or (staged and staged[1] != going_on) or entry.name == _DRAFT:
+            found.append(entry)
+    return found
+
+
+def remove(paths: list[Path]) -> None:
+    """Folders and files, and nothing that a link leads to."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            # A folder half removed must not look like one: its manifest goes first.
+            (path / "manifest.json").unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def replace(run: Path, chain: Chain) -> None:
+    """Make `chain` what the folder holds: by one rename, durable when this returns."""
+    draft = run / _DRAFT
+    with draft.open("wb") as file:
+        file.write(index.dump(chain))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, run / index.NAME)
+    flush(run)
+
+
+def flush(folder: Path) -> None:
+    """Bring the entries of a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _make(run: Path) -> bool:
+    try:
+        run.mkdir()
+        flush(run.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _unwritable(error, run) from error
+    return True
+
+
+def _check_empty(run: Path) -> None:
+    if not run.is_dir():
+        raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
+    ours = {LOCK, *(path.name for path in leftovers(run, None))}
+    others = sorted(entry.name for entry in run.iterdir() if entry.name not in ours)
+    if others:
+        raise OutputError(
+            f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."
+        )
+
+
+def _unwritable(error: OSError, run: Path) -> OutputError:
+    kind = NoSpace if error.errno in FULL else OutputError
+    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or run)

@@ -1,0 +1,112 @@
+"""`ckpt verify CHAIN`: every member of a chain, each stored byte and each decoded chunk once."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_cli import checks, report, work
+from ckpt_cli.checks import Finding
+from ckpt_cli.pipeline import Effort, Moved
+from ckpt_cli.progress import progress
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.chain import index
+from ckpt_formats.chain.index import Chain
+from ckpt_formats.chain.members import open_member
+from ckpt_formats.errors import CkptError
+from ckpt_formats.files import Seal
+from ckpt_formats.naming import show
+from ckpt_formats.tensor import Blob
+from ckpt_formats.universal.replay import Replayed
+
+_Place = tuple[Path, int]
+"""A file, and where in it a delta begins."""
+
+
+def verify(run: Path, effort: Effort, as_json: bool) -> None:
+    """Check all of a chain, with a bar, and say what was found. Exits with 20 if anything was."""
+    chain = index.read(run)
+    opened, findings = open_all(run, chain)
+    work.load_kernels()
+    began = time.monotonic()
+    with progress("verifying", sum(map(checks.amount, opened))) as moved:
+        findings += examine(opened, effort, moved)
+    seconds = time.monotonic() - began
+    bad = _bad_steps(run, chain, findings)
+    if as_json:
+        report.data(_json(run, chain, findings, bad, seconds))
+    else:
+        for finding in findings:
+            click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}")
+        checksums = sum(len(one.seals) for one in opened)
+        whole = f"{len(chain.members)} states whole, {checksums} checksums hold ({seconds:.1f} s)"
+        steps = ", ".join(str(step) for step in bad[:10]) + ("…" if len(bad) > 10 else "")
+        wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
+        report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
+    if findings:
+        raise SystemExit(20)
+
+
+def open_all(run: Path, chain: Chain) -> tuple[list[Checkpoint], list[Finding]]:
+    """Every state that can be opened, the last first, and why the others cannot.
+
+    Of each, only what those after it do not stand on: what is replayed for a later state has been checked on the way.
+    """
+    opened, findings = [], []
+    sealed, replayed = set[Seal](), set[_Place]()
+    for member in reversed(chain.members):
+        try:
+            checkpoint = open_member(run, chain, member)
+        except CkptError as error:
+            findings.append(Finding("unreadable", f"step {member.step}: {error.what}", error.where or member.folder))
+            continue
+        opened.append(_remainder(checkpoint, sealed, replayed))
+        sealed |= set(checkpoint.seals)
+        replayed |= {
+            place for *_, tensor in checkpoint.tensors() for f in tensor.fragments for place in _places(f.blob)
+        }
+    return opened, findings
+
+
+def examine(opened: list[Checkpoint], effort: Effort, moved: Moved) -> list[Finding]:
+    """Everything that is wrong with them, each thing once."""
+    found = dict.fromkeys(finding for one in opened for finding in checks.examine(one, effort, moved))
+    broken = {finding.where for finding in found if finding.kind == "checksum"}
+    # What cannot be decoded since its bytes, or those of an ancestor, are damaged is no finding of its own.
+    return [f for f in found if f.kind != "values" or not broken & set(f.where.split(", "))]
+
+
+def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place]) -> Checkpoint:
+    digests = {
+        (name, state): digest
+        for (name, state), digest in checkpoint.digests.items()
+        if not replayed.intersection(_own(checkpoint.parameters[name].states[state].fragments[0].blob))
+    }
+    return replace(checkpoint, digests=digests, seals=tuple(seal for seal in checkpoint.seals if seal not in sealed))
+
+
+def _own(blob: Blob) -> Iterator[_Place]:
+    if isinstance(blob, Replayed):
+        yield blob.replay.path, blob.replay.offset
+
+
+def _places(blob: Blob) -> Iterator[_Place]:
+    if isinstance(blob, Replayed):
+        for replay in blob.replay.lineage():
+            yield replay.path, replay.offset
+
+
+def _bad_steps(run: Path, chain: Chain, findings: list[Finding]) -> list[int]:
+    """The steps that stand on what is damaged."""
+    where = [Path(one) for finding in findings for one in finding.where.split(", ")]
+    bad = {m.folder for m in chain.members if any(p == run / m.folder or run / m.folder in p.parents for p in where)}
+    return [m.step for m in chain.members if any(one.folder in bad for one in chain.upto(m.step))]
+
+
+def _json(run: Path, chain: Chain, findings: list[Finding], bad: list[int], seconds: float) -> dict[str, Any]:
+    rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in findings]
+    said = {"path": str(run), "ok": not findings, "findings": rows, "seconds": round(seconds, 3)}
+    return said | {"steps": [member.step for member in chain.members], "damaged_steps": bad}

@@ -1,0 +1,60 @@
+"""`ckpt compact`: fewer states in a chain, and fewer deltas to replay."""
+
+import click
+
+from ckpt_cli.options import as_json, common, effort
+
+
+@click.command()
+@click.argument("chain", type=click.Path(readable=False))
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="POLICY",
+    default=["all"],
+    show_default=True,
+    help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. May be given again.",
+)
+@click.option("--anchor-every", type=click.IntRange(1), metavar="N", help="Store each Nth state that stays whole.")
+@click.option("--dry-run", is_flag=True, help="Say what would become of each state, write nothing.")
+@effort
+@as_json
+@common
+def compact(
+    chain: str,
+    keep: tuple[str, ...],
+    anchor_every: int | None,
+    dry_run: bool,
+    workers: int | None,
+    memory: int,
+    as_json: bool,
+) -> None:
+    """Remove states from CHAIN, and fold the deltas that others stand on.
+
+    A state that stays is bit for bit what it was; the last one always stays. What
+    loses its parent is written again, as a base or against the last state before it
+    that stays. Nothing is removed before all that stays is on the disk; interrupted,
+    the chain is as it was.
+
+    \b
+    Examples:
+      ckpt compact run.chain --keep last:5 --keep every:1000
+      ckpt compact run.chain --anchor-every 10
+      ckpt compact run.chain --keep 1000,2000 --dry-run
+    """
+    from pathlib import Path
+
+    from ckpt_cli import work
+    from ckpt_cli.chains import compact as compacting
+    from ckpt_cli.chains.append import Anchors
+    from ckpt_cli.chains.writing import Manner
+    from ckpt_formats.chain import index
+
+    run, anchors = Path(chain), Anchors(anchor_every)
+    if dry_run:
+        found = index.read(run)
+        kept = compacting.plan(run, found, keep, anchors)
+        compacting.say_plan(found, kept, as_json)
+        return
+    done = compacting.compact(run, keep, anchors, Manner.of(), work.effort_of(workers, memory))
+    compacting.say(done, as_json)

@@ -1,0 +1,35 @@
+"""`ckpt log`: what a chain holds."""
+
+import click
+
+from ckpt_cli.options import as_json, common
+
+
+@click.command()
+@click.argument("chain", type=click.Path(readable=False))
+@as_json
+@common
+def log(chain: str, as_json: bool) -> None:
+    """Show the steps that CHAIN has: sizes, ratios, and whether they are exact.
+
+    For each step: what is stored for it, what it takes decoded, what must be read
+    to restore it, and how far its values are from those that were saved. Errors do
+    not add up: each delta is made against what the chain gives back.
+
+    \b
+    Examples:
+      ckpt log run.chain
+      ckpt log run.chain --json
+    """
+    from pathlib import Path
+
+    from ckpt_cli import report
+    from ckpt_cli.chains.log import lines, to_json
+    from ckpt_formats.chain import index
+
+    found = index.read(Path(chain))
+    if as_json:
+        report.data(to_json(found))
+        return
+    for line in lines(found):
+        click.echo(line)

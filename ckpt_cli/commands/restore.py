@@ -1,0 +1,64 @@
+"""`ckpt restore`: the whole state of any step of a chain."""
+
+import click
+
+from ckpt_cli.options import Cut, Reading, as_json, common, cut, effort, reading, target_format
+
+
+@click.command()
+@click.argument("chain", type=click.Path(readable=False))
+@click.argument("target", type=click.Path(readable=False))
+@click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
+@target_format("universal", "")
+@cut
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
+@effort
+@reading
+@as_json
+@common
+def restore(
+    chain: str,
+    target: str,
+    step: int | None,
+    format_name: str,
+    cut: Cut,
+    dry_run: bool,
+    workers: int | None,
+    memory: int,
+    reading: Reading,
+    as_json: bool,
+) -> None:
+    """Write a state of CHAIN as TARGET: the whole checkpoint, in any format and layout.
+
+    CHAIN may also be a delta on its own. Deltas are replayed chunk by chunk, each
+    stored byte read once; every chunk and every state is held against its checksum,
+    and nothing is published that does not fit. If a delta is damaged, the states
+    before it can still be restored: the message says which.
+
+    \b
+    Examples:
+      ckpt restore run.chain step2000
+      ckpt restore run.chain resumed --step 1500 --to deepspeed --dp 4 --zero 3
+      ckpt restore run.chain for-dcp --to dcp
+    """
+    from pathlib import Path
+
+    from ckpt_cli import pipeline, report, work
+    from ckpt_cli.chains import restore as restoring
+    from ckpt_formats.registry import writable
+
+    format = writable(format_name)
+    goal = work.goal_of(target, cut, reading)
+    work.check_degrees(format, goal.degrees)
+    state = restoring.open_step(Path(chain), step, work.options_of(reading))
+    report.say_notices(state.checkpoint)
+    if dry_run:
+        parts = pipeline.plan(state.checkpoint, format, goal)
+        report.say_losses(format, state.checkpoint, parts)
+        report.plan(state.checkpoint, parts, goal.target, format.name, as_json)
+        return
+    outcome, seconds = restoring.write(
+        state, format, goal, work.choices(reading, cut.keys), work.effort_of(workers, memory)
+    )
+    report.outcome(outcome, seconds, as_json)
+    restoring.say_exactness(state.checkpoint)

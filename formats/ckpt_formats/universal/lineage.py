@@ -1,0 +1,78 @@
+"""From a delta to the base that it stands on: which folders, and what of each is needed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.chain import index
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.universal import manifest
+from ckpt_formats.universal.entry import Entry
+from ckpt_formats.universal.manifest import Manifest, Parent
+
+_HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A folder, and those of its entries that what is read stands on."""
+
+    folder: Path
+    said: Manifest
+    entries: tuple[Entry, ...]
+
+
+def lineage(folder: Path) -> tuple[Ancestor, ...]:
+    """The checkpoint in a folder and all that it stands on, the base first.
+
+    Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
+    """
+    said = manifest.load(folder / manifest.NAME)
+    found = [Ancestor(folder, said, said.entries)]
+    seen, places = {folder.resolve()}, _Places({})
+    while needed := _needed(found[-1].entries):
+        child = found[-1]
+        assert child.said.parent is not None  # the manifest saw to it
+        above, said = _parent(child.folder, child.said.parent, places)
+        if above.resolve() in seen:
+            raise Corrupt("it is its own ancestor", where=above)
+        seen.add(above.resolve())
+        found.append(Ancestor(above, said, tuple(entry for entry in said.entries if entry.name in needed)))
+    return tuple(found[::-1])
+
+
+def _needed(entries: Iterable[Entry]) -> set[str]:
+    """Names of the parameters that are needed of the parent."""
+    return {entry.name for entry in entries if entry.delta is not None and entry.delta.before}
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where chains have what, each chain asked once."""
+
+    known: dict[Path, Mapping[str, Path]]
+
+    def find(self, run: Path, content: str) -> Path | None:
+        if run not in self.known:
+            self.known[run] = index.places(run)
+        return self.known[run].get(content)
+
+
+def _parent(folder: Path, parent: Parent, places: _Places) -> tuple[Path, Manifest]:
+    """Where the parent is now, and its manifest. In a chain, the chain says where it is."""
+    above = places.find(folder.parent, parent.content) or folder / parent.path
+    try:
+        said = manifest.load(above / manifest.NAME)
+    except CkptError as error:
+        if (above / manifest.NAME).is_file():
+            raise
+        raise Incomplete(
+            f"the parent of {folder.name}, {parent.content[:24]}…, is missing", where=above, hint=_HINT
+        ) from error
+    if said.content != parent.content:
+        raise Corrupt(
+            f"the wrong parent: {folder.name} stands on {parent.content[:24]}…, and this is {said.content[:24]}…",
+            where=above,
+            hint=_HINT,
+        )
+    return above, said

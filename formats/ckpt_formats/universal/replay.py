@@ -1,0 +1,181 @@
+"""States that are stored as a delta: replayed from the base on, chunk by chunk and all states of a parameter at once.
+
+    base      fp32 exp_avg exp_avg_sq      blobs of any kind
+      delta   one blob with all of them    Replay, whose parent is None
+        delta                              Replay, whose parent is the one above
+
+A chunk is decoded once for each delta on the way, and never more than two of
+them are held, however long the chain is. See docs/format.md.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs import CodecError
+from ckpt_codecs.delta import DeltaCodec
+from ckpt_formats.coded import OVERHEAD, Listed, chunk_count, chunk_form, read_chunks
+from ckpt_formats.dtypes import DType
+from ckpt_formats.files import Reader, Seal
+from ckpt_formats.geometry import Box, Shape
+from ckpt_formats.tensor import Array, Blob, Decoded, Range, Raw
+
+Joint = dict[str, Array]
+"""A chunk of every state, each as a vector."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Some states of one parameter at one step, coded together against those of the step before."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    shape: Shape
+    form: Mapping[str, DType]
+    """The states and their types, in the order in which they are hashed."""
+    chunk: Shape
+    codec: DeltaCodec
+    before: Mapping[str, Blob]
+    """The parent's states that the codec was given, whole."""
+    label: str
+    seal: Seal
+
+    @cached_property
+    def parent(self) -> "Replay | None":
+        """The delta that the states before this one are in, if any of them is in one."""
+        replays = (_replay_of(blob) for blob in self.before.values())
+        return next((replay for replay in replays if replay is not None), None)
+
+    @property
+    def count(self) -> int:
+        return chunk_count(self.shape, self.chunk)
+
+    def flat_range(self, index: int) -> tuple[int, int]:
+        """The elements that a chunk holds, counted in C order."""
+        each = prod(self.chunk)
+        return index * each, min((index + 1) * each, prod(self.shape))
+
+    def lineage(self) -> list["Replay"]:
+        """All deltas on the way to this one, the first of them first."""
+        found, at = [self], self.parent
+        while at is not None:
+            found.append(at)
+            at = at.parent
+        return found[::-1]
+
+    def values(self, index: int, reader: Reader) -> Joint:
+        """A chunk of all states, decoded and checked. Raises `Corrupt`."""
+        held = reader.keep((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
+        start, stop = self.flat_range(index)
+        joint, at = {}, 0
+        for state, dtype in self.form.items():
+            nbytes = (stop - start) * dtype.itemsize
+            joint[state] = held[at : at + nbytes].view(dtype)
+            at += nbytes
+        return joint
+
+    def _replayed(self, index: int, reader: Reader) -> Joint:
+        joint: Joint = {}
+        for replay in self.lineage():
+            joint = replay._decoded(index, joint, reader)
+        return joint
+
+    def _decoded(self, index: int, earlier: Joint, reader: Reader) -> Joint:
+        """The chunk, from that of the parent."""
+        start, stop = self.flat_range(index)
+        form = chunk_form(self.chunk, stop - start)
+        before = {
+            state: _chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
+        }
+        most = prod(self.chunk) * sum(dtype.itemsize for dtype in self.form.values()) + OVERHEAD
+        listed = Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+        chunk, digest = listed.chunk(index, reader)
+        data = bytes(chunk)
+        try:
+            made = self.codec.decode(data, before, form, self.form)
+        except CodecError as error:
+            raise listed.corrupt(index, self.codec.name, str(error)) from None
+        joint = {}
+        for state, dtype in self.form.items():
+            values = made.get(state)
+            if values is None or values.shape != form or values.dtype != dtype:
+                raise listed.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
+            joint[state] = np.ascontiguousarray(values).reshape(-1)
+        if joint_digest(joint) != digest:
+            raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
+        return joint
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A block of one state of a replay."""
+
+    replay: Replay
+    state: str
+    box: Box
+
+    @classmethod
+    def whole(cls, replay: Replay, state: str) -> "Replayed":
+        return cls(replay, state, Box.whole(replay.shape))
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.replay.form[self.state]
+
+    def crop(self, box: Box) -> "Replayed":
+        return Replayed(self.replay, self.state, box.shift(self.box.start))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        replay = self.replay
+        read_chunks(out, self.box, replay.shape, replay.chunk, lambda index: replay.values(index, reader)[self.state])
+
+    def sources(self) -> Iterator[Raw]:
+        for replay in self.replay.lineage():
+            yield Raw.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
+            for blob in replay.before.values():
+                if _replay_of(blob) is None:
+                    yield from blob.crop(self.box).sources()
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+def joint_digest(joint: Mapping[str, Array]) -> int:
+    """The XXH3-64 of a chunk of several states, one after another."""
+    hashed = xxhash.xxh3_64()
+    for values in joint.values():
+        hashed.update(values.reshape(-1).view(np.uint8).data)
+    return int(hashed.intdigest())
+
+
+def _packed(joint: Joint) -> Array:
+    return np.concatenate([values.view(np.uint8) for values in joint.values()])
+
+
+def _replay_of(blob: Blob) -> Replay | None:
+    """The replay that a blob's values come from, or are derived from."""
+    if isinstance(blob, Decoded):
+        return _replay_of(blob.base)
+    return blob.replay if isinstance(blob, Replayed) else None
+
+
+def _chunk_of(blob: Blob, start: int, stop: int, earlier: Joint, reader: Reader) -> Array:
+    """Elements `start` to `stop` of a state of the parent, of which `earlier` is what was replayed."""
+    if isinstance(blob, Replayed):
+        return earlier[blob.state]
+    if isinstance(blob, Decoded) and _replay_of(blob) is not None:
+        base = _chunk_of(blob.base, start, stop, earlier, reader)
+        return blob.codec.decode(b"", base.shape, blob.dtype, base)
+    values = np.empty(stop - start, blob.dtype)
+    Range(blob, start, stop).read_into(values, reader)
+    return values

@@ -1,0 +1,468 @@
+"""Chains of deltas: every state comes back bit for bit, each against what the chain gave back of the one before."""
+
+import json
+import os
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from ckpt_cli.chains import folder as chain_folder
+from ckpt_cli.chains.append import Anchors, append
+from ckpt_cli.chains.restore import open_step
+from ckpt_cli.chains.writing import Manner
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_codecs import NotApplicable, from_config
+from ckpt_codecs.base import Array, Shape
+from ckpt_codecs.delta import Change, DeltaCodec, Form, States
+from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
+from ckpt_formats.base import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.chain import index
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.files import Reader
+from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.tensor import read
+from ckpt_formats.universal import manifest
+from ckpt_formats.universal.coded_state import CHUNK
+from damage import ckpt
+from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
+from training import save_run
+from universal_reader import UniversalReader
+
+STEPS = 4
+
+
+def content(path: Path) -> str:
+    return manifest.load(path / manifest.NAME).content
+
+
+def assert_same_state(found: Checkpoint, expected: Checkpoint) -> None:
+    assert contents(found) == contents(expected)
+    assert list(found.parameters) == list(expected.parameters)
+    assert plain(found.extras) == plain(expected.extras)
+    assert plain([(g.options, g.names) for g in found.groups]) == plain([(g.options, g.names) for g in expected.groups])
+    assert found.aliases == expected.aliases
+    assert {n: plain(p.values) for n, p in found.parameters.items()} == {
+        n: plain(p.values) for n, p in expected.parameters.items()
+    }
+
+
+def drifting(steps: int, elements: int = 1000, seed: int = 0) -> Iterator[Checkpoint]:
+    """A run held in memory: masters that move a little, and two moments."""
+    random = np.random.default_rng(seed)
+    w, m, v = (random.standard_normal(elements).astype(np.float32) for _ in range(3))
+    for step in range(1, steps + 1):
+        g = random.standard_normal(elements).astype(np.float32)
+        m, v = m * np.float32(0.9) + g, np.abs(v) * np.float32(0.99) + g * g
+        w = w - np.float32(1e-4) * m
+        states = {"fp32": w, "param": w.astype(DTYPES["bfloat16"]), "exp_avg": m, "exp_avg_sq": v}
+        yield checkpoint(
+            [parameter("w", states, step=step)], (Group({"lr": 1e-4}, ("w",)),), origin=Origin("held", None, step)
+        )
+
+
+def chain_of(
+    run: Path, states: Iterator[Checkpoint], codec: str = "auto", anchors: Anchors | None = None
+) -> list[Checkpoint]:
+    """Append all; what was appended."""
+    made = list(states)
+    for state in made:
+        append(run, state, None, Manner.of(codec), anchors or Anchors(), Effort())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"), [("adamw", "torch"), ("adamw", "dcp"), ("momentum", "torch"), ("rmsprop", "dcp")]
+)
+def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path: Path) -> None:
+    saved = save_run(tmp_path, STEPS, optimizer, form)
+    run = tmp_path / "run"
+    for path in saved:
+        done = ckpt("diff", "--into", run, path, "--json")
+        assert done.code == 0, done.err
+        assert json.loads(done.out)["exact"] is True
+    assert ckpt("verify", run).code == 0
+    chain = index.read(run)
+    assert [member.kind for member in chain.members] == ["base", "delta", "delta", "delta"]
+    assert all(member.stored_nbytes < chain.members[0].stored_nbytes for member in chain.members[1:])
+    for step, path in enumerate(saved, 1):
+        expected = open_checkpoint(path)
+        assert_same_state(open_step(run, step, Options()).checkpoint, expected)
+        copy(expected, writable("universal"), Goal(tmp_path / f"whole{step}"), "", Effort())
+        assert chain.members[step - 1].content == content(tmp_path / f"whole{step}")
+
+
+def test_a_chain_is_a_checkpoint_to_every_command(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, 2)
+    run = tmp_path / "run"
+    for path in saved:
+        ckpt("diff", "--into", run, path)
+    assert detect(run).name == "chain"
+    assert detect(run / index.read(run).members[1].folder).name == "universal"
+    assert ckpt("diff", run, saved[1]).code == 0
+    assert ckpt("diff", run, saved[0]).code == 1
+    assert "delta" in ckpt("inspect", run).out
+    assert ckpt("convert", run, tmp_path / "out.pt", "--to", "torch").code == 0
+    assert contents(open_checkpoint(tmp_path / "out.pt")) == contents(open_checkpoint(saved[1]))
+    assert ckpt("compress", run, tmp_path / "small").code == 0
+    assert content(tmp_path / "small") == index.read(run).members[1].content
+
+
+def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
+    f32, i64 = DTYPES["float32"], DTYPES["int64"]
+    first = [
+        parameter("stays", {"fp32": array(f32, (50, 7)), "exp_avg": array(f32, (50, 7), 1)}),
+        parameter("goes", {"fp32": array(f32, (50,))}),
+        parameter("reshaped", {"fp32": array(f32, (6, 10))}),
+        parameter("retyped", {"fp32": array(f32, (60,))}),
+        parameter("count", {"param": array(i64, (40,))}, "buffer"),
+    ]
+    second = [
+        parameter("comes", {"fp32": array(f32, (50,), 2)}),
+        parameter("stays", {"fp32": array(f32, (50, 7)), "exp_avg_sq": array(f32, (50, 7), 3)}),
+        parameter("reshaped", {"fp32": array(f32, (10, 6))}),
+        parameter("retyped", {"fp32": array(DTYPES["bfloat16"], (60,))}),
+        parameter("count", {"param": array(i64, (40,))}, "buffer"),
+        parameter("rng", {"param": array(DTYPES["uint8"], (16,))}, "extra"),
+    ]
+    third = everything(5).parameters.values()
+    made = [checkpoint(held, origin=Origin("held", None, i)) for i, held in enumerate((first, second, third, first), 1)]
+    run = tmp_path / "run"
+    chain_of(run, iter(made))
+    for step, state in enumerate(made, 1):
+        assert_same_state(open_step(run, step, Options()).checkpoint, state)
+
+
+@given(st.data())
+@settings(max_examples=25, phases=[Phase.generate])
+def test_any_two_checkpoints_make_a_delta(data: st.DataObject) -> None:
+    """Of any types, shapes and bits, NaNs among them, whatever the two have to do with each other."""
+
+    def drawn(seed: int) -> Checkpoint:
+        names = data.draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1))
+        held = []
+        for name in names:
+            states = data.draw(st.lists(st.sampled_from(["fp32", "param", "exp_avg", "step"]), unique=True, min_size=1))
+            shape = data.draw(st.sampled_from([(), (0,), (3,), (40, 8), (300,)]))
+            kinds = {state: data.draw(st.sampled_from(STORABLE)) for state in states}
+            held.append(
+                parameter(name, {state: array(kinds[state], shape, data.draw(st.integers(0, 2))) for state in states})
+            )
+        return checkpoint(held, origin=Origin("held", None, seed))
+
+    with folder() as at:
+        made = chain_of(at / "run", (drawn(step) for step in (1, 2, 3)))
+        for step, state in enumerate(made, 1):
+            assert_same_state(open_step(at / "run", step, Options()).checkpoint, state)
+
+
+@dataclass(frozen=True)
+class Refusing(DeltaCodec):
+    """Holds so many chunks, then no more."""
+
+    holds: int = 0
+    name: ClassVar[str] = "test-refusing"
+    lossless: ClassVar[bool] = True
+    encoded: ClassVar[list[int]] = []
+
+    def encode(self, change: Change) -> bytes:
+        self.encoded.append(1)
+        if len(self.encoded) > self.holds:
+            raise NotApplicable("no more")
+        return b""
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        return {state: before[state] for state in form}
+
+
+@pytest.mark.parametrize("holds", [0, 1, 2, 3])
+def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
+    holds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it at one of the two chunks that are tried, or in the midst of writing."""
+    monkeypatch.setitem(DELTA_CODECS, Refusing.name, Refusing)
+    state = next(drifting(1, 2 * CHUNK + 5))
+    chain_of(tmp_path / "run", iter([state]))
+    Refusing.encoded.clear()
+    later = checkpoint(state.parameters.values(), state.groups, origin=Origin("held", None, 2))
+    append(tmp_path / "run", later, None, Manner.of(f"{Refusing.name}:holds={holds}"), Anchors(), Effort(1))
+    assert index.read(tmp_path / "run").members[1].kind == "base"
+    assert_same_state(open_checkpoint(tmp_path / "run"), later)
+
+
+@dataclass(frozen=True)
+class Coarse(DeltaCodec):
+    """Changes in whole units of 2^-12."""
+
+    name: ClassVar[str] = "test-coarse"
+    lossless: ClassVar[bool] = False
+    unit: ClassVar[float] = 2.0**-12
+
+    def encode(self, change: Change) -> bytes:
+        units = (
+            np.round((values.astype(np.float64) - self._base(change.before, state)) / self.unit).astype(np.int32)
+            for state, values in change.after.items()
+        )
+        return zlib.compress(b"".join(one.tobytes() for one in units))
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        units = np.frombuffer(zlib.decompress(data), np.int32).reshape(len(form), *shape)
+        return {
+            state: (self._base(before, state) + one * self.unit).astype(dtype)
+            for one, (state, dtype) in zip(units, form.items(), strict=True)
+        }
+
+    def _base(self, states: States, state: str) -> Array:
+        return states[state].astype(np.float64) if state in states else np.zeros((), np.float64)
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(DELTA_CODECS, Coarse.name, Coarse)
+    return Coarse.name
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["exact anchor", "coded anchor"])
+def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made = chain_of(run, drifting(12), coarse, Anchors(coded=coded))
+    largest = []
+    for step, state in enumerate(made, 1):
+        found = open_step(run, step, Options()).checkpoint
+        true, kept = (read(one.parameters["w"].states["fp32"]) for one in (state, found))
+        largest.append(float(np.abs(true.astype(np.float64) - kept).max()))
+        copied = read(found.parameters["w"].states["param"])
+        assert bits(copied) == bits(kept.astype(DTYPES["bfloat16"]))
+        if step == 1 and not coded:
+            assert not found.losses
+            continue
+        assert found.losses["w", "fp32"]["max_abs"] == largest[-1]
+        assert set(found.losses) == {("w", state) for state in state.parameters["w"].states}
+        assert "approximate" in found.notices[0]
+    assert 0 < max(largest) <= Coarse.unit
+    said = json.loads(ckpt("log", run, "--json").out)
+    assert [step["exact"] for step in said["steps"]] == [not coded] + [False] * 11
+    assert said["steps"][-1]["losses"]["fp32"]["max_abs"] == largest[-1]
+    assert "approximate" in ckpt("log", run).out
+    assert "approximate" in ckpt("restore", run, tmp_path / "out").err
+    assert ckpt("verify", run).code == 0
+
+
+def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, tmp_path: Path) -> None:
+    states = list(drifting(2))
+    w = [state.parameters["w"].states for state in states]
+    held = [[("lossy", "parameter"), ("kept", "parameter"), ("frozen", "frozen")] for _ in states]
+    made = []
+    for step, (of, names) in enumerate(zip(w, held, strict=True), 1):
+        arrays = {state: read(tensor) for state, tensor in of.items()}
+        made.append(checkpoint([parameter(n, arrays, role) for n, role in names], origin=Origin("held", None, step)))
+    run = tmp_path / "run"
+    for state in made:
+        append(run, state, None, Manner.of(coarse, ["^kept"]), Anchors(), Effort())
+    found = open_checkpoint(run)
+    assert {name for name, _ in found.losses} == {"lossy"}
+    assert contents(found) != contents(made[1])
+    for name in ("kept", "frozen"):
+        for state, tensor in made[1].parameters[name].states.items():
+            assert bits(read(found.parameters[name].states[state])) == bits(read(tensor))
+
+
+def test_each_nth_member_is_a_base(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made = chain_of(run, drifting(7), anchors=Anchors(3))
+    assert "".join(member.kind[0] for member in index.read(run).members) == "bddbddb"
+    for step, state in enumerate(made, 1):
+        assert_same_state(open_step(run, step, Options()).checkpoint, state)
+
+
+def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
+    """One that knows only docs/format.md, and asks us what the bytes of a chunk mean."""
+
+    def decode(config, data, shape, dtype, base, base_dtype):  # type: ignore[no-untyped-def]
+        base = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
+        return from_config(config).decode(data, tuple(shape), DTYPES[dtype], base).tobytes()
+
+    def replay(config, data, shape, before, form):  # type: ignore[no-untyped-def]
+        known = {state: np.frombuffer(values, DTYPES[form[state]]).reshape(shape) for state, values in before.items()}
+        types = {state: DTYPES[name] for state, name in form.items()}
+        made = delta_from_config(typed(config)).decode(data, known, tuple(shape), types)
+        return {state: np.ascontiguousarray(values).tobytes() for state, values in made.items()}
+
+    def typed(said):  # type: ignore[no-untyped-def]
+        return {key: tuple(v["$tuple"]) if isinstance(v, dict) and "$tuple" in v else v for key, v in said.items()}
+
+    saved = save_run(tmp_path, 3)
+    for path in saved:
+        ckpt("diff", "--into", tmp_path / "run", path)
+    found = UniversalReader(tmp_path / "run" / "step-0000000003", decode, replay)
+    assert found.manifest["version"] == 3
+    for one, state, tensor in open_checkpoint(saved[2]).tensors():
+        assert found.values(one.name, state) == read(tensor).tobytes()
+
+
+def test_steps_only_grow(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, 3)
+    run = tmp_path / "run"
+    assert ckpt("diff", "--into", run, saved[1]).code == 0
+    before = sorted(os.listdir(run))
+    for path, told, words in (
+        (saved[1], (), "step 2 is there already"),
+        (saved[0], (), "step 1 comes before 2"),
+        (saved[2], ("--step", "1"), "step 1 comes before 2"),
+    ):
+        done = ckpt("diff", "--into", run, path, *told)
+        assert done.code == 22
+        assert words in done.err
+        assert sorted(os.listdir(run)) == before
+    assert ckpt("diff", "--into", run, saved[0], "--step", "9").code == 0
+    assert [member.step for member in index.read(run).members] == [2, 9]
+
+
+def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
+    state = checkpoint(next(drifting(1)).parameters.values(), origin=Origin("held"))
+    copy(state, writable("safetensors"), Goal(tmp_path / "w.safetensors"), "", Effort())
+    done = ckpt("diff", "--into", tmp_path / "run", tmp_path / "w.safetensors")
+    assert done.code == 22
+    assert "--step N" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, 1)
+    done = ckpt("diff", "--into", tmp_path / "run", path, "--dry-run", "--json")
+    assert json.loads(done.out) == {"chain": str(tmp_path / "run"), "step": 1, "kind": "base", "raw_nbytes": 3411568}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, 1)
+    done = ckpt("diff", "--into", tmp_path, path)
+    assert done.code == 30
+    assert "no chain" in done.err
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, 2)
+    run = tmp_path / "run"
+    ckpt("diff", "--into", run, saved[0])
+    with chain_folder.locked(run):
+        for command in (("diff", "--into", run, saved[1]), ("compact", run)):
+            assert ckpt(*command).code == 11
+    assert ckpt("diff", "--into", run, saved[1]).code == 0
+
+
+def test_what_a_crash_left_is_said_and_removed(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, 3)
+    run = tmp_path / "run"
+    ckpt("diff", "--into", run, saved[0])
+    before = (run / index.NAME).read_bytes()
+    ckpt("diff", "--into", run, saved[1])
+    (run / index.NAME).write_bytes(before)  # as if the machine had stopped just before
+    (run / ".step-0000000009.ckpt-partial").mkdir()
+    (run / "mine").write_text("a file of the user's")
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(saved[0]))
+    done = ckpt("diff", "--into", run, saved[2])
+    assert done.code == 0
+    assert "removed step-0000000002" in done.err
+    assert "removed .step-0000000009" in done.err
+    assert sorted(os.listdir(run)) == ["chain.json", "chain.lock", "mine", "step-0000000001", "step-0000000003"]
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(saved[2]))
+
+
+def test_a_delta_on_its_own(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, 3)
+    base, second, third = tmp_path / "base", tmp_path / "second", tmp_path / "third"
+    done = ckpt("diff", saved[0], saved[1], "-o", second)
+    assert done.code == 22
+    assert "ckpt compress" in done.err
+    assert not second.exists()
+    ckpt("compress", saved[0], base)
+    assert ckpt("diff", base, saved[1], "-o", second).code == 0
+    assert ckpt("diff", second, saved[2], "-o", third, "--codec", "difference").code == 0
+    for path, source in ((second, saved[1]), (third, saved[2])):
+        assert_same_state(open_checkpoint(path), open_checkpoint(source))
+        assert ckpt("verify", path).code == 0
+    assert json.loads((third / manifest.NAME).read_text())["parent"] == {
+        "content": content(second),
+        "path": "../second",
+    }
+    done = ckpt("restore", third, tmp_path / "whole")
+    assert done.code == 0
+    assert "exact" in done.err
+    assert json.loads((tmp_path / "whole" / manifest.NAME).read_text())["version"] == 1
+    ckpt("diff", "--into", tmp_path / "run", saved[0])
+    assert ckpt("diff", tmp_path / "run", saved[1], "-o", tmp_path / "fourth").code == 0
+    assert_same_state(open_checkpoint(tmp_path / "fourth"), open_checkpoint(saved[1]))
+
+
+def test_a_codec_that_is_not_there(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, 1)
+    done = ckpt("diff", "--into", tmp_path / "run", path, "--codec", "no-such")
+    assert done.code == 22
+    assert DEFAULT_DELTA in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "told", [("a", "-o", "d"), ("a", "b", "--into", "c"), ("a", "b", "-o", "d", "--into", "c"), ("a",)]
+)
+def test_wrong_usage(told: tuple[str, ...]) -> None:
+    assert ckpt("diff", *told).code == 2
+
+
+def peak(run: Path) -> int:
+    """Bytes of memory at most while the last state of a chain is read, slab by slab."""
+    tensors = [tensor for _, _, tensor in open_checkpoint(run).tensors()]
+    tracemalloc.start()
+    with Reader() as reader:
+        for tensor in tensors:
+            out = np.empty(tensor.shape, tensor.dtype)
+            tensor.read_into(out, reader)
+            del out
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
+def test_memory_does_not_grow_with_the_chain(tmp_path: Path) -> None:
+    states = list(drifting(12, CHUNK))
+    chain_of(tmp_path / "short", iter(states[:2]))
+    chain_of(tmp_path / "long", iter(states))
+    short, long = peak(tmp_path / "short"), peak(tmp_path / "long")
+    assert long < 1.2 * short
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
+def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    made = chain_of(run, drifting(3, 5 * CHUNK + 100))
+    numbers = {"nbytes": 0}
+    original = Reader.read_into
+
+    def counting(self: Reader, path: Path, offset: int, out: memoryview, seal: object = None) -> None:
+        if path.is_relative_to(run):
+            numbers["nbytes"] += len(out)
+        original(self, path, offset, out, seal)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reader, "read_into", counting)
+    assert ckpt("restore", run, tmp_path / "out", "--to", form).code == 0
+    stored = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
+    assert 0.9 * stored < numbers["nbytes"] <= 1.05 * stored
+    assert contents(open_checkpoint(tmp_path / "out")) == contents(made[-1])
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+
+
+def test_the_default_codec_loses_nothing() -> None:
+    assert parse_delta(DEFAULT_DELTA).lossless

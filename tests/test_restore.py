@@ -1,0 +1,158 @@
+"""States of a chain restored in other formats and layouts, and chains made shorter without losing one that stays."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_formats.chain import index
+from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.universal import manifest
+from damage import ckpt
+from dcp_states import loaded
+from held import contents
+from training import Net, save_run
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of six states, `step1` to `step6`, and their chain."""
+    at = tmp_path_factory.mktemp("whole")
+    for path in save_run(at, STEPS):
+        assert ckpt("diff", "--into", at / "run", path).code == 0
+    return at
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """The chain, to be changed."""
+    import shutil
+
+    return shutil.copytree(whole / "run", tmp_path / "run")
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
+@pytest.mark.parametrize("step", [1, 3, None])
+def test_any_step_in_any_format(form: str, step: int | None, whole: Path, tmp_path: Path) -> None:
+    told = () if step is None else ("--step", step)
+    done = ckpt("restore", whole / "run", tmp_path / "out", "--to", form, *told, "--json")
+    assert done.code == 0, done.err
+    assert detect(tmp_path / "out").name == form
+    assert contents(open_checkpoint(tmp_path / "out")) == contents(open_checkpoint(whole / f"step{step or STEPS}"))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_torch_loads_what_is_restored_and_trains_on(whole: Path, tmp_path: Path) -> None:
+    saved = torch.load(whole / "step4", weights_only=False)
+    ckpt("restore", whole / "run", tmp_path / "it.pt", "--step", 4, "--to", "torch")
+    net = Net()
+    net.load_state_dict(torch.load(tmp_path / "it.pt", weights_only=True)["model"])
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, saved["model"][name])
+    ckpt("restore", whole / "run", tmp_path / "dcp", "--step", 4, "--to", "dcp")
+    assert json.dumps(sorted(map(str, loaded(tmp_path / "dcp"))))  # PyTorch's own reader takes it
+
+
+def test_it_is_for_as_many_ranks_as_asked(whole: Path, tmp_path: Path) -> None:
+    done = ckpt("restore", whole / "run", tmp_path / "out", "--to", "deepspeed", "--zero", 1, "--dp", 3)
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "out").rglob("*optim_states.pt"))) == 3
+    done = ckpt("restore", whole / "run", tmp_path / "no", "--dp", 3)
+    assert done.code == 22
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_step_that_is_not_there(whole: Path, tmp_path: Path) -> None:
+    done = ckpt("restore", whole / "run", tmp_path / "out", "--step", 99)
+    assert done.code == 10
+    assert "from 1 to 6" in done.err
+    assert ckpt("restore", whole / "step1", tmp_path / "out", "--step", 99).code == 10
+    assert ckpt("log", whole / "step1").code == 10
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dry_run_of_restore_writes_nothing(whole: Path, tmp_path: Path) -> None:
+    done = ckpt("restore", whole / "run", tmp_path / "out", "--to", "dcp", "--dry-run", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["format"] == "dcp"
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_target_inside_the_chain_is_refused(run: Path) -> None:
+    before = sorted(os.listdir(run))
+    assert ckpt("restore", run, run / "out").code == 30
+    assert sorted(os.listdir(run)) == before
+
+
+def test_log_tells_sizes_and_costs(whole: Path) -> None:
+    run = whole / "run"
+    said = json.loads(ckpt("log", run, "--json").out)
+    assert [step["step"] for step in said["steps"]] == [1, 2, 3, 4, 5, 6]
+    stored = [
+        sum(path.stat().st_size for path in (run / step["folder"]).rglob("*") if path.is_file())
+        for step in said["steps"]
+    ]
+    assert [step["stored_nbytes"] for step in said["steps"]] == stored
+    assert [step["restore"]["reads_nbytes"] for step in said["steps"]] == [sum(stored[: i + 1]) for i in range(STEPS)]
+    assert said["stored_nbytes"] == sum(stored)
+    assert said["exact"] is True
+    text = ckpt("log", run).out
+    assert "replays 5 deltas" in text
+    assert "█▁" in text or "█▂" in text
+
+
+KEPT = {
+    ("--keep", "last:2"): [5, 6],
+    ("--keep", "last:99"): [1, 2, 3, 4, 5, 6],
+    ("--keep", "every:2"): [2, 4, 6],
+    ("--keep", "every:4"): [4, 6],
+    ("--keep", "1,3"): [1, 3, 6],
+    ("--keep", "last:1", "--keep", "2,3"): [2, 3, 6],
+    (): [1, 2, 3, 4, 5, 6],
+    ("--anchor-every", "2"): [1, 2, 3, 4, 5, 6],
+    ("--keep", "every:2", "--anchor-every", "1"): [2, 4, 6],
+}
+
+
+@pytest.mark.parametrize("told", KEPT, ids=" ".join)
+def test_what_stays_is_what_it_was(told: tuple[str, ...], whole: Path, run: Path, tmp_path: Path) -> None:
+    before = {member.step: member.content for member in index.read(run).members}
+    planned = json.loads(ckpt("compact", run, *told, "--dry-run", "--json").out)["steps"]
+    done = ckpt("compact", run, *told, "--json")
+    assert done.code == 0, done.err
+    chain = index.read(run)
+    steps = [member.step for member in chain.members]
+    assert steps == json.loads(done.out)["steps"] == KEPT[told]
+    assert [step["step"] for step in planned if step["becomes"] != "removed"] == steps
+    assert {member.step: member.content for member in chain.members} == {step: before[step] for step in steps}
+    assert sorted(os.listdir(run)) == sorted(["chain.json", "chain.lock", *(m.folder for m in chain.members)])
+    assert ckpt("verify", run).code == 0
+    for step in steps:
+        out = tmp_path / f"out{step}"
+        assert ckpt("restore", run, out, "--step", step).code == 0
+        assert contents(open_checkpoint(out)) == contents(open_checkpoint(whole / f"step{step}"))
+        assert manifest.load(out / manifest.NAME).content == before[step]
+    if "--anchor-every" in told:
+        every = int(told[-1])
+        assert [m.kind == "base" for m in chain.members] == [i % every == 0 for i in range(len(steps))]
+
+
+def test_a_chain_that_was_made_shorter_grows_on(whole: Path, run: Path) -> None:
+    ckpt("compact", run, "--keep", "2,4")
+    for _ in range(2):
+        ckpt("compact", run, "--keep", "last:2")
+    step = ckpt("diff", "--into", run, whole / "step3", "--step", 7)
+    assert step.code == 0, step.err
+    assert [member.step for member in index.read(run).members] == [4, 6, 7]
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step3"))
+
+
+@pytest.mark.parametrize("policy", ["", "last", "last:0", "every:-1", "some", "1,,2", "99"])
+def test_a_policy_that_says_nothing_is_refused(policy: str, run: Path) -> None:
+    before = sorted(os.listdir(run))
+    assert ckpt("compact", run, "--keep", policy).code in (10, 22)
+    assert sorted(os.listdir(run)) == before
