@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 CKPT = [sys.executable, "-m", "ckpt_cli"]
 BIG = [sys.executable, str(HERE / "big_megatron.py")]
 LAYOUTS = {"dist": "torch_dist", "legacy": "legacy"}
+INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}
+"""A program that is installed has its byte code: let it be kept."""
 DEGREES = {"tp4": ["--tp", "4", "--pp", "1"], "tp1pp4": ["--tp", "1", "--pp", "4"]}
 
 
@@ -66,8 +68,9 @@ def main() -> None:
                 for name, program in listed.items()
                 if name.startswith("cp") or not options.only or any(text in name for text in options.only)
             }
+            measure([*CKPT, "--help"], INSTALLED)
             warm(made)
-            found, sizes = in_turn(wanted, options.rounds, scratch, {})
+            found, sizes = in_turn(wanted, options.rounds, scratch, INSTALLED)
             title = f"{size(made / 'dist') / 1e6:.0f} MB, {options.rounds} rounds"
             print(f"{title}\n{table(listed, found, sizes)}\n", flush=True)
             runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in found.items()}
