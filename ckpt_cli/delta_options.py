@@ -1,13 +1,20 @@
 """The options of `diff` that write a delta, which it gets as one `Writing`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import wraps
+from math import isfinite
 from typing import Any, TypeVar, cast
 
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+STANDALONE = "standalone"
+"""The preset that has no parent."""
+_REPORT = ("only", "skip", "states", "tensors_only", "sort", "by", "top", "html")
+"""What `diff` is told of its report."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,11 @@ class Writing:
     output: str | None = None
     into: str | None = None
     codec: str = "auto"
+    preset: str | None = None
+    max_abs_err: float | None = None
+    rel_error: float | None = None
+    max_loss_increase: float | None = None
+    eval_cmd: str | None = None
     exact: tuple[str, ...] = ()
     step: int | None = None
     anchor_every: int | None = None
@@ -42,6 +54,54 @@ def writing(command: F) -> F:
     return cast(F, gathered)
 
 
+def check_together(writing: Writing, context: click.Context) -> None:
+    """Raises `UsageError` for options that do not go together, so that none is passed over in silence."""
+    given = {name for name in context.params if _is_given(context, name)}
+    option = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
+
+    def first(names: Iterable[str]) -> str | None:
+        return next((option[name] for name in names if name in given), None)
+
+    if not writing.asked:
+        own = first(field.name for field in fields(Writing))
+        _refuse(own is not None, f"{own} is of deltas: it goes with -o or --into.")
+        return
+    report = first(_REPORT)
+    _refuse(report is not None, f"{report} is of the report: it goes with neither -o nor --into.")
+    _refuse(
+        None not in (writing.into, writing.output), "-o writes one delta, --into appends to a chain: give one of them."
+    )
+    alone = "--preset standalone" if writing.preset == STANDALONE else None
+    anchored = first(("anchor", "anchor_every"))
+    chained = anchored or alone
+    _refuse(writing.output is not None and chained is not None, f"{chained} is of chains: it goes with --into.")
+    _refuse(None not in (alone, anchored), f"{alone} stores each state alone: {anchored} does not go with it.")
+    _refuse(writing.preset is not None and "codec" in given, "--preset is a codec with its options: leave out --codec.")
+    asked, told = writing.max_loss_increase, writing.eval_cmd
+    _refuse((asked is None) != (told is None), "--max-loss-increase and --eval-cmd need each other.")
+    _refuse(asked is not None and not isfinite(asked), "--max-loss-increase is a number such as 0.01.")
+    _refuse(
+        None not in (asked, writing.max_abs_err),
+        "--max-loss-increase looks for the step that --max-abs-err says: give one of them.",
+    )
+    if told is not None:
+        try:
+            words = shlex.split(told)
+        except ValueError as error:
+            raise click.UsageError(f"--eval-cmd is no command: {error}.") from None
+        _refuse(not any("{}" in word for word in words), "--eval-cmd needs {} where the path of the state is to stand.")
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def _refuse(wrong: bool, said: str) -> None:
+    if wrong:
+        raise click.UsageError(said)
+
+
+_BOUND = click.FloatRange(min=0, min_open=True)
 _OPTIONS = [
     click.option("-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."),
     click.option("--into", type=click.Path(), metavar="CHAIN", help="Append FIRST to a chain, or begin one with it."),
@@ -51,6 +111,29 @@ _OPTIONS = [
         show_default=True,
         metavar="NAME[:OPTION=VALUE,...]",
         help="Codec of deltas; auto is the best that loses nothing.",
+    ),
+    click.option(
+        "--preset",
+        type=click.Choice(["resume", "balanced", "archive", STANDALONE]),
+        help="Lose something: the less, the sooner training goes on from it. standalone: each state without a parent.",
+    ),
+    click.option("--max-abs-err", type=_BOUND, metavar="X", help="Lose something: no weight is off by more than X."),
+    click.option(
+        "--rel-error",
+        type=_BOUND,
+        metavar="X",
+        help="Lose something: the error of weights has at most X times the norm of their change.",
+    ),
+    click.option(
+        "--max-loss-increase",
+        type=click.FloatRange(min=0),
+        metavar="X",
+        help="Lose as much as --eval-cmd accepts: a loss that is higher by at most X.",
+    ),
+    click.option(
+        "--eval-cmd",
+        metavar="CMD",
+        help="Evaluates the universal checkpoint whose path stands for {}; the last line it prints is the loss.",
     ),
     click.option(
         "--exact", multiple=True, metavar="PATTERN", help="Parameters in which a lossy codec may lose nothing."

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.base import Checkpoint, Parameter
 from ckpt_formats.coded import Coded
 from ckpt_formats.tensor import Decoded, Tensor
@@ -100,6 +101,12 @@ def _share(blob: Replayed) -> int:
 def is_coded(checkpoint: Checkpoint) -> bool:
     """Is any state stored coded?"""
     return any(isinstance(f.blob, (Coded, Replayed)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+
+
+def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
+    """What a checkpoint's deltas are decoded with: one of each kind."""
+    blobs = (f.blob for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+    return list({blob.replay.codec.name: blob.replay.codec for blob in blobs if isinstance(blob, Replayed)}.values())
 
 
 def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:

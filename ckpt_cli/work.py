@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from ckpt_cli import pipeline, report
 from ckpt_cli.options import Cut, Reading
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import progress
-from ckpt_cli.savings import is_coded
+from ckpt_cli.savings import delta_codecs, is_coded
 from ckpt_codecs import warm_up
+from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import read_whole
@@ -20,6 +22,7 @@ from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 from ckpt_formats.state_dicts.keys import STYLES
+from ckpt_formats.universal.delta import Delta
 
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
@@ -126,20 +129,23 @@ def write(
     """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)
     report.say_losses(format, source, parts)
-    if goal.coding is not None or is_coded(source):
-        load_kernels()
+    deltas = [*delta_codecs(source), *(format.codecs if isinstance(format, Delta) else ())]
+    if goal.coding is not None or deltas or is_coded(source):
+        load_kernels(deltas)
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
         outcome = pipeline.copy(source, format, goal, choices, effort, moved, parts)
     return outcome, time.monotonic() - began
 
 
-def load_kernels() -> None:
+def load_kernels(deltas: Iterable[DeltaCodec] = ()) -> None:
     """Make the codecs ready, and say so if it takes a while: on a machine's first use they are compiled."""
     said = threading.Timer(_PATIENCE, report.say, ["compiling kernels, once on this machine ..."])
     said.daemon = True
     said.start()
     try:
         warm_up()
+        for codec in deltas:
+            codec.warm_up()
     finally:
         said.cancel()

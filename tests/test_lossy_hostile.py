@@ -1,14 +1,12 @@
 """Lossy chunks of strangers: an error or wrong numbers that a checksum finds, never a crash, no memory for free."""
 
-import os
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bounds_check import assert_within_bounds
 from ckpt_codecs import CodecError
 from ckpt_codecs.engine import using
 from ckpt_codecs.lossy import LcCheckpoint, Subspace, symbols
@@ -73,20 +71,7 @@ def test_mutations_are_survived_without_numba() -> None:
 
 @pytest.mark.slow
 def test_no_kernel_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
-    """In a process where Numba checks every index."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("lossy_fuzz.py")), "3", "60"],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "NUMBA_BOUNDSCHECK": "1",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert_within_bounds("lossy_fuzz.py", tmp_path, "3", "60")
 
 
 @pytest.mark.parametrize("name", ["kernels", "portable"])

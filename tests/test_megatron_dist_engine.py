@@ -10,14 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_cli.main import cli
-from ckpt_cli.pipeline import check_sound, check_whole
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.dcp.metadata import read_metadata
-from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
 from held import bits
 from megatron_jobs.kinds import KINDS
 from megatron_jobs.launch import resume, save
+from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written
 
 pytestmark = [
     pytest.mark.engines,
@@ -38,8 +37,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 """A kind, how it is saved, what is other about the new run, and how to say so."""
 OLD = sorted({kind for kind, *_ in CASES.values()})
-ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}
-"""Over other numbers of ranks, sums are made in another order."""
 
 
 @pytest.fixture(scope="session")
@@ -65,33 +62,17 @@ def reshard(source: Path, target: Path, options: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
-    import torch
-
-    kind, _, changes, _ = CASES[case]
-    old, new = (torch.load(resumed / name / "logits.pt") for name in (kind, case))
-    assert old.std() > 0.01
-    same = changes.get("tp", KINDS[kind].tp) == KINDS[kind].tp and "ep" not in changes
-    assert torch.allclose(old, new, rtol=0, atol=0 if same else ROUNDING[KINDS[kind].dtype] * float(old.abs().max()))
+    assert_computes_the_same(resumed, CASES[case][0], case, CASES[case][2])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_megatron_has_loaded_is_what_we_wrote(resumed: Path, case: str) -> None:
-    written = resumed / "written" / case
-    assert detect(written).name == "megatron"
-    found = open_checkpoint(written)
-    check_whole(found)
-    check_sound(found)
-    assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
+    assert_loaded_is_written(resumed, case, "megatron", states)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
-    kind = CASES[case][0]
-    before, old, new = (
-        states(open_checkpoint(resumed / at)) for at in (f"{kind}/loaded", f"{kind}/stepped", f"{case}/stepped")
-    )
-    assert all(old[place] != before[place] for place in old if place[1] == "exp_avg")
-    assert new == old
+    assert_goes_on_the_same(resumed, CASES[case][0], case, states)
 
 
 def states(found: Checkpoint) -> dict[tuple[str, str], object]:

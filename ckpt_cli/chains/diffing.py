@@ -1,12 +1,14 @@
 """What `ckpt diff` does with -o and --into: a delta on its own, or one more state of a chain."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ckpt_cli import report
-from ckpt_cli.chains.append import Anchors, append, foretell
+from ckpt_cli.chains.append import append, foretell
+from ckpt_cli.chains.asked import anchors_of, manner_of
 from ckpt_cli.chains.log import accuracy
 from ckpt_cli.chains.writing import Manner, Written, write_delta
 from ckpt_cli.delta_options import Writing
@@ -17,16 +19,17 @@ from ckpt_formats.chain import index
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
 from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.delta import cautions
 
 
 def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_json: bool) -> None:
     """Append to a chain, or begin one; and say so."""
     report.say_notices(source)
-    anchors = Anchors(writing.anchor_every, writing.anchor == "coded")
-    manner = Manner.of(writing.codec, writing.exact, not writing.no_check)
+    anchors, manner = anchors_of(writing), manner_of(writing, chain)
+    _say_cautions(manner, source)
     if writing.dry_run:
         step, kind = foretell(chain, source, writing.step, anchors)
-        _say_plan({"chain": str(chain), "step": step, "kind": kind, "raw_nbytes": _raw(source)}, as_json)
+        _say_plan({"chain": str(chain), "step": step, "kind": kind, **_costs(manner, source)}, as_json)
         return
     _say(append(chain, source, writing.step, manner, anchors, effort), chain, as_json)
 
@@ -37,10 +40,11 @@ def against(
     """Write a delta of the second checkpoint against the first; and say so."""
     report.say_notices(second)
     parent = parent_folder(first)
-    manner = Manner.of(writing.codec, writing.exact, not writing.no_check)
+    manner = manner_of(writing, target)
+    _say_cautions(manner, second)
     if writing.dry_run:
         plan(second, Universal(), Goal(target))
-        _say_plan({"target": str(target), "parent": str(parent), "raw_nbytes": _raw(second)}, as_json)
+        _say_plan({"target": str(target), "parent": str(parent), **_costs(manner, second)}, as_json)
         return
     step = second.origin.step if writing.step is None else writing.step
     _say(write_delta(second, target, step or 0, first, parent, manner, effort), target, as_json)
@@ -61,7 +65,7 @@ def parent_folder(checkpoint: Checkpoint) -> Path:
 
 
 def _say(written: Written, target: Path, as_json: bool) -> None:
-    member = written.member
+    member, accepted = written.member, written.accepted
     if as_json:
         report.data(
             {
@@ -78,6 +82,7 @@ def _say(written: Written, target: Path, as_json: bool) -> None:
                 "losses": {state: dict(loss) for state, loss in member.losses.items()},
                 "seconds": round(written.seconds, 3),
                 "checksums_verified": written.outcome.checksums,
+                **({} if accepted is None else {"evaluation": asdict(accepted)}),
             }
         )
         return
@@ -86,6 +91,8 @@ def _say(written: Written, target: Path, as_json: bool) -> None:
         f"{show(str(target))}: step {member.step}, {member.kind}, {size(member.stored_nbytes)} for "
         f"{size(member.raw_nbytes)}, {ratio:.2f} times smaller, {accuracy(member)}"
     )
+    if accepted is not None:
+        report.say(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
     resumed = f", {written.outcome.resumed} files of them by an earlier run" if written.outcome.resumed else ""
     report.say(f"wrote {written.outcome.files} files in {written.seconds:.1f} s{resumed}")
 
@@ -101,5 +108,11 @@ def _say_plan(said: dict[str, Any], as_json: bool) -> None:
     report.say(f"would write: {show(words)}; nothing was written")
 
 
-def _raw(source: Checkpoint) -> int:
-    return sum(parameter.nbytes for parameter in source.parameters.values())
+def _costs(manner: Manner, source: Checkpoint) -> dict[str, Any]:
+    raw = sum(parameter.nbytes for parameter in source.parameters.values())
+    return {"raw_nbytes": raw} | ({} if manner.codec.lossless else {"approximate": manner.codec.name})
+
+
+def _say_cautions(manner: Manner, source: Checkpoint) -> None:
+    for caution in cautions(manner.codec, source):
+        report.say(f"warning: {show(caution)}")

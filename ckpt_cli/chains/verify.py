@@ -22,6 +22,7 @@ from ckpt_formats.naming import show
 from ckpt_formats.tensor import Blob
 from ckpt_formats.universal.replay import Replayed
 
+_MOST_STEPS = 10
 _Place = tuple[Path, int]
 """A file, and where in it a delta begins."""
 
@@ -35,6 +36,7 @@ def verify(run: Path, effort: Effort, as_json: bool) -> None:
     with progress("verifying", sum(map(checks.amount, opened))) as moved:
         findings += examine(opened, effort, moved)
     seconds = time.monotonic() - began
+    _say_approximate(chain)
     bad = _bad_steps(run, chain, findings)
     if as_json:
         report.data(_json(run, chain, findings, bad, seconds))
@@ -43,11 +45,21 @@ def verify(run: Path, effort: Effort, as_json: bool) -> None:
             click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}")
         checksums = sum(len(one.seals) for one in opened)
         whole = f"{len(chain.members)} states whole, {checksums} checksums hold ({seconds:.1f} s)"
-        steps = ", ".join(str(step) for step in bad[:10]) + ("…" if len(bad) > 10 else "")
+        steps = _listed(bad)
         wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
         report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
     if findings:
         raise SystemExit(20)
+
+
+def _say_approximate(chain: Chain) -> None:
+    lossy = [member.step for member in chain.members if not member.exact]
+    if lossy:
+        report.say(f"note: approximate: {len(lossy)} of {len(chain.members)} states, of steps {_listed(lossy)}")
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:_MOST_STEPS])) + ("…" if len(steps) > _MOST_STEPS else "")
 
 
 def open_all(run: Path, chain: Chain) -> tuple[list[Checkpoint], list[Finding]]:
@@ -109,4 +121,8 @@ def _bad_steps(run: Path, chain: Chain, findings: list[Finding]) -> list[int]:
 def _json(run: Path, chain: Chain, findings: list[Finding], bad: list[int], seconds: float) -> dict[str, Any]:
     rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in findings]
     said = {"path": str(run), "ok": not findings, "findings": rows, "seconds": round(seconds, 3)}
-    return said | {"steps": [member.step for member in chain.members], "damaged_steps": bad}
+    steps = {
+        "steps": [m.step for m in chain.members],
+        "approximate_steps": [m.step for m in chain.members if not m.exact],
+    }
+    return said | steps | {"damaged_steps": bad}

@@ -4,25 +4,28 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 
-from ckpt_cli import work
+from ckpt_cli import pipeline, report, work
+from ckpt_cli.chains.trials import Accepted, Evaluation, settle
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
+from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.base import Checkpoint, Goal, Loss, Parameter, WritableFormat
 from ckpt_formats.chain.index import Member
 from ckpt_formats.coding import Coding
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.files import read_whole
+from ckpt_formats.files import Reader, read_whole
 from ckpt_formats.rules import safe_pattern
+from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.delta import Delta
+from ckpt_formats.universal.delta import Delta, surveyed
 from ckpt_formats.universal.loss import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
 
@@ -37,6 +40,8 @@ class Manner:
     exact: tuple[str, ...] = ()
     """Patterns of the names of parameters in which nothing may be lost."""
     check: bool = True
+    evaluation: Evaluation | None = None
+    """What is to say how much may be lost."""
 
     @classmethod
     def of(cls, codec: str = AUTO, exact: Sequence[str] = (), check: bool = True) -> "Manner":
@@ -55,14 +60,18 @@ class Manner:
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
         """The codec of each parameter. What is not trained, and all that the user names, stays exact."""
-        lossless = parse_delta(DEFAULT_DELTA)
+        lossless, own = parse_delta(DEFAULT_DELTA), self.own(source)
+        names = (parameter.name for parameter in source.parameters.values() if parameter.role != "extra")
+        return {name: self.codec if name in own else lossless for name in names}
 
-        def codec(parameter: Parameter) -> DeltaCodec:
+    def own(self, source: Checkpoint) -> dict[str, Parameter]:
+        """The parameters that get the manner's own codec."""
+
+        def gets(parameter: Parameter) -> bool:
             named = any(re.search(pattern, parameter.name) for pattern in self.exact)
-            may_lose = parameter.role == "parameter" and not named
-            return self.codec if self.codec.lossless or may_lose else lossless
+            return parameter.role != "extra" and (self.codec.lossless or (parameter.role == "parameter" and not named))
 
-        return {p.name: codec(p) for p in source.parameters.values() if p.role != "extra"}
+        return {name: parameter for name, parameter in source.parameters.items() if gets(parameter)}
 
     def choices(self) -> list[object]:
         """What tells this manner from another."""
@@ -76,6 +85,8 @@ class Written:
     member: Member
     outcome: Outcome
     seconds: float
+    accepted: Accepted | None = None
+    """What the user's evaluation said, if it was asked."""
 
 
 def write_base(
@@ -88,9 +99,12 @@ def write_base(
     content: str | None = None,
 ) -> Written:
     """A state that stands alone: exact, or coded by the manner's own codec. `content` is what is to come out."""
+    if coded:
+        return _write_coded(source, target, step, None, None, manner, effort, ["base", coded])
+    if manner.evaluation is not None:
+        report.say("note: this state is stored whole and exact, so there is nothing to evaluate")
     exact = Universal() if content is None else Universal.again(content)
-    format: WritableFormat = Delta(None, None, manner.codecs(source)) if coded else exact
-    return _write(source, format, target, step, manner, effort, ["base", coded])
+    return _write(source, exact, target, step, manner, effort, ["base", coded])
 
 
 def write_delta(
@@ -104,10 +118,49 @@ def write_delta(
     content: str | None = None,
 ) -> Written:
     """A state against an earlier one, of which `parent` is the folder. `content` is what is to come out."""
-    stands_on = manifest.load(parent / manifest.NAME).content
-    where = os.path.relpath(parent.resolve(), target.parent.resolve() / target.name)
-    format = Delta(earlier, Parent(stands_on, where), manner.codecs(source), content)
-    return _write(source, format, target, step, manner, effort, ["delta", stands_on, where])
+    stands_on = _parent(parent, target)
+    choices: list[object] = ["delta", stands_on.content, stands_on.path]
+    return _write_coded(source, target, step, earlier, parent, manner, effort, choices, content)
+
+
+def _write_coded(
+    source: Checkpoint,
+    target: Path,
+    step: int,
+    earlier: Checkpoint | None,
+    parent: Path | None,
+    manner: Manner,
+    effort: Effort,
+    choices: list[object],
+    content: str | None = None,
+) -> Written:
+    """By the manner's codec, once it knows what it must know of the state, and how much it may lose."""
+
+    def write(manner: Manner, folder: Path, said: list[object]) -> Written:
+        of = None if parent is None else _parent(parent, folder)
+        return _write(source, Delta(earlier, of, manner.codecs(source), content), folder, step, manner, effort, said)
+
+    if manner.codec.lossless:
+        return write(manner, target, choices)
+    pipeline.plan(source, Universal(), Goal(target))  # refuses what cannot be done, before anything is read
+    with Reader(most_files=effort.files) as reader:
+        known = surveyed(manner.codec, manner.own(source), source, earlier, Transfer(reader, effort.slab))
+    manner = replace(manner, codec=known)
+    if manner.evaluation is None or not isinstance(known, Subspace):
+        return write(manner, target, choices)
+    codec, accepted = settle(
+        known,
+        manner.evaluation,
+        source,
+        lambda codec, folder: write(replace(manner, codec=codec), folder, ["trial"]),
+        effort,
+    )
+    return replace(write(replace(manner, codec=codec), target, choices), accepted=accepted)
+
+
+def _parent(folder: Path, target: Path) -> Parent:
+    where = os.path.relpath(folder.resolve(), target.parent.resolve() / target.name)
+    return Parent(manifest.load(folder / manifest.NAME).content, where)
 
 
 def _write(

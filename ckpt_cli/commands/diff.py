@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.delta_options import Writing, writing
+from ckpt_cli.delta_options import Writing, check_together, writing
 from ckpt_cli.options import Reading, as_json, common, effort, reading
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def diff(
     that stands on FIRST, and is read like any other. With --into, FIRST is the
     only checkpoint, and is appended to a chain as a delta against the last state
     that the chain has; the first one begins the chain. Every value is decoded
-    again and compared before it is believed. Exit code 0.
+    again and compared before it is believed. Nothing is lost unless --preset, a
+    bound or a lossy --codec says so. Exit code 0.
 
     \b
     Examples:
@@ -76,6 +77,7 @@ def diff(
       ckpt diff a b --state weight --by layer --by role
       ckpt diff a b --html diff.html
       ckpt diff --into run.chain run/global_step2000
+      ckpt diff --into run.chain run/global_step3000 --preset balanced --exact norm
       ckpt diff step1000 run/global_step2000 -o step2000.delta
     """
     from pathlib import Path
@@ -87,6 +89,7 @@ def diff(
     from ckpt_cli.pipeline import check_whole
     from ckpt_cli.progress import progress
 
+    check_together(writing, click.get_current_context())
     if writing.asked:
         _write(first, second, writing, work.effort_of(workers, memory), reading, as_json)
         return
@@ -117,8 +120,6 @@ def _write(first: str, second: str | None, writing: Writing, effort: "Effort", r
     from ckpt_cli import work
     from ckpt_cli.chains import diffing
 
-    if writing.into is not None and writing.output is not None:
-        raise click.UsageError("-o writes one delta, --into appends to a chain: give one of them.")
     if writing.into is not None:
         if second is not None:
             raise click.UsageError("--into takes one checkpoint: what comes before it is in the chain.")

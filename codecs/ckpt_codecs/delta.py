@@ -1,7 +1,7 @@
 """What a delta codec is: it takes the states of a parameter from one step of a run to a later one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -48,10 +48,25 @@ class DeltaCodec(ABC):
     bit for bit, whatever the two have to do with each other.
     Law of determinism: `decode` gives the same bits on every machine, with the
     compiled kernels and without, so that a later delta can be coded against it.
+    Law of promises: what a lossy codec was told to keep, `broken` finds kept in all that it decodes.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
+
+    def warm_up(self) -> None:  # noqa: B027 -- most have nothing to load
+        """Load what it works with. Kernels are compiled on their first use, which takes a while, once for a machine."""
+
+    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "DeltaCodec":
+        """The same codec with what it must know of the whole state. Asked once for each delta, before `fit`.
+
+        Of each parameter that it will be given, `samples` has the number of elements, and one chunk.
+        """
+        return self
+
+    def caution(self, step: Step) -> str | None:
+        """What the user of this codec should know about this run, if anything."""
+        return None
 
     def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "DeltaCodec":
         """The same codec with what it must know of one parameter. `changes` gives chunks of it, anew at each call."""
@@ -69,6 +84,14 @@ class DeltaCodec(ABC):
 
         `data` is hostile: raises `CodecError`, never takes more memory than `shape` and `form` earn.
         """
+
+    def promised(self, state: str, form: Form) -> Mapping[str, float]:
+        """What a manifest says is promised of a state of a parameter with these states: numbers by name."""
+        return {}
+
+    def broken(self, change: Change, made: States) -> str | None:
+        """Which promise the states that came out for a chunk do not keep; None if all hold."""
+        return None
 
     def config(self) -> dict[str, Any]:
         """This codec as JSON; `from_config` makes it again."""

@@ -34,18 +34,26 @@ class Rounded(Codec):
         return b""
 
     def holds(self, base: Array, dtype: DType) -> bool:
-        """Is the rounding of these values the same on every machine?"""
-        return bool(base.dtype == dtype or not np.isnan(base).any())
+        """Is there a rounding of these values, the same on every machine?"""
+        with np.errstate(invalid="ignore"):
+            return _castable(base, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
 
     def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         if base is None or base.shape != shape or data:
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
+        if not _castable(base, dtype):
+            raise CodecError(f"{base.dtype} is not rounded to {dtype}")
         if _by_engine(base, dtype):
             made = np.empty(base.size, np.uint16)
             engine().to_bfloat16(words(base), made)
             return made.view(dtype).reshape(shape)
         with np.errstate(over="ignore", invalid="ignore"):
             return base.astype(dtype)
+
+
+def _castable(base: Array, dtype: DType) -> bool:
+    """Most pairs of types are; not the 8-bit floats that are scales and those that are values."""
+    return np.can_cast(base.dtype, dtype, "unsafe")
 
 
 def _by_engine(base: Array, dtype: DType) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunks import words
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States
+from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import BEFORE, NOTHING, PARTS
 from ckpt_codecs.deltas.plain import decode_plain
 from ckpt_codecs.deltas.residuals import decode_residual
@@ -112,6 +113,9 @@ class Reading:
 @dataclass(frozen=True)
 class PartsCodec(DeltaCodec):
     """A delta codec whose chunks are of parts."""
+
+    def warm_up(self) -> None:
+        delta_engine()
 
     def decode(
         self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None

@@ -102,9 +102,7 @@ class LcCheckpoint(DeltaCodec):
             found: Extremes = {}
             _gather(delta, found)
             table = self._promoted(found)
-        symbol = np.zeros(512, np.uint8)
-        symbol[[key for key, _ in table]] = np.arange(1, len(table) + 1)
-        plane = symbol[_keys(delta)].reshape(-1)
+        plane = _symbols(table)[_keys(delta)].reshape(-1)
         head = bytes([len(table)]) + b"".join(_ENTRY.pack(value) for _, value in table)
         return head + self._coded(plane, delta.shape[1])
 
@@ -167,6 +165,21 @@ def _delta(change: Change) -> Array | None:
 def _keys(delta: Array) -> Array:
     """Sign and exponent of each change."""
     return np.ascontiguousarray(delta).view(np.uint32) >> np.uint32(23)
+
+
+def _symbols(table: tuple[tuple[int, float], ...]) -> Array:
+    """The symbol of each bucket. Changes larger than any in the samples go with the largest of their sign.
+
+    Else what is off by much would stay so for ever, since a later delta's samples need not have it either.
+    """
+    made = np.zeros(512, np.uint8)
+    for sign in (0, 256):
+        own = sorted((key, symbol) for symbol, (key, _) in enumerate(table, 1) if key & 256 == sign)
+        for key, symbol in own:
+            made[key] = symbol
+        if own:
+            made[own[-1][0] : sign + 256] = own[-1][1]
+    return made
 
 
 def _gather(delta: Array, found: Extremes) -> None:

@@ -3,7 +3,7 @@
 `docs/lossy-codecs.md` specifies the bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import sqrt
@@ -15,6 +15,7 @@ from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import factors, first, forms, weights
+from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.made import Made
 from ckpt_codecs.lossy.quantise import Quantiser
 from ckpt_codecs.lossy.sections import Pieces, piece
@@ -59,6 +60,9 @@ class Subspace(DeltaCodec):
     rel_error: float | None = None
     scale: float | None = None
 
+    def warm_up(self) -> None:
+        arithmetic()
+
     def __post_init__(self) -> None:
         for name in ("step", "anchor_step", "max_abs_err", "rel_error", "scale"):
             value = getattr(self, name)
@@ -84,6 +88,29 @@ class Subspace(DeltaCodec):
         if self.scale is not None:
             return self
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
+
+    def at(self, step: float) -> "Subspace":
+        """The same codec with another step, that of anchors as much longer or shorter."""
+        return replace(self, step=step, anchor_step=self.anchor_step * step / self.step)
+
+    def promised(self, state: str, form: Form) -> Mapping[str, float]:
+        if state != forms.weights_of(form):
+            return {}
+        said = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
+        return {name: value for name, value in said.items() if value is not None}
+
+    def broken(self, change: Change, made: States) -> str | None:
+        name = forms.weights_of(change.after)
+        if name is None:
+            return None
+        true, state = change.after[name], made[name]
+        if _same_bits(true, state):
+            return None
+        if not self._keeps_bound(true, state):
+            return f"a weight is off by more than {self.max_abs_err}"
+        before = Made(change.before, _shape(change)).wide_before(name)
+        near = self._is_near(forms.wide(true), state, before)
+        return None if near else f"the error of a chunk is more than {self.rel_error} of its change"
 
     def encode(self, change: Change) -> bytes:
         form = {name: array.dtype for name, array in change.after.items()}

@@ -12,6 +12,9 @@ from ckpt_codecs.lossy.factors import Factors
 from ckpt_codecs.lossy.quantise import Quantiser
 
 MOST_RANK = 255
+_QUIET = 128
+"""Levels below the largest from which rows and columns are scaled alike. Where nothing was seen of a token, its second
+moments are zero: the steps there must not be as long as that."""
 _CAP = np.float32(16)
 _TINY = np.float32(1e-30)
 
@@ -58,7 +61,10 @@ class Way:
     def _scaled(self, values: Array, sign: int) -> Array:
         if self.factors is None:
             return values
-        rows, columns = (lattice.power(sign * level) for level in (self.factors.rows, self.factors.columns))
+        rows, columns = (
+            lattice.power(sign * np.maximum(level, level.max(initial=lattice.LOW) - _QUIET))
+            for level in (self.factors.rows, self.factors.columns)
+        )
         return (values * rows[:, None]) * columns
 
     def _basis(self, rank: int) -> Basis | None:

@@ -34,7 +34,8 @@ class Copy:
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             return None
-        return cls(copy, master) if (master.dtype.kind == "c") == (copy.dtype.kind == "c") else None
+        alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
+        return cls(copy, master) if alike and np.can_cast(master.dtype, copy.dtype, "unsafe") else None
 
     def compare(self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, kept: Array | None = None) -> None:
         """`kept` is what is kept of the master, where that is not the master itself."""

@@ -1,18 +1,18 @@
 """The universal format as a delta: the states of a checkpoint, coded against those of an earlier one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_codecs.delta import DeltaCodec, Step
+from ckpt_codecs.delta import Change, DeltaCodec, Step
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.base import Checkpoint, Goal, Parameter, Part, Receipt
+from ckpt_formats.base import Checkpoint, Goal, Group, Parameter, Part, Receipt
 from ckpt_formats.coding import Coding
 from ckpt_formats.geometry import Box
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.delta_state import Against
+from ckpt_formats.universal.delta_state import Against, sample
 from ckpt_formats.universal.manifest import Parent
 
 
@@ -33,6 +33,11 @@ class Delta(Universal):
         self.parent = parent
         self.content = content
         self._codecs = codecs
+
+    @property
+    def codecs(self) -> list[DeltaCodec]:
+        """What it codes with: one of each kind."""
+        return list({codec.name: codec for codec in self._codecs.values()}.values())
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(self._part(part, source) for part in super().plan(source, goal))
@@ -58,15 +63,47 @@ class Delta(Universal):
         return self._write(folder, part, transfer, Coding.of_json(part.what.get("coding")), against)
 
 
+def surveyed(
+    codec: DeltaCodec, names: Collection[str], source: Checkpoint, earlier: Checkpoint | None, transfer: Transfer
+) -> DeltaCodec:
+    """The codec with what it must know of the whole state, from a chunk of each of these parameters at a time."""
+
+    def samples() -> Iterator[tuple[int, Change]]:
+        for name in names:
+            parameter, before = source.parameters[name], None if earlier is None else earlier.parameters.get(name)
+            if earlier is None or before is not None:
+                found = sample(parameter, Against(before, codec), transfer)
+                if found is not None:
+                    yield found
+
+    return codec.survey(samples(), next(iter(_steps(source, earlier)), Step()))
+
+
+def cautions(codec: DeltaCodec, source: Checkpoint) -> list[str]:
+    """What the user of a codec should know about this run."""
+    steps = _steps(source, None) or [Step()]
+    return list(dict.fromkeys(said for step in steps if (said := codec.caution(step)) is not None))
+
+
+def _steps(source: Checkpoint, before: Checkpoint | None) -> list[Step]:
+    """The way from one to the other, for each group of the optimizer."""
+    steps = None if before is None else before.origin.step, source.origin.step
+    return [Step(*steps, _options(group)) for group in source.groups]
+
+
+def _options(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.options.items() if _plain(value)}
+
+
 def _step(
     source: Checkpoint, before: Checkpoint | None, parameter: Parameter, earlier: Parameter | None
 ) -> dict[str, Any]:
     """What is known of the way from one to the other: the fields of `Step`."""
-    options = next((group.options for group in source.groups if parameter.name in group.names), {})
+    options = next((_options(group) for group in source.groups if parameter.name in group.names), {})
     return {
         "before": None if before is None or earlier is None else _count(before, earlier),
         "after": _count(source, parameter),
-        "options": {key: value for key, value in options.items() if _plain(value)},
+        "options": options,
     }
 
 

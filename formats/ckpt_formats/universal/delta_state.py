@@ -1,7 +1,7 @@
 """Writing the states of a parameter as a delta: which of them, whether it is worth it, and the bytes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import FileIO
 from math import prod
@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
-from ckpt_codecs.delta import Change, DeltaCodec, Step
+from ckpt_codecs.delta import Change, DeltaCodec, Form, Step
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.coded import ALIGNMENT, ENTRY, OVERHEAD, chunk_count, chunk_form
 from ckpt_formats.coding import Coding
@@ -26,6 +26,9 @@ from ckpt_formats.universal.copies import Copy
 from ckpt_formats.universal.entry import MOST_JOINT, Delta, State
 from ckpt_formats.universal.loss import Measure
 from ckpt_formats.universal.replay import Replayed, joint_digest
+
+_COUNT = "step"
+"""What torch calls the state that counts the optimizer's steps. It is a float, too."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Plan:
     def count(self) -> int:
         return chunk_count(self.shape, self.chunk)
 
+    @property
+    def form(self) -> Form:
+        return {state: tensor.dtype for state, tensor in self.after.items()}
+
     def box(self, index: int) -> Box:
         each = prod(self.chunk)
         return Box((index * each,), (min((index + 1) * each, prod(self.shape)),))
@@ -75,42 +82,31 @@ class Plan:
     def changes(self, transfer: Transfer) -> Iterator[Change]:
         """All chunks, each in arrays of its own."""
         for index in range(self.count):
-            change = self.change(index, transfer, counted=False)
-            yield Change(
-                *({state: values.copy() for state, values in s.items()} for s in (change.before, change.after))
-            )
+            yield _kept(self.change(index, transfer, counted=False))
+
+
+def sample(parameter: Parameter, against: Against, transfer: Transfer) -> tuple[int, Change] | None:
+    """How many elements a parameter has, and its middle chunk as the codec will be given it; None if it gets none."""
+    plan = next(_drafts(parameter, against, transfer), None)
+    if plan is None:
+        return None
+    return prod(plan.shape), _kept(plan.change(plan.count // 2, transfer, counted=False))
 
 
 def plan_delta(parameter: Parameter, against: Against, coding: Coding, transfer: Transfer) -> Plan | None:
     """How to store a parameter as a delta, told from two of its chunks; None if its states are better stored alone."""
-    shape = parameter.weight.shape
-    chunk = _chunk_shape(shape, against.earlier)
-    joint = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
-    nbytes = prod(chunk) * sum(tensor.dtype.itemsize for tensor in joint.values())
-    if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
-        return None
-    count = chunk_count(shape, chunk)
-    samples = sorted({0, count // 2})
-    copy = Copy.of(parameter)
-    if copy is not None and _is_rounded(parameter, chunk, samples, transfer):
-        joint.pop(MODEL, None)
-    floats = {state: tensor for state, tensor in joint.items() if is_float(tensor.dtype)}
-    # What a lossy codec is given it may change: integers and truth values are no matter of degree.
-    for after in (joint, floats) if against.codec.lossless and floats.keys() < joint.keys() else (floats,):
-        before = _before(after, shape, against.earlier)
-        if not after or (against.earlier is not None and not before):
-            continue
-        draft = Plan(after, before, against.codec, chunk, shape)
+    for draft in _drafts(parameter, against, transfer):
+        samples = _samples(draft.count)
         try:
             codec = against.codec.fit(partial(draft.changes, transfer), against.step)
-            plan = Plan(draft.after, draft.before, codec, chunk, shape)
+            plan = replace(draft, codec=codec)
             coded = sum(len(codec.encode(plan.change(index, transfer, counted=False))) for index in samples)
         except CodecError:  # also of what was fitted to values that nothing can be fitted to
             continue
         elements = sum(plan.box(index).size for index in samples)
         alone = sum(
             elements * tensor.dtype.itemsize * _alone(parameter, state, coding, transfer)
-            for state, tensor in after.items()
+            for state, tensor in plan.after.items()
         )
         return plan if coded + ENTRY.itemsize * len(samples) < alone else None
     return None
@@ -143,6 +139,8 @@ def write_delta(
         kept = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
         if lossless and not _same(kept, change.after):
             raise RuntimeError(f"codec {plan.codec.name} does not give back what it was given: {where}, chunk {index}")
+        if not lossless and (broken := plan.codec.broken(change, kept)) is not None:
+            raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
         for state, values in kept.items():
             digests[state].update(as_bytes(values).data)
             if not lossless:
@@ -157,13 +155,49 @@ def write_delta(
     write(bytes(filling))
     write(directory.tobytes())
     states = {
-        state: State(tensor.dtype.name, plan.shape, hash_text(digests[state].intdigest()), loss=measures[state].loss())
+        state: State(
+            tensor.dtype.name,
+            plan.shape,
+            hash_text(digests[state].intdigest()),
+            loss=measures[state].loss(plan.codec.promised(state, plan.form)),
+        )
         for state, tensor in plan.after.items()
     }
     total = nbytes + filling + directory.nbytes
     names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
     config = plan.codec.config()
     return Delta(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
+
+
+def _drafts(parameter: Parameter, against: Against, transfer: Transfer) -> Iterator[Plan]:
+    """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
+    shape = parameter.weight.shape
+    chunk = _chunk_shape(shape, against.earlier)
+    joint = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
+    nbytes = prod(chunk) * sum(tensor.dtype.itemsize for tensor in joint.values())
+    if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
+        return
+    samples = _samples(chunk_count(shape, chunk))
+    if Copy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):
+        joint.pop(MODEL, None)
+    floats = {state: tensor for state, tensor in joint.items() if is_float(tensor.dtype)}
+    # What a lossy codec is given it may change: integers, truth values and counts are no matter of degree.
+    degrees = {state: tensor for state, tensor in floats.items() if state != _COUNT}
+    lossless = (joint, floats) if floats.keys() < joint.keys() else (joint,)
+    for after in lossless if against.codec.lossless else (degrees,):
+        before = _before(after, shape, against.earlier)
+        if after and (against.earlier is None or before):
+            yield Plan(after, before, against.codec, chunk, shape)
+
+
+def _samples(count: int) -> list[int]:
+    """The chunks that tell of all."""
+    return sorted({0, count // 2})
+
+
+def _kept(change: Change) -> Change:
+    """In arrays of its own."""
+    return Change(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
 
 
 def _chunk_shape(shape: Shape, earlier: Parameter | None) -> Shape:

@@ -1,11 +1,15 @@
 """How far values that were kept are from those that were saved."""
 
+from collections.abc import Callable, Mapping
 from math import sqrt
+from operator import add
 
 import numpy as np
 
 from ckpt_formats.base import Loss
 from ckpt_formats.tensor import Array
+
+_TOGETHER: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
 
 
 class Measure:
@@ -13,7 +17,7 @@ class Measure:
 
     def __init__(self) -> None:
         self._differing = self._elements = 0
-        self._largest = self._error = self._change = self._norm = 0.0
+        self._largest = self._error = self._change = self._norm = self._along = 0.0
 
     def note(self, true: Array, kept: Array, before: Array | None = None) -> None:
         """A chunk: what was saved, what is kept of it, and what was kept of the step before."""
@@ -28,23 +32,32 @@ class Measure:
             self._error += float(np.nansum(error * error))
             self._norm += float(np.nansum(wide * wide))
             if before is not None:
-                self._change += float(np.nansum((wide - before) ** 2))
+                old = before.astype(np.float64)
+                true_change, change = (_finite(values - old) for values in (wide, kept.astype(np.float64)))
+                self._change += float((true_change**2).sum())
+                self._along += float((true_change * change).sum())
 
-    def loss(self) -> Loss | None:
-        """None if every bit is as it was saved; else the numbers that `docs/format.md` names."""
+    def loss(self, promised: Mapping[str, float] | None = None) -> Loss | None:
+        """None if every bit is as it was saved; else the numbers that `docs/format.md` names, and what was promised."""
         if not self._differing:
             return None
         said = {"differing": self._differing, "elements": self._elements, "max_abs": self._largest}
         said["rel"] = sqrt(self._error / self._norm) if self._norm else 0.0
-        return said | ({"rel_change": sqrt(self._error / self._change)} if self._change else {})
+        if self._change:
+            said |= {"rel_change": sqrt(self._error / self._change), "progress": self._along / self._change}
+        return said | dict(promised or {})
+
+
+def _finite(values: Array) -> Array:
+    """With zeros for what is no number."""
+    return np.where(np.isfinite(values), values, 0.0)
 
 
 def worst(losses: list[Loss]) -> Loss:
-    """Of the losses of several tensors, together: sums of the counts, and the largest of all else."""
+    """Of the losses of several tensors, together: sums of counts, the least progress, the largest of all else."""
     said: dict[str, int | float] = {}
     for loss in losses:
         for key, value in loss.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                counted = key in ("differing", "elements")
-                said[key] = said.get(key, 0) + value if counted else max(said.get(key, value), value)
+                said[key] = _TOGETHER.get(key, max)(said[key], value) if key in said else value
     return said

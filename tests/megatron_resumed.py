@@ -1,0 +1,44 @@
+"""What must hold of a run with which real Megatron core went on from files of ours, beside one from its own."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_cli.pipeline import check_sound, check_whole
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.registry import detect, open_checkpoint
+from megatron_jobs.kinds import KINDS
+
+ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}
+"""Of the largest logit. Over other numbers of ranks, sums are made in another order."""
+States = Callable[[Checkpoint], Mapping[Any, object]]
+"""Every bit that counts, by (name, state)."""
+
+
+def assert_computes_the_same(resumed: Path, kind: str, case: str, changes: Mapping[str, Any]) -> None:
+    """The logits: bit for bit if every rank adds up as before."""
+    import torch
+
+    old, new = (torch.load(resumed / name / "logits.pt") for name in (kind, case))
+    assert old.std() > 0.01
+    same = changes.get("tp", KINDS[kind].tp) == KINDS[kind].tp and "ep" not in changes
+    assert torch.allclose(old, new, rtol=0, atol=0 if same else ROUNDING[KINDS[kind].dtype] * float(old.abs().max()))
+
+
+def assert_loaded_is_written(resumed: Path, case: str, format_name: str, states: States) -> None:
+    """What Megatron saves of what it has loaded is what we wrote."""
+    written = resumed / "written" / case
+    assert detect(written).name == format_name
+    found = open_checkpoint(written)
+    check_whole(found)
+    check_sound(found)
+    assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
+
+
+def assert_goes_on_the_same(resumed: Path, kind: str, case: str, states: States) -> None:
+    """One more step gives the same bits, and has changed the moments."""
+    before, old, new = (
+        states(open_checkpoint(resumed / at)) for at in (f"{kind}/loaded", f"{kind}/stepped", f"{case}/stepped")
+    )
+    assert all(old[place] != before[place] for place in old if place[1] == "exp_avg")
+    assert new == old

@@ -1,0 +1,486 @@
+"""Chains of lossy deltas from the command line: what is promised, what stays exact, and what is said of the rest."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from ckpt_cli.chains.append import Anchors, append
+from ckpt_cli.chains.restore import open_step
+from ckpt_cli.chains.writing import Manner
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_codecs.base import Shape
+from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
+from ckpt_codecs.registry import DELTA_CODECS
+from ckpt_formats.base import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.chain import index
+from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.tensor import Array, read
+from ckpt_formats.universal import manifest
+from damage import UNSUPPORTED, Ran, ckpt
+from held import bits, checkpoint, contents, parameter, plain
+from lossy_states import BF16, training
+from training import save_run
+
+STEPS = 8
+WEIGHTS = "param"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The states of a real run: most rows of its embedding have seen no token yet."""
+    return save_run(tmp_path_factory.mktemp("run"), STEPS)
+
+
+def appended(run: Path, states: Iterable[Path], *options: object) -> list[Ran]:
+    done = [ckpt("diff", "--into", run, path, *options) for path in states]
+    assert [one.code for one in done] == [0] * len(done), done[-1].err
+    return done
+
+
+def values(source: Checkpoint, state: str) -> dict[str, Array]:
+    """A state of all that is trained, wide enough to subtract exactly."""
+    trained = (p for p in source.parameters.values() if p.role == "parameter")
+    return {p.name: read(p.states[state]).astype(np.float64) for p in trained}
+
+
+def error(true: Path, kept: Checkpoint, state: str = WEIGHTS) -> Array:
+    """What a state lacks, of all parameters together."""
+    ours, theirs = values(open_checkpoint(true), state), values(kept, state)
+    return np.concatenate([(ours[name] - theirs[name]).reshape(-1) for name in ours])
+
+
+def at(run: Path, step: int) -> Checkpoint:
+    return open_step(run, step, Options()).checkpoint
+
+
+def loss(run: Path, state: str = WEIGHTS) -> dict[str, float]:
+    """What the chain says of its last member."""
+    return dict(index.read(run).members[-1].losses[state])  # type: ignore[arg-type]
+
+
+def norm(values: Array) -> float:
+    return float(np.sqrt((values**2).sum()))
+
+
+# --- the closed loop
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--preset", "resume"), ("--codec", "lc:bits=3,scope=state,coder=packed")],
+    ids=["subspace", "lc"],
+)
+def test_errors_settle_and_do_not_add_up(options: tuple[str, str], saved: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    appended(run, saved, *options)
+    errors = [norm(error(path, at(run, step))) for step, path in enumerate(saved, 1)]
+    assert errors[0] == 0 < min(errors[1:])
+    half = STEPS // 2
+    assert max(errors[half:]) <= max(errors[:half])
+    assert ckpt("verify", run).code == 0
+
+
+def test_what_is_recorded_is_what_is_lost(saved: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    appended(run, saved[:3], "--preset", "balanced")
+    for state in (WEIGHTS, "exp_avg", "exp_avg_sq"):
+        off, found = error(saved[2], at(run, 3), state), loss(run, state)
+        assert found["max_abs"] == np.abs(off).max()
+        assert found["differing"] <= found["elements"] == off.size
+        assert np.count_nonzero(off) <= found["differing"]
+
+
+def test_where_nothing_was_learned_little_is_lost(saved: list[Path], tmp_path: Path) -> None:
+    """Rows of unseen tokens have second moments of zero, which must not make their steps long."""
+    run = tmp_path / "run"
+    appended(run, saved[:4], "--preset", "balanced")
+    moved = np.abs(error(saved[3], open_checkpoint(saved[2]))).max()
+    assert np.abs(error(saved[3], at(run, 4))).max() < 4 * moved
+
+
+# --- promises
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e-6])
+@pytest.mark.parametrize("anchor", ["exact", "coded"])
+def test_no_weight_is_off_by_more_than_was_promised(
+    bound: float, anchor: str, saved: list[Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    appended(run, saved[:3], "--max-abs-err", bound, "--anchor", anchor)
+    for step, path in enumerate(saved[:3], 1):
+        out = tmp_path / f"out{step}"
+        assert ckpt("restore", run, out, "--step", step).code == 0
+        found = np.abs(error(path, open_checkpoint(out))).max()
+        assert found <= bound
+        assert (found == 0) == (step == 1 and anchor == "exact")
+    assert loss(run)["promised_max_abs"] == bound
+
+
+def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path) -> None:
+    bound, run = 1e-5, tmp_path / "run"
+    for step, states in enumerate(training((700, 400), 3), 1):
+        held = {**states, "param": states["fp32"].astype(BF16)}
+        state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
+        append(run, state, None, Manner.of(f"subspace:max_abs_err={bound}"), Anchors(), Effort())
+        found = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
+        off = np.abs(found["fp32"].astype(np.float64) - states["fp32"]).max()
+        assert off <= bound
+        assert (off == 0) == (step == 1)
+        assert bits(found["param"]) == bits(found["fp32"].astype(BF16))
+
+
+@pytest.mark.parametrize("bound", [0.5, 0.01])
+def test_the_error_is_no_larger_than_the_share_of_the_change_that_was_promised(
+    bound: float, saved: list[Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    appended(run, saved[:3], "--rel-error", bound)
+    change = norm(error(saved[2], at(run, 2)))
+    assert 0 < norm(error(saved[2], at(run, 3))) <= bound * change
+    found = loss(run)
+    assert found["rel_change"] <= found["promised_rel_change"] == bound
+    assert found["progress"] > 1 - bound
+
+
+@dataclass(frozen=True)
+class Careless(Subspace):
+    """Forgets its promise."""
+
+    name: ClassVar[str] = "test-careless"
+
+    def _keeps_bound(self, true: Array, state: Array) -> bool:
+        return False
+
+
+def test_a_promise_that_is_not_kept_is_found_while_writing(
+    saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DELTA_CODECS, Careless.name, Careless)
+    run = tmp_path / "run"
+    appended(run, saved[:1])
+    monkeypatch.setattr(Careless, "_weights", Subspace(step=8.0)._weights)
+    done = ckpt("diff", "--into", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
+    assert done.code not in (0, 2)
+    assert [member.step for member in index.read(run).members] == [1]
+
+
+# --- what stays exact
+
+
+def test_counters_random_states_and_what_is_named_stay_exact(saved: list[Path], tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    appended(run, saved[:3], "--preset", "archive", "--exact", r"^norm\.", "--exact", "head.bias")
+    assert ckpt("restore", run, out).code == 0
+    true, found = open_checkpoint(saved[2]), open_checkpoint(out)
+    assert plain(found.extras) == plain(true.extras)
+    assert plain([group.options for group in found.groups]) == plain([group.options for group in true.groups])
+    approximate = {(name, state) for name, state in found.losses}
+    assert {name for name, _ in approximate} == {"embed.weight", "head.weight"}
+    assert {state for _, state in approximate} == {WEIGHTS, "exp_avg", "exp_avg_sq"}
+    for one, state, tensor in true.tensors():
+        same = bits(read(tensor)) == bits(read(found.parameters[one.name].states[state]))
+        assert same == ((one.name, state) not in approximate), (one.name, state)
+
+
+@dataclass(frozen=True)
+class Zeroing(DeltaCodec):
+    """Gives back everything that it is given as zeros."""
+
+    name: ClassVar[str] = "test-zeroing"
+    lossless: ClassVar[bool] = False
+
+    def encode(self, change: Change) -> bytes:
+        return b""
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        return {state: np.zeros(shape, dtype) for state, dtype in form.items()}
+
+
+def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's count for each element has the shape of the weight."""
+    monkeypatch.setitem(DELTA_CODECS, Zeroing.name, Zeroing)
+    for step in (1, 2):
+        states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
+        state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
+        append(tmp_path / "run", state, None, Manner.of(Zeroing.name), Anchors(), Effort())
+    found = open_checkpoint(tmp_path / "run").parameters["scale"].states
+    assert {state: set(read(tensor)) for state, tensor in found.items()} == {
+        state: {2 if state == "step" else 0} for state in states
+    }
+
+
+# --- the whole state is surveyed once
+
+
+@dataclass(frozen=True)
+class Surveying(Subspace):
+    """Notes what it is shown."""
+
+    name: ClassVar[str] = "test-surveying"
+    seen: ClassVar[list[list[tuple[int, Change]]]] = []
+    fitted: ClassVar[list[float | None]] = []
+
+    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> Subspace:
+        found = list(samples)
+        self.seen.append(found)
+        assert not self.fitted
+        return super().survey(iter(found), step)
+
+    def fit(self, changes, step):  # type: ignore[no-untyped-def]
+        self.fitted.append(self.scale)
+        return self
+
+
+def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
+    saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DELTA_CODECS, Surveying.name, Surveying)
+    run = tmp_path / "run"
+    appended(run, saved[:1])
+    Surveying.seen.clear()
+    Surveying.fitted.clear()
+    appended(run, saved[1:2], "--codec", Surveying.name, "--exact", "head.bias")
+    (shown,) = Surveying.seen
+    true = open_checkpoint(saved[1]).parameters
+    trained = {p.name: p.weight.size for p in true.values() if p.role == "parameter" and p.name != "head.bias"}
+    assert [size for size, _ in shown] == list(trained.values())
+    for name, (_, change) in zip(trained, shown, strict=True):
+        assert change.after.keys() == {WEIGHTS, "exp_avg", "exp_avg_sq"} == change.before.keys()
+        for states, path in ((change.before, saved[0]), (change.after, saved[1])):
+            whole = open_checkpoint(path).parameters[name]
+            assert all(read(whole.states[state]).tobytes().find(held.tobytes()) >= 0 for state, held in states.items())
+    assert len(set(Surveying.fitted)) == 1
+    assert Surveying.fitted[0] is not None
+    entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
+    codecs = [entry.delta.codec for entry in entries if entry.delta and entry.delta.codec["name"] == Surveying.name]
+    assert {codec["scale"] for codec in codecs} == set(Surveying.fitted)
+    assert len(codecs) == len(trained)
+
+
+def test_changes_larger_than_any_in_the_samples_are_not_lost_for_ever() -> None:
+    shape = (64, 8)
+    before, small = np.zeros(shape, np.float32), np.full(shape, 2.0**-12, np.float32)
+    large = small.copy()
+    large[3, 3], large[5, 5] = 2.0**-10, -(2.0**-10)
+    small[0, 0] = -small[0, 0]
+    codec = LcCheckpoint(scope="state").survey([(small.size, Change({"fp32": before}, {"fp32": small}))], Step())
+    for _ in range(8):
+        change = Change({"fp32": before}, {"fp32": large})
+        before = codec.decode(codec.encode(change), change.before, shape, {"fp32": before.dtype})["fp32"]
+    assert np.abs(before - large).max() < 2.0**-12
+
+
+def adam(beta2: float) -> Iterator[Checkpoint]:
+    """Two states of a run with this option, held in memory."""
+    for step, states in enumerate(training((96, 64), 2), 1):
+        groups = (Group({"lr": 1e-3, "betas": (0.9, beta2)}, ("w",)),)
+        yield checkpoint([parameter("w", states)], groups, origin=Origin("held", None, step))
+
+
+@pytest.mark.parametrize(
+    ("codec", "beta2", "warned"), [("excp", 0.999, True), ("excp", 0.95, False), ("lc", 0.999, False)]
+)
+def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float, warned: bool, tmp_path: Path) -> None:
+    for step, state in enumerate(adam(beta2), 1):
+        copy(state, writable("universal"), Goal(tmp_path / f"step{step}"), "", Effort())
+    appended(tmp_path / "run", [tmp_path / "step1"])
+    (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
+    assert ("warning: " in done.err and "beta2 is 0.999" in done.err) == warned
+
+
+# --- nothing is silent
+
+
+def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path], tmp_path: Path) -> None:
+    exact, lossy = tmp_path / "exact", tmp_path / "lossy"
+    for run, options in ((exact, ()), (lossy, ("--preset", "balanced"))):
+        dry = ckpt("diff", "--into", run, saved[0], *options, "--dry-run")
+        assert ("approximate" in dry.err) == (run == lossy)
+        first, last = appended(run, saved[:2], *options)
+        assert "approximate" not in first.out
+        member = run / index.read(run).members[1].folder
+        said = {"diff": last.out}
+        for name, command in {
+            "log": ("log", run),
+            "inspect": ("inspect", run),
+            "inspect --json": ("inspect", run, "--json"),
+            "verify": ("verify", run),
+            "verify --json": ("verify", run, "--json"),
+            "verify a member": ("verify", member),
+            "restore": ("restore", run, tmp_path / f"{run.name}-out"),
+            "verify what was restored": ("verify", tmp_path / f"{run.name}-out"),
+            "restore --to": ("restore", run, tmp_path / f"{run.name}-dcp", "--to", "dcp"),
+        }.items():
+            done = ckpt(*command)
+            assert done.code == 0, done.err
+            said[name] = done.out + done.err
+        for name, text in said.items():
+            assert bool(re.search(r"approximate(?!_steps\": \[\])", text)) == (run == lossy), (name, text)
+    assert json.loads(ckpt("verify", lossy, "--json").out)["approximate_steps"] == [2]
+    assert contents(open_checkpoint(exact)) == contents(open_checkpoint(saved[1]))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset: str, saved: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    appended(run, saved[:2], "--preset", preset)
+    members = index.read(run).members
+    alone = preset == "standalone"
+    assert [member.kind for member in members] == ["base", "base" if alone else "delta"]
+    assert [member.exact for member in members] == [not alone, False]
+    assert members[1].stored_nbytes < members[1].raw_nbytes / 10
+
+
+# --- how much may be lost is the user's own measure
+
+EVALUATION = """
+import sys
+from pathlib import Path
+import numpy as np
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.tensor import read
+
+def logits(path):
+    states = open_checkpoint(Path(path)).parameters
+    embed, norm, bias, head, last = (
+        read(states[name].weight).astype(np.float64)
+        for name in ("embed.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
+    )
+    held = embed[:512]
+    return ((held - held.mean(0)) / np.sqrt(held.var(0) + 1e-5) * norm + bias) @ head.T + last
+
+print("evaluating", sys.argv[1])
+print(float(np.square(logits(sys.argv[1]) - logits(sys.argv[2])).mean()))
+"""
+"""How far what the model of `training` says is from what it says with the true state."""
+
+
+def evaluate(script: Path, state: Path, true: Path) -> float:
+    done = subprocess.run([sys.executable, script, state, true], capture_output=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: list[Path], tmp_path: Path) -> None:
+    script, run, limit = tmp_path / "evaluate it.py", tmp_path / "run", 1e-6
+    script.write_text(EVALUATION)
+    command = f"{sys.executable} '{script}' {{}} {saved[1]}"
+    first, second = (
+        ckpt("diff", "--into", run, path, "--max-loss-increase", limit, "--eval-cmd", command, "--json")
+        for path in saved[:2]
+    )
+    assert "nothing to evaluate" in first.err
+    assert second.code == 0, second.err
+    found = json.loads(second.out)["evaluation"]
+    trials = re.findall(r"trial: step (\S+), loss \S+, (\S+)", second.err)
+    tried = {float(step): float(more) for step, more in trials}
+    accepted = {step for step, more in tried.items() if more <= limit}
+    assert 0 < len(accepted) < len(tried)
+    assert found["step"] == pytest.approx(max(accepted), rel=1e-2)
+    assert max(accepted) < min(tried.keys() - accepted) < 1.1 * max(accepted)
+    out = tmp_path / "out"
+    assert ckpt("restore", run, out).code == 0
+    assert evaluate(script, out, saved[1]) == found["loss"] <= limit
+    assert found["exact"] == 0
+    assert sorted(os.listdir(tmp_path)) == ["evaluate it.py", "out", "run"]
+
+
+COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))"
+"""A loss of 1 for the exact state, and of 2 for any other, which lies beside its delta."""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("no-such-command {}", "no-such-command cannot be run"),
+        (f"{sys.executable} -c 'raise SystemExit(7)' {{}}", "ended with 7"),
+        (f"{sys.executable} -c 'print(1); print(\"good\")' {{}}", "the line 'good', which is no number"),
+        (f"{sys.executable} -c pass {{}}", "the line '', which is no number"),
+        (f"{sys.executable} -c 'print(float(\"nan\"))' {{}}", "the loss of the exact state is nan"),
+        (f"{sys.executable} -c '{COUNTING}' {{}}", "even the finest step, 0.25"),
+    ],
+)
+def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, saved: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    appended(run, saved[:1])
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = ckpt("diff", "--into", run, saved[1], "--max-loss-increase", "0.1", "--eval-cmd", command)
+    assert done.code == UNSUPPORTED, done.err
+    assert words in done.err
+    assert "hint: " in done.err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert os.listdir(tmp_path) == ["run"]
+
+
+# --- usage
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        *(
+            ((*report, *where), f"{report[0]} is of the report")
+            for report in (
+                ("--html", "page.html"),
+                ("--only", "w"),
+                ("--skip", "w"),
+                ("--by", "layer"),
+                ("--sort", "max"),
+                ("--top", "3"),
+                ("--state", "weight"),
+                ("--tensors-only",),
+            )
+            for where in (("a", "--into", "c"), ("a", "b", "-o", "d"))
+        ),
+        *(
+            (("a", "b", *option), f"{option[0]} is of deltas")
+            for option in (
+                ("--preset", "resume"),
+                ("--codec", "lc"),
+                ("--max-abs-err", "1"),
+                ("--exact", "w"),
+                ("--dry-run",),
+                ("--anchor", "coded"),
+                ("--step", "3"),
+            )
+        ),
+        (("a", "b", "-o", "d", "--anchor-every", "3"), "--anchor-every is of chains"),
+        (("a", "b", "-o", "d", "--preset", "standalone"), "--preset standalone is of chains"),
+        (("a", "--into", "c", "--preset", "standalone", "--anchor", "exact"), "--anchor does not go with it"),
+        (("a", "--into", "c", "--preset", "resume", "--codec", "lc"), "leave out --codec"),
+        (("a", "--into", "c", "--preset", "none"), "--preset"),
+        (("a", "--into", "c", "--max-loss-increase", "1"), "need each other"),
+        (("a", "--into", "c", "--eval-cmd", "e {}"), "need each other"),
+        (("a", "--into", "c", "--max-loss-increase", "nan", "--eval-cmd", "e {}"), "--max-loss-increase is a number"),
+        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "e"), "needs {}"),
+        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "'e {}"), "no command"),
+        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "e {}", "--max-abs-err", "1"), "one of them"),
+        (("a", "--into", "c", "--max-abs-err", "0"), "--max-abs-err"),
+        (("a", "--into", "c", "--rel-error", "-1"), "--rel-error"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(told: tuple[str, ...], words: str) -> None:
+    done = ckpt("diff", *told)
+    assert done.code == 2
+    assert words in done.err
+
+
+@pytest.mark.parametrize(
+    "options", [("--codec", "lc", "--max-abs-err", "1"), ("--max-abs-err", "inf"), ("--rel-error", "nan")]
+)
+def test_bounds_that_no_codec_can_keep_are_refused(options: tuple[str, ...], saved: list[Path], tmp_path: Path) -> None:
+    done = ckpt("diff", "--into", tmp_path / "run", saved[0], *options)
+    assert done.code == UNSUPPORTED
+    assert not (tmp_path / "run").exists()
