@@ -102,7 +102,9 @@ def _text(path: Path) -> str:
 def goal_of(target: str, cut: Cut, reading: Reading) -> Goal:
     """Where and how to write, as the user says."""
     pp = len(cut.stages) // (cut.vpp or 1) if cut.stages and cut.pp is None else cut.pp
-    degrees = Degrees(cut.dp, cut.tp, pp, cut.zero, cut.vpp, cut.ep, cut.etp, cut.stages)
+    degrees = Degrees(
+        dp=cut.dp, tp=cut.tp, pp=pp, zero=cut.zero, vpp=cut.vpp, ep=cut.ep, etp=cut.etp, stages=cut.stages
+    )
     keys = STYLES[cut.keys] if cut.keys else None
     return Goal(Path(target), degrees, rules_of(reading), cut.vocab_rows, keys=keys)
 

@@ -74,7 +74,8 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
     if family in ("moe", "shared_moe"):
         ep, etp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, unit]))
     dp = draw(st.integers(1, 2)) * (ep or 1) * (etp or 1)
-    return Degrees(dp, tp, pp, draw(st.sampled_from([0, 1])), vpp, ep, etp, (0, *sorted(inner)))
+    zero = draw(st.sampled_from([0, 1]))
+    return Degrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -182,7 +182,8 @@ def resumed(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     listed = []
     for job in JOBS:
         target, truth = out / str(job), zoo / job.kind / "truth.pt"
-        goal = Goal(target, Degrees(job.dp, job.tp, job.pp, job.stage, job.firsts), vocab_rows=job.vocab_rows)
+        degrees = Degrees(dp=job.dp, tp=job.tp, pp=job.pp, zero=job.stage, stages=job.firsts)
+        goal = Goal(target, degrees, vocab_rows=job.vocab_rows)
         copy(open_checkpoint(zoo / job.kind / "ckpt"), writable("deepspeed"), goal, "", Effort())
         tag, report = (target / "latest").read_text(), out / f"{job}.json"
         named = {"checkpoint": target, "tag": tag, "kind": job.kind, "truth": truth, "report": report}

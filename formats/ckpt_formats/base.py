@@ -134,7 +134,7 @@ class Options:
     """Another checkpoint of the same model, where the one to be read holds flat slices without their shapes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Degrees:
     """Over how many ranks a checkpoint is to be cut. None: as the source is, or not at all."""
 
