@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from ckpt_cli.main import cli
 from ckpt_cli.pipeline import check_sound, check_whole
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.registry import detect, open_checkpoint
@@ -13,6 +16,12 @@ ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}
 """Of the largest logit. Over other numbers of ranks, sums are made in another order."""
 States = Callable[[Checkpoint], Mapping[Any, object]]
 """Every bit that counts, by (name, state)."""
+
+
+def reshard(source: Path, target: Path, options: str) -> None:
+    """By the command."""
+    made = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
+    assert made.exit_code == 0, (target, made.output, made.exception)
 
 
 def assert_computes_the_same(resumed: Path, kind: str, case: str, changes: Mapping[str, Any]) -> None:

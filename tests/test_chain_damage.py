@@ -15,7 +15,7 @@ from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import manifest
 from damage import ckpt
 from held import contents, flip
-from training import save_run
+from training import chained
 
 STEPS = 4
 
@@ -23,10 +23,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of four states, `step1` to `step4`, and their chain."""
-    at = tmp_path_factory.mktemp("whole")
-    for path in save_run(at, STEPS):
-        assert ckpt("diff", "--into", at / "run", path).code == 0
-    return at
+    return chained(tmp_path_factory.mktemp("whole"), STEPS)
 
 
 def member(run: Path, step: int) -> Path:
@@ -76,8 +73,7 @@ def replace_by_another_run(run: Path) -> None:
     other = run.parent / "other"
     shutil.rmtree(other, ignore_errors=True)
     other.mkdir()
-    for path in save_run(other, 3, "momentum"):
-        assert ckpt("diff", "--into", other / "run", path).code == 0
+    chained(other, 3, "momentum")
     remove(run)
     shutil.copytree(member(other / "run", 3), member(run, 3))
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from ckpt_cli.main import cli
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.dcp.metadata import read_metadata
 from ckpt_formats.tensor import read
 from held import bits
 from megatron_jobs.kinds import KINDS
 from megatron_jobs.launch import resume, save
-from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written
+from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written, reshard
 
 pytestmark = [
     pytest.mark.engines,
@@ -53,11 +51,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> 
         jobs[case] = {"kind": kind, "changes": changes, "run": str(written)}
     resume(jobs, out, "resume_dist.py")
     return out
-
-
-def reshard(source: Path, target: Path, options: str) -> None:
-    made = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
-    assert made.exit_code == 0, (target, made.output, made.exception)
 
 
 @pytest.mark.parametrize("case", CASES)

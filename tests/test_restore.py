@@ -13,7 +13,7 @@ from ckpt_formats.universal import manifest
 from damage import ckpt
 from dcp_states import loaded
 from held import contents
-from training import Net, save_run
+from training import Net, chained
 
 STEPS = 6
 
@@ -21,10 +21,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of six states, `step1` to `step6`, and their chain."""
-    at = tmp_path_factory.mktemp("whole")
-    for path in save_run(at, STEPS):
-        assert ckpt("diff", "--into", at / "run", path).code == 0
-    return at
+    return chained(tmp_path_factory.mktemp("whole"), STEPS)
 
 
 @pytest.fixture

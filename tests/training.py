@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dcp_states
+from damage import ckpt
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda given: torch.optim.AdamW(given, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
@@ -43,6 +44,13 @@ def save_run(folder: Path, steps: int, optimizer: str = "adamw", form: str = "to
         stepping.step()
         saved.append(_save(folder / f"step{step}", step, net, stepping, form))
     return saved
+
+
+def chained(folder: Path, steps: int, optimizer: str = "adamw") -> Path:
+    """The folder, with a run of so many states in it, `step1` and on, and their chain, `run`."""
+    for path in save_run(folder, steps, optimizer):
+        assert ckpt("diff", "--into", folder / "run", path).code == 0
+    return folder
 
 
 def _save(path: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, form: str) -> Path:

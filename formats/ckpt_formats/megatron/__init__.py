@@ -27,11 +27,9 @@ from ckpt_formats.megatron.target import Target, remarks_of, settle_target
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
 
-_DEGREES = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
-
 
 class _Megatron(WritableFormat):
-    degrees = _DEGREES
+    degrees = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         folder = iteration_of(path)

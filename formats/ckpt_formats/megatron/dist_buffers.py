@@ -15,7 +15,7 @@ from ckpt_formats.megatron.chunk import Chunk
 from ckpt_formats.megatron.dist_optimizer import Group, Sorted
 from ckpt_formats.megatron.distributed_optimizer import Buffer, buckets_of, buffers_of, is_tied, read_buffers
 from ckpt_formats.megatron.module_order import Modules
-from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
+from ckpt_formats.megatron.names import HEAD, WORD_TABLE, expert_of, is_buffer, is_expert, layer_of
 from ckpt_formats.megatron.optimizer import Key
 from ckpt_formats.megatron.stages import Stages
 from ckpt_formats.megatron.whole import Held, whole
@@ -98,7 +98,7 @@ def _chunk(model: Model, rank: Rank, chunk: int, apart: bool) -> Chunk:
     own = range(rank.ep * experts, (rank.ep + 1) * experts)
     names = [n for n in model.weights if not is_buffer(n) and _is_here(n, layers, first, last)]
     if apart:
-        names = [n for n in names if is_expert(n) == bool(rank.chain) and (not rank.chain or _expert(n) in own)]
+        names = [n for n in names if is_expert(n) == bool(rank.chain) and (not rank.chain or expert_of(n) in own)]
     if last and model.tied_copy:
         names.append(HEAD)
     fused = model.args.text("transformer_impl") not in ("local", None) and not model.args.flag("multi_latent_attention")
@@ -113,10 +113,6 @@ def _is_here(name: str, layers: range, first: bool, last: bool) -> bool:
     if name.startswith("mtp."):
         raise Unsupported("the optimizer's states have no names, and the model predicts several tokens (mtp)")
     return first if name.startswith("embedding.") else last
-
-
-def _expert(name: str) -> int:
-    return int(name.split(".local_experts.")[1].split(".")[0])
 
 
 def _local(model: Model, name: str, cut: int) -> Tensor:

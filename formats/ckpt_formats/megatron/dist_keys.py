@@ -11,6 +11,7 @@ from functools import cached_property
 
 from ckpt_formats.geometry import Shape
 from ckpt_formats.megatron.dist_optimizer import WRAPPER
+from ckpt_formats.megatron.names import expert_of
 from ckpt_formats.megatron.target import Target
 from ckpt_formats.values import Value
 
@@ -99,7 +100,7 @@ class Keys:
 
     @cached_property
     def _experts(self) -> int:
-        numbers = (int(match[2]) for name in self.target.source.parameters if (match := _EXPERT.fullmatch(name)))
+        numbers = (n for name in self.target.source.parameters if (n := expert_of(name)) is not None)
         return 1 + max(numbers, default=self.target.args.number("num_experts", default=1) - 1)
 
     def _as_inside(self, name: str) -> str:

@@ -21,10 +21,10 @@ from ckpt_formats.geometry import Box, slab
 from ckpt_formats.layout import Rule, cuts, split
 from ckpt_formats.megatron.arguments import Parallel
 from ckpt_formats.megatron.dist_keys import Key, Keys
-from ckpt_formats.megatron.local import LocalParameter, Place, expert_of, home
-from ckpt_formats.megatron.names import is_expert, layer_of
+from ckpt_formats.megatron.local import LocalParameter, Place, home
+from ckpt_formats.megatron.names import expert_of, is_expert, layer_of
 from ckpt_formats.megatron.new_optimizer import NewOptimizer, compared
-from ckpt_formats.megatron.target import Target, is_padded
+from ckpt_formats.megatron.target import Target, is_padded, trimmed
 from ckpt_formats.naming import show
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.tensor_views import Pile
@@ -162,8 +162,7 @@ def _padded(target: Target, name: str, tensor: Tensor, rule: Rule, degree: int) 
     """A table of the vocabulary with as many rows as the new run's have; any other tensor as it is."""
     if not is_padded(target, name):
         return tensor
-    if target.rows is not None and tensor.shape[0] > target.rows:
-        tensor = tensor.crop(slab(tensor.shape, 0, 0, target.rows))
+    tensor = trimmed(target, name, tensor)
     rows = -(-max(tensor.shape[0], target.rows or 0) // degree) * degree
     (whole,) = split(name, tensor, rule, 1, rows)
     return whole

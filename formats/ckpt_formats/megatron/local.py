@@ -1,20 +1,16 @@
 """What each rank holds of a model, under the names of its own chunks: the inverse of `whole` and `names`."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.base import Parameter
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import slab
 from ckpt_formats.layout import split
-from ckpt_formats.megatron.names import in_layer, is_expert, layer_of
-from ckpt_formats.megatron.target import Target, is_padded
+from ckpt_formats.megatron.names import expert_of, in_expert, in_layer, is_expert, layer_of
+from ckpt_formats.megatron.target import Target, trimmed
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
-
-_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,7 @@ class Ranks:
             if rule is None or tensor.shape != shape:
                 made[state] = [tensor] * degree
                 continue
-            if target.rows is not None and is_padded(target, name) and tensor.shape[0] > target.rows:
-                tensor = tensor.crop(slab(tensor.shape, 0, 0, target.rows))
-            made[state] = split(name, tensor, rule, degree, target.rows)
+            made[state] = split(name, trimmed(target, name, tensor), rule, degree, target.rows)
         return made
 
     @cached_property
@@ -134,12 +128,6 @@ def _by_layer(name: str) -> tuple[int, int]:
     return (0 if _is_first(name) else 2), 0
 
 
-def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter is of."""
-    match = _EXPERT.fullmatch(name)
-    return int(match[2]) if match else None
-
-
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
     """A name of the whole model, with the numbers that layer and expert have on their rank.
 
@@ -149,4 +137,5 @@ def local_name(name: str, first_layer: int, first_expert: int) -> str:
     layer = layer_of(name)
     if layer is not None:
         name = in_layer(name, layer - first_layer)
-    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) - first_expert}{match[3]}", name)
+    expert = expert_of(name)
+    return name if expert is None else in_expert(name, expert - first_expert)

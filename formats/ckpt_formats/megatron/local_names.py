@@ -35,7 +35,7 @@ def as_saved(target: Target, chunk: Sequence[LocalParameter]) -> list[LocalParam
     """A model chunk's parameters under the names that its module gives them, in its order."""
     if target.fused_norms:
         held = {one.local for one in chunk}
-        chunk = [replace(one, local=_with_norms_inside(target, one.local, held)) for one in chunk]
+        chunk = [replace(one, local=_with_norms_inside(one.local, held)) for one in chunk]
     kept = experts_of(target)
     if kept == "grouped":
         return [replace(one, local=grouped(one.local)) for one in chunk]
@@ -52,7 +52,7 @@ def grouped(name: str) -> str:
     return f"{match['layer']}.{match['part']}.{match['kind']}{match['expert']}" if match else name
 
 
-def _with_norms_inside(target: Target, name: str, held: set[str]) -> str:
+def _with_norms_inside(name: str, held: set[str]) -> str:
     """Only a dense layer's norm is inside `linear_fc1`, and latent attention begins with several projections."""
     match = _NORM.fullmatch(name)
     if match is None:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_formats.extras import lower
-from ckpt_formats.megatron.local import LocalParameter, Place, expert_of, home, local_name
+from ckpt_formats.megatron.local import LocalParameter, Place, home, local_name
 from ckpt_formats.megatron.local_names import experts_of, grouped
-from ckpt_formats.megatron.names import HEAD, is_extra_state, layer_of
+from ckpt_formats.megatron.names import HEAD, expert_of, is_extra_state, layer_of
 from ckpt_formats.megatron.new_optimizer import compared
 from ckpt_formats.megatron.target import Target
 from ckpt_formats.values import StdDict, Value

@@ -55,6 +55,17 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter is of."""
+    match = _EXPERT.fullmatch(name)
+    return int(match[2]) if match else None
+
+
+def in_expert(name: str, expert: int) -> str:
+    """The same name with another number of its expert."""
+    return _EXPERT.sub(lambda match: f"{match[1]}{expert}{match[3]}", name)
+
+
 def is_buffer(name: str) -> bool:
     """Is it a tensor that the optimizer does not know?"""
     return _BUFFER.fullmatch(name) is not None
@@ -80,8 +91,9 @@ class Naming:
             name = in_layer(name, layer + self.first_layer)
         for fused, norm in _FUSED_NORMS:
             name = name.replace(fused, norm)
-        if match := _EXPERT.fullmatch(name):
-            return f"{match[1]}{int(match[2]) + self.first_expert}{match[3]}"
+        expert = expert_of(name)
+        if expert is not None:
+            return in_expert(name, expert + self.first_expert)
         if match := _GROUPED.fullmatch(name):
             expert = int(match[4]) + self.first_expert
             return f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"

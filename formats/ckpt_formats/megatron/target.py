@@ -7,6 +7,7 @@ from math import lcm
 
 from ckpt_formats.base import Checkpoint, Degrees, Goal
 from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import slab
 from ckpt_formats.layout import Layout
 from ckpt_formats.megatron.arguments import Arguments, Parallel
 from ckpt_formats.megatron.distributed_optimizer import is_tied
@@ -17,6 +18,7 @@ from ckpt_formats.megatron.rules import layout_of
 from ckpt_formats.megatron.stages import Stages, even, stages_of
 from ckpt_formats.naming import show
 from ckpt_formats.safetensors_file import natural
+from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Record, Value
 
 
@@ -43,16 +45,6 @@ class Target:
         # One stage has no copy, so nothing in its files has the copy's name.
         said += [alias for alias in TIED if is_tied(self.args) and not (said or alias == HEAD)]
         return next(((a, TIED[a]) for a in said if a not in names and TIED[a] in names), None)
-
-    @property
-    def tied(self) -> bool:
-        """Do the first and the last stage share a table?"""
-        return self.shared_table is not None
-
-    @property
-    def copied_head(self) -> bool:
-        """Has the last stage a copy of the first stage's table?"""
-        return self.tied and self.parallel.pp > 1
 
     @property
     def fused_norms(self) -> bool:
@@ -199,3 +191,10 @@ def is_padded(target: Target, name: str) -> bool:
     """Is it a table of the vocabulary, padded to suit the number of ranks?"""
     rules = target.layout.matching(name)
     return not is_expert(name) and bool(rules) and (rules[0].padded or rules[0].vocabulary is not None)
+
+
+def trimmed(target: Target, name: str, tensor: Tensor) -> Tensor:
+    """A tensor without the rows that only padded the vocabulary at the old degree."""
+    if target.rows is None or not is_padded(target, name) or tensor.shape[0] <= target.rows:
+        return tensor
+    return tensor.crop(slab(tensor.shape, 0, 0, target.rows))
