@@ -314,6 +314,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     warm_up()
+    delta_from_config({"name": "replay"}).warm_up()
     print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
     print(
         "xdelta3 is "

@@ -355,40 +355,49 @@ def chain(results: Results, trajectory: Trajectory, beta2: float, start: int, ma
         results.run(f"chain of {many} {beta2:g}", name, make)
 
 
-def speed(results: Results) -> None:
-    """On chunks as the format cuts them, of a weight that moves in a few directions, as real ones do."""
-    random, rows, columns = np.random.default_rng(0), 1024, 256
-
-    def moved() -> Array:
-        few = random.standard_normal((rows, 24)) @ (along * np.linspace(2, 0.3, 24)[:, None])
-        return (few + random.standard_normal((rows, columns))).astype(np.float32)
-
+def moved(shape: tuple[int, int]) -> Change:
+    """States of a weight that moves in a few directions, as real ones do."""
+    random, (rows, columns) = np.random.default_rng(0), shape
     along = random.standard_normal((24, columns))
-    before, after = moved(), moved()
+
+    def step() -> Array:
+        few = random.standard_normal((rows, 24)) @ (along * np.linspace(2, 0.3, 24)[:, None])
+        return (few + random.standard_normal(shape)).astype(np.float32)
+
+    before, after = step(), step()
     second = (np.exp(random.normal(0, 1, (rows, 1))) * np.exp(random.normal(0, 1, columns)) * 1e-8).astype(np.float32)
-    weights = random.normal(0, 0.02, (rows, columns)).astype(np.float32)
-    seconds = [(second * random.chisquare(3, second.shape)).astype(np.float32) for _ in range(2)]
+    weights = random.normal(0, 0.02, shape).astype(np.float32)
+    seconds = [(second * random.chisquare(3, shape)).astype(np.float32) for _ in range(2)]
     olds = {"fp32": weights, "exp_avg": np.sqrt(seconds[0]) * before, "exp_avg_sq": seconds[0]}
     news = {"fp32": weights + 1e-4 * after, "exp_avg": np.sqrt(seconds[1]) * after, "exp_avg_sq": seconds[1]}
-    change = Change(olds, {n: a.astype(np.float32) for n, a in news.items()})
-    form = {n: a.dtype for n, a in change.after.items()}
-    size = sum(a.nbytes for a in change.after.values())
-    codecs: dict[str, DeltaCodec] = {
-        **{f"subspace {s}": Subspace(step=float(s)) for s in (1, 2, 3)},
-        "subspace 2, no basis": Subspace(rank=0),
-        "lc 3-bit": LcCheckpoint(3),
-        "excp": EXCP,
-    }
-    for name, codec in codecs.items():
+    return Change(*({n: a.astype(np.float32) for n, a in states.items()} for states in (olds, news)))
 
-        def make(codec: DeltaCodec = codec) -> dict[str, Any]:
-            data = codec.encode(change)
+
+def flat(change: Change) -> Change:
+    return Change(*({n: a.reshape(-1) for n, a in states.items()} for states in (change.before, change.after)))
+
+
+def speed(results: Results) -> None:
+    """On chunks as the format cuts them: by codec, and ours by shape. Encoding decodes what it has made."""
+    usual, ours = moved((1024, 256)), Subspace()
+    works: dict[str, tuple[DeltaCodec, Change]] = {
+        **{f"subspace {s}": (Subspace(step=float(s)), usual) for s in (1, 2, 3)},
+        "subspace 2, no basis": (Subspace(rank=0), usual),
+        "subspace 2, anchor": (ours, Change({}, usual.after)),
+        **{f"subspace 2, {n} x {m}": (ours, moved((n, m))) for n, m in ((512, 512), (256, 1024), (128, 256))},
+        "subspace 2, flat": (ours, flat(usual)),
+        "subspace 2, vector": (ours, flat(moved((1, 1024)))),
+        "lc 3-bit": (LcCheckpoint(3), usual),
+        "excp": (EXCP, usual),
+    }
+    for name, (codec, change) in works.items():
+
+        def make(codec: DeltaCodec = codec, change: Change = change) -> dict[str, Any]:
+            data, form = codec.encode(change), {n: a.dtype for n, a in change.after.items()}
+            shape, size = change.after["fp32"].shape, sum(a.nbytes for a in change.after.values())
             times = [
                 min(_timed(work) for _ in range(7))
-                for work in (
-                    lambda: codec.encode(change),
-                    lambda: codec.decode(data, change.before, (rows, columns), form),
-                )
+                for work in (lambda: codec.encode(change), lambda: codec.decode(data, change.before, shape, form))
             ]
             return {"encode MB/s": size / times[0] / 1e6, "decode MB/s": size / times[1] / 1e6}
 

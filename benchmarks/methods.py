@@ -1,9 +1,13 @@
-"""What is measured in the comparison of codecs: methods, and the pieces of a state that they are given."""
+"""What is measured in the comparison of codecs: methods, and the pieces of a state that they are given.
+
+Who can is given memory that is used again to put its results in, as `ckpt` does it; zstandard and ZipNN take their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,8 @@ import zstandard
 from pcodec import ChunkConfig, standalone
 
 from ckpt_codecs import Codec, Rounded, best_for
+from ckpt_codecs.base import Bytes, room
+from ckpt_codecs.scratch import borrow
 from ckpt_formats.coded import ENTRY, chunk_form
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import read
@@ -77,17 +83,28 @@ def part(array: Array, index: int) -> Array:
 
 
 def ours(level: str) -> Method:
-    def codec(state: str, piece: Piece) -> Codec:
-        fitting = best_for("parameter", state, piece.values.dtype, level)
-        return next(one for one in fitting if one.context is None or piece.base is not None)
+    @cache
+    def chosen(state: str, dtype: np.dtype[Any], based: bool) -> Codec:
+        fitting = best_for("parameter", state, dtype, level)
+        return next(one for one in fitting if one.context is None or based)
 
-    return Method(
-        f"ckpt {level}",
-        chunks,
-        lambda state, piece: codec(state, piece).encode(piece.values, piece.base),
-        lambda state, data, piece: codec(state, piece).decode(data, piece.values.shape, piece.values.dtype, piece.base),
-        ENTRY.itemsize,
-    )
+    def codec(state: str, piece: Piece) -> Codec:
+        return chosen(state, piece.values.dtype, piece.base is not None)
+
+    def encode(state: str, piece: Piece) -> Bytes:
+        return codec(state, piece).encode_into(piece.values, piece.base, borrow("coded", room(piece.values.nbytes)))
+
+    def decode(state: str, data: Bytes, piece: Piece) -> Array:
+        return into(piece, lambda out: codec(state, piece).decode_into(data, out, piece.base))
+
+    return Method(f"ckpt {level}", chunks, encode, decode, ENTRY.itemsize)
+
+
+def into(piece: Piece, decode: Callable[[Array], object]) -> Array:
+    """A piece decoded to memory that this thread uses again."""
+    out = borrow("decoded", piece.values.nbytes).view(piece.values.dtype).reshape(piece.values.shape)
+    decode(out)
+    return out
 
 
 def zstd(level: int) -> Method:
@@ -111,7 +128,7 @@ def blosc() -> Method:
             filters=[blosc2.Filter.SHUFFLE],
             nthreads=1,
         ),
-        lambda state, data, piece: blosc2.decompress2(data, nthreads=1),
+        lambda state, data, piece: into(piece, lambda out: blosc2.decompress2(data, dst=out, nthreads=1)),
     )
 
 
@@ -133,7 +150,7 @@ def pco(level: int) -> Method:
         f"pcodec {level}",
         runs,
         lambda state, piece: standalone.simple_compress(numbers(piece.values), ChunkConfig(compression_level=level)),
-        lambda state, data, piece: standalone.simple_decompress(data),
+        lambda state, data, piece: into(piece, lambda out: standalone.simple_decompress_into(data, numbers(out))),
     )
 
 
@@ -162,7 +179,7 @@ def derivation(held: dict[str, list[Array]]) -> Method | None:
         "derived",
         cut,
         lambda state, piece: Rounded().encode(piece.values, piece.base),
-        lambda state, data, piece: Rounded().decode(data, piece.values.shape, piece.values.dtype, piece.base),
+        lambda state, data, piece: into(piece, lambda out: Rounded().decode_into(data, out, piece.base)),
     )
 
 
@@ -185,5 +202,5 @@ def coded(method: Method, state: str, held: dict[str, list[Array]]) -> Coded:
         back = method.decode(state, data, piece)
         found = back.reshape(-1).view(np.uint8) if isinstance(back, np.ndarray) else np.frombuffer(back, np.uint8)
         assert np.array_equal(found, np.frombuffer(raw(piece.values), np.uint8)), (method.name, state)
-        made.append((piece, data))
+        made.append((piece, bytes(data)))  # what `encode` gave may be used again
     return made

@@ -1,6 +1,7 @@
 """How codecs scale with threads: `python benchmarks/scaling.py [STATE] --threads 2 --rounds 9`.
 
-Threads take chunks of a state in turn, as the workers of `ckpt compress` do. Times are by the clock, less what each
+Threads take chunks of a state in turn, as the workers of `ckpt compress` do, and like these they outlive a round: each
+has done a chunk, in memory that it uses again, before the clock runs. Times are by the clock, less what each
 thread waited for a core, as Linux counts it, since that is the doing of other programs; what threads wait for one
 another stays in. Figures are medians.
 """
@@ -12,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from methods import coded, ours, states_of
+from methods import Method, Piece, coded, ours, states_of
 from states import default_folder, state_path
 
 from ckpt_codecs import warm_up
@@ -25,11 +27,17 @@ REPEATED = 8
 """So often is a state done in a round: starting threads shall take no time to speak of."""
 
 
-def share(threads: int, function: Callable[[Any], Any], items: Iterable[Any]) -> float:
-    """Have threads do all items, each taking the next: the longest that one was at it, less its waits for a core."""
+def share(threads: int, function: Callable[[Any], Any], items: Iterable[Any], first: Any = None) -> float:
+    """Have threads do all items, each taking the next: the longest that one was at it, less its waits for a core.
+
+    `first` is what each does before the clock runs.
+    """
+    if first is not None and threads == 1:
+        function(first)
     if threads == 1:
         return _work(function, items)
-    left, lock, took = iter(items), threading.Lock(), []
+    left, lock, took = iter(items), threading.Lock(), list[float]()
+    ready = threading.Barrier(threads)
 
     def taken() -> Iterable[Any]:
         end = object()
@@ -40,7 +48,13 @@ def share(threads: int, function: Callable[[Any], Any], items: Iterable[Any]) ->
                 return
             yield item
 
-    workers = [threading.Thread(target=lambda: took.append(_work(function, taken()))) for _ in range(threads)]
+    def work() -> None:
+        if first is not None:
+            function(first)
+        ready.wait()
+        took.append(_work(function, taken()))
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -74,16 +88,25 @@ def main() -> None:
     for state in held:
         work = coded(method, state, held) * REPEATED
         nbytes = sum(piece.values.nbytes for piece, _ in work)
+        largest = max(work, key=lambda pair: pair[0].values.nbytes)
         found: list[list[float]] = [[], [], [], []]
         for _ in range(given.rounds):
             for i, threads in enumerate((1, given.threads)):
-                found[i].append(share(threads, lambda pair: method.encode(state, pair[0]) and None, work))  # noqa: B023
-                found[2 + i].append(share(threads, lambda pair: method.decode(state, pair[1], pair[0]) is None, work))  # noqa: B023
+                found[i].append(share(threads, partial(_encode, method, state), work, largest))
+                found[2 + i].append(share(threads, partial(_decode, method, state), work, largest))
         middle = [median(times) for times in found]
         sums = [a + b for a, b in zip(sums, middle, strict=True)]
         _show(state, nbytes, middle)
     _show("all", REPEATED * sum(array.nbytes for arrays in held.values() for array in arrays), sums)
     print(f"\nload of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+def _encode(method: Method, state: str, pair: tuple[Piece, Any]) -> None:
+    method.encode(state, pair[0])
+
+
+def _decode(method: Method, state: str, pair: tuple[Piece, Any]) -> None:
+    method.decode(state, pair[1], pair[0])
 
 
 def _show(state: str, nbytes: int, seconds: list[float]) -> None:

@@ -23,6 +23,7 @@ def seeds() -> list[tuple[Codec, Case, bytes]]:
     scales = np.exp(random.normal(0, 2, 80)) * np.exp(random.normal(0, 1, (70, 1)))
     second = (scales * random.chisquare(3, weights.shape) * 1e-8).astype(F32)
     first = (np.sqrt(second) * random.normal(0, 1, second.shape)).astype(F32)
+    steady = (scales * np.exp(random.normal(0, 0.1, weights.shape)) * 1e-8).astype(F32)
     sparse = np.where(random.random(6000) < 0.05, weights.reshape(-1)[:1][0], 0).astype(F32)
     found: list[tuple[Codec, Case]] = [
         (Planes(), ("weights", weights, None)),
@@ -34,6 +35,7 @@ def seeds() -> list[tuple[Codec, Case, bytes]]:
         (FirstMoment(), ("first", first, second)),
         (FirstMoment(), ("first-bf16", first.astype(BF16), second)),
         (SecondMoment(), ("second", second, None)),
+        (SecondMoment(), ("steady", steady, None)),
         (Integers(), ("tokens", random.integers(0, 40000, 3000), None)),
         (Integers(), ("steps", np.arange(3000), None)),
         (Integers(), ("rare", random.random(9000) < 0.01, None)),

@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ckpt_codecs import CodecError, DeltaCodec
 from ckpt_codecs.delta import Change
 from codec_fuzz import mutations
 from delta_cases import DELTAS, cases, decoded, fitted
+from delta_golden import GOLDEN, golden
 
 Seed = tuple[str, DeltaCodec, Change, bytes]
 CHOSEN = (
@@ -40,7 +42,14 @@ def seeds() -> list[Seed]:
         for codec in DELTAS:
             ready = fitted(codec, change, step)
             made.append((f"{codec.name}-{name}", ready, change, bytes(ready.encode(change))))
-    return made
+    return [*made, *of_yore()]
+
+
+def of_yore() -> Iterator[Seed]:
+    """Chunks with parts that are read and written no more."""
+    for name in ("copy", "seldom"):
+        codec, change, written = golden(GOLDEN / f"difference-{name}.npz")
+        yield f"golden-{name}", codec, change, written["kernels"]
 
 
 def survives(codec: DeltaCodec, data: bytes, change: Change) -> bool:

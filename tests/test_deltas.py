@@ -1,6 +1,7 @@
 """Every delta codec gives back every bit, on either engine, whatever the two states have to do with each other."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import CodecError, DeltaCodec, best_for
 from ckpt_codecs.delta import Change, Step
+from ckpt_codecs.deltas.halves import encode_halves
+from ckpt_codecs.deltas.spans import MANTISSA
 from ckpt_codecs.engine import using
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.tensor import Array
-from delta_cases import BF16, DELTAS, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
+from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
 from held import FLOATS, array, bits
 from test_codecs import BOTH, ENGINES
 
@@ -60,6 +63,31 @@ def changes(draw: st.DrawFn) -> Change:
 @given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
 def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | None, after: int | None) -> None:
     each_engine_reads(codec, change, Step(before, after, OPTIONS))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([BF16, F16]),
+    st.sampled_from([16, 500, 9000]),
+    st.sampled_from([0.0, 1e-3, 0.03, 0.3, 1.0]),
+    st.integers(0, 15),
+    st.integers(0, 99),
+)
+def test_halves_are_the_same_bytes_on_either_engine(
+    dtype: np.dtype[Any], size: int, share: float, octaves: int, seed: int
+) -> None:
+    """However many change, by steps of whatever size."""
+    random = np.random.default_rng(seed)
+    before = random.normal(0, 0.02, size).astype(dtype)
+    steps = np.exp2(random.uniform(0, octaves, size)).astype(np.int64) * random.choice([-1, 1], size)
+    after = before.view(np.uint16) + np.where(random.random(size) < share, steps, 0).astype(np.uint16)
+    change = Change({"param": before}, {"param": after.view(dtype)})
+    parts = set()
+    for name in ENGINES:
+        with using(name):
+            parts.add(encode_halves(before.view(np.uint16), after, MANTISSA[dtype.name]))
+    assert len(parts) == 1
+    each_engine_reads(DELTAS[0], change, Step())
 
 
 @settings(max_examples=60, deadline=None)

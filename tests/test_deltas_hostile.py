@@ -11,6 +11,7 @@ from bounds_check import assert_within_bounds
 from ckpt_codecs import CodecError, DeltaCodec
 from ckpt_codecs.delta import Change
 from ckpt_codecs.deltas import kinds
+from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.engine import using
 from ckpt_codecs.registry import delta_from_config
 from delta_cases import BF16, DELTAS, F32, decoded
@@ -31,7 +32,7 @@ def test_the_chunks_have_parts_of_every_kind() -> None:
                 forms.add(data[at + 1])
             at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
     assert found == set(range(8))
-    assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE}
+    assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE, kinds.CHANGES, kinds.TABLES}
 
 
 @BOTH
@@ -182,6 +183,22 @@ def rare(kinds_: bytes, coded: bytes, size: int | None = None) -> bytes:
     return struct.pack("<I", len(coded) if size is None else size) + streams(18, b"", b"", kinds_, coded)
 
 
+def one_part(residuals: bytes) -> bytes:
+    return b"\1" + struct.pack("<I", 1 + len(residuals)) + bytes([kinds.BEFORE]) + residuals
+
+
+def tables(
+    rows: bytes, words: int = 0, states: bytes = b"\0\0\1\0" * 16, bits: bytes = bytes(8), more: bytes = b""
+) -> bytes:
+    room = np.empty(9999, np.uint8)
+    coded = room[: delta_engine().write_rows(np.frombuffer(rows, np.uint8), 109, room)].tobytes() + more
+    return struct.pack("<BBBII", 20, 0, len(rows) // 109, len(coded), words) + coded + states + bits
+
+
+ROW = bytes([0, *bytes(108)])
+"""A table of one symbol: no value changes."""
+
+
 DAMAGED_HALVES = {
     "no head": halves(17, 0, 1, 0, b"")[:-3],
     "no buckets": halves(17, 0, 0, 0, streams(17, b"", b"")),
@@ -194,7 +211,30 @@ DAMAGED_HALVES = {
     "nothing coded": halves(18, 0, 1, 0, rare(b"\xff", b"")),
     "ones for ever": halves(18, 0, 1, 0, rare(b"\0", bytes(40))),
     "zeros for ever": halves(18, 0, 1, 0, rare(b"\xff", b"\xff" * 40)),
+    "changes without a head": one_part(b"\x13\0"),
+    "changes without buckets": one_part(bytes([19, 0, 0])),
+    "changes in too many buckets": one_part(bytes([19, 0, 17])),
+    "changes that nobody reads": one_part(bytes([19, 0, 1]) + b"\xff" * 4 * N),
+    "tables without a head": one_part(tables(ROW)[:10]),
+    "tables without buckets": one_part(tables(b"")),
+    "too many tables": one_part(tables(ROW * 17)),
+    "a table that goes on": one_part(tables(ROW, more=b"\1" * 64)),
+    "more words than bytes": one_part(tables(ROW, words=1 << 31)),
+    "no padding": one_part(tables(ROW)[:-1]),
+    "weights that are too large": one_part(tables(bytes([0, 0, 79, 79, *bytes(106)]))),
+    "weights that there are not": one_part(tables(bytes([0, 0, 80, *bytes(107)]))),
+    "a symbol that there is not": one_part(tables(bytes([108, *bytes(108)]))),
+    "a weight for what takes the rest": one_part(tables(bytes([0, 1, *bytes(107)]))),
+    "states that lead elsewhere": one_part(tables(ROW, states=b"\0\0\2\0" * 16)),
+    "bits that are not there": one_part(tables(bytes([107, *bytes(108)]))),
+    "bits that nobody reads": one_part(tables(ROW, bits=bytes(9))),
 }
+
+
+@BOTH
+def test_a_crafted_table_is_one_but_for_the_damage(name: str) -> None:
+    with using(name):
+        assert survives(DELTAS[0], one_part(tables(ROW)), Change(HALVES, HALVES))
 
 
 @BOTH

@@ -8,6 +8,7 @@ import pytest
 
 from bounds_check import assert_within_bounds
 from ckpt_codecs import CodecError
+from ckpt_codecs.delta import Change
 from ckpt_codecs.engine import using
 from ckpt_codecs.lossy import LcCheckpoint, Subspace, symbols
 from ckpt_codecs.lossy.sections import Pieces, piece
@@ -120,3 +121,17 @@ def test_moments_that_were_not_there_are_asked_for() -> None:
     form = {n: a.dtype for n, a in change.after.items()}
     with pytest.raises(CodecError, match="before"):
         codec.decode(data, {}, (96, 64), form)
+
+
+def test_states_of_another_shape_are_refused() -> None:
+    """Kernels look at no more than the chunk's own."""
+    codec, change, data = next(seed for seed in SEEDS if isinstance(seed[0], Subspace))
+    form = {n: a.dtype for n, a in change.after.items()}
+    for name in form:
+        before = {**change.before, name: change.before[name][:-1]}
+        with pytest.raises(CodecError, match="shape"):
+            codec.decode(data, before, (96, 64), form)
+        with pytest.raises(CodecError, match="shape"):
+            codec.encode(Change(before, change.after))
+        with pytest.raises(CodecError, match="shape"):
+            codec.encode(Change(change.before, {**change.after, name: change.after[name][:-1]}))

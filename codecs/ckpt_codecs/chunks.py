@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from struct import Struct
 
 import numpy as np
 
 from ckpt_codecs import streams
-from ckpt_codecs.base import Array, Bytes, DType, Shape
+from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import ENTRY, RAW, SAME, ZSTD
+from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import Effort
 from ckpt_codecs.zstd import expand
 
@@ -33,44 +33,43 @@ def words(array: Array) -> Array:
     return bits if bits.flags.aligned else bits.copy()
 
 
-def empty_words(shape: Shape, dtype: DType) -> Array:
-    """Room for the words of such an array."""
-    word = words(np.empty(0, dtype)).dtype
-    return np.empty(prod(shape) * dtype.itemsize // word.itemsize, word)
-
-
-def raw(array: Array) -> Bytes:
-    return bytes([RAW]) + array.tobytes()
+def raw(array: Array, out: Array) -> Bytes:
+    """A chunk of the values as they are."""
+    end = 1 + array.nbytes
+    made = out if out.size >= end else np.empty(end, np.uint8)
+    made[0] = RAW
+    made[1:end] = words(array).view(np.uint8)
+    return made[:end].data
 
 
 def same(array: Array) -> bytes | None:
     """A chunk of one value over and over, if it is one."""
     bits = words(array)
-    if not bits.size or bits[0] != bits[-1] or bits[0] != bits[bits.size // 2] or (bits != bits[0]).any():
+    if not bits.size or bits[0] != bits[-1] or bits[0] != bits[bits.size // 2]:
         return None
-    return bytes([SAME]) + bits[:1].tobytes()
+    differs = np.not_equal(bits, bits[0], out=borrow("differs", bits.size).view(np.bool_))
+    return None if differs.any() else bytes([SAME]) + bits[:1].tobytes()
 
 
-def plain(data: Bytes, shape: Shape, dtype: DType) -> Array | None:
-    """A chunk that is held in a way that every codec knows; None if this one is not."""
-    size = prod(shape)
+def plain(data: Bytes, out: Array) -> bool:
+    """Fill `out` from a chunk that is held in a way that every codec knows; False if this one is not."""
     if not data:
         raise CodecError("a chunk has at least one byte")
+    made = words(out)
     if data[0] == RAW:
-        if len(data) - 1 != size * dtype.itemsize:
-            raise CodecError(f"{len(data) - 1} raw bytes are not {size} values of {dtype}")
-        return np.frombuffer(data, np.uint8, offset=1).copy().view(dtype).reshape(shape)
-    if data[0] == SAME:
-        made = empty_words(shape, dtype)
+        if len(data) - 1 != out.nbytes:
+            raise CodecError(f"{len(data) - 1} raw bytes are not {out.size} values of {out.dtype}")
+        made.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=1)
+    elif data[0] == SAME:
         value = np.frombuffer(data[1:], np.uint8)
         if value.size != made.itemsize:
-            raise CodecError(f"{value.size} bytes are not one value of {dtype}")
+            raise CodecError(f"{value.size} bytes are not one value of {out.dtype}")
         made[:] = value.view(made.dtype)
-        return made.view(dtype).reshape(shape)
-    if data[0] == ZSTD:
-        held = expand(np.frombuffer(data, np.uint8, offset=1), size * dtype.itemsize)
-        return np.frombuffer(held, np.uint8).copy().view(dtype).reshape(shape)
-    return None
+    elif data[0] == ZSTD:
+        made.view(np.uint8)[:] = np.frombuffer(expand(np.frombuffer(data, np.uint8, offset=1), out.nbytes), np.uint8)
+    else:
+        return False
+    return True
 
 
 class Writer:
@@ -79,12 +78,12 @@ class Writer:
     Each plane lies where its stream begins if nothing before it is coded, so that what is stored need not be moved.
     """
 
-    def __init__(self, mode: int, streams: int, room: int) -> None:
-        """`room`: bytes of all planes together."""
+    def __init__(self, mode: int, streams: int, room: int, out: Array | None = None) -> None:
+        """`room`: bytes of all planes together. The chunk is made in `out`, if it has as many and the directory's."""
         self._start = self._end = 1 + ENTRY * streams
-        # Not this thread's scratch: it becomes the chunk itself.
-        self._out = np.empty(self._start + room, np.uint8)
-        self._out[0] = mode
+        enough = out is not None and out.size >= self._start + room
+        self.out = out if out is not None and enough else np.empty(self._start + room, np.uint8)
+        self.out[0] = mode
         self._sizes: list[int] = []
         self._worths: list[float] = []
         self._looks: list[bool] = []
@@ -95,16 +94,16 @@ class Writer:
         self._sizes.append(size)
         self._worths.append(effort.worth)
         self._looks.append(effort.survey and not sure)
-        return self._out[begin : self._end]
+        return self.out[begin : self._end]
 
     def add(self, plane: Array, effort: Effort, sure: bool = False) -> None:
         """Append the stream of a plane that lies elsewhere."""
         self.plane(plane.size, effort, sure)[:] = plane
 
-    def data(self, most: int) -> memoryview | None:
-        """The chunk, unless it has more than so many bytes."""
-        end = streams.write(self._out, self._start, self._sizes, self._worths, self._looks)
-        return self._out[:end].data if end <= most else None
+    def data(self, most: int, begun: streams.Progress | None = None) -> memoryview | None:
+        """The chunk, unless it has more than so many bytes. `begun`: the planes that are streams already."""
+        end = streams.write(self.out, self._start, self._sizes, self._worths, self._looks, begun)
+        return self.out[:end].data if end <= most else None
 
 
 def read(data: Bytes, sizes: Sequence[int], scratch: str = "planes") -> list[Array]:

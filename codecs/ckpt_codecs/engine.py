@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckpt_codecs.base import Array
+
+if TYPE_CHECKING:
+    from ckpt_codecs.streams import Progress
 
 
 class Engine(Protocol):
@@ -32,7 +35,7 @@ class Engine(Protocol):
 
     def write(
         self, out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
-    ) -> tuple[int, int, int, int]:
+    ) -> "Progress":
         """Make streams of all planes but the first `done`: the next is at `place`, and goes to `at`, not above it.
 
         Returns these three anew, less than all done if a plane has so little information that the caller shall decide;
@@ -40,15 +43,35 @@ class Engine(Protocol):
         """
         ...
 
-    def read(self, source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
-        """The planes of all streams of the plain kinds, into their places of `room`: the number of the first that is
-        damaged. Stream i is `source[starts[i]:starts[i + 1]]`."""
+    def write_planes(self, words: Array, out: Array, worth: float, look: bool) -> "Progress":
+        """A chunk of planes of words of 2 or 4 bytes: `split` and `write` at once."""
         ...
 
-    def to_residuals(
-        self, words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array
-    ) -> None:
-        """Split float32 words into planes; fill `rows` with scales, and `out` with the distances of the exponents."""
+    def write_residuals(
+        self,
+        words: Array,
+        base: Array | None,
+        columns: int,
+        width: int,
+        out: Array,
+        worth: float,
+        look: bool,
+        worth_of_rows: float,
+    ) -> "Progress | None":
+        """A chunk of residuals of float32 words, of which `width` bytes are kept; None if it would gain nothing."""
+        ...
+
+    def read(self, source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
+        """The planes of all streams of the plain kinds, into their places of `room`: the number of the first that is
+        damaged. Stream i is `source[starts[i]:starts[i + 1]]`. The kinds of streams that were read become `READ`."""
+        ...
+
+    def read_planes(self, source: Array, words: Array) -> bool:
+        """The words of a chunk of planes at once; False, with anything in them, where `read` and `merge` must do it."""
+        ...
+
+    def read_residuals(self, source: Array, base: Array | None, columns: int, words: Array) -> bool:
+        """The same of a chunk of residuals of float32: else `read` and `from_residuals`."""
         ...
 
     def from_residuals(

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
-from ckpt_codecs.chunks import MOST, plain, raw, words
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunked import Chunked
+from ckpt_codecs.chunks import MOST, raw, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import ZSTD
 from ckpt_codecs.zstd import compress
@@ -15,7 +16,7 @@ ZSTD_LEVELS = {"fast": 1, "default": 3, "max": 19}
 
 
 @dataclass(frozen=True)
-class Zstd(Codec):
+class Zstd(Chunked):
     """One frame of zstd a chunk."""
 
     level: int = 3
@@ -27,17 +28,13 @@ class Zstd(Codec):
         if type(self.level) is not int or not 1 <= self.level <= 22:
             raise CodecError(f"levels of zstd go from 1 to 22, not {self.level!r}")
 
-    def encode(self, array: Array, base: Array | None = None) -> Bytes:
-        return min(zstd(array, self.level), raw(array), key=len)
-
-    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
-        made = plain(data, shape, dtype)
-        if made is None:
-            raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
-        return made
+    def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
+        made = zstd(array, self.level)
+        return made if made is not None and len(made) <= array.nbytes + 1 else raw(array, out)
 
 
-def zstd(array: Array, level: int) -> Bytes:
+def zstd(array: Array, level: int) -> Bytes | None:
+    """A chunk of one frame; None if it would be too large."""
     if array.size > MOST:
-        return raw(array)
+        return None
     return bytes([ZSTD]) + compress(words(array).view(np.uint8), level)

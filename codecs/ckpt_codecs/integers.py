@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, DType, Shape
-from ckpt_codecs.chunks import LEAST, MOST, Writer, empty_words, plain, raw, read, same, words
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunked import Levelled
+from ckpt_codecs.chunks import LEAST, MOST, Writer, raw, read, same, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.general import ZSTD_LEVELS, zstd
 from ckpt_codecs.kinds import STEPS, WORDS
-from ckpt_codecs.streams import LEVELS, Effort, Levelled
+from ckpt_codecs.streams import LEVELS, Effort
 
 
 @dataclass(frozen=True)
@@ -20,34 +21,31 @@ class Integers(Levelled):
     name: ClassVar[str] = "integers"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None = None) -> Bytes:
+    def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         bits, effort = words(array), LEVELS[self.level]
-        if not LEAST <= bits.size <= MOST:
-            return same(array) or raw(array)
-        made = same(array)
-        if made is not None:
-            return made
-        tried: list[Bytes | None] = [_encode(WORDS, bits, effort), zstd(array, ZSTD_LEVELS[self.level]), raw(array)]
+        found = same(array)
+        if found is not None or not LEAST <= bits.size <= MOST:
+            return found or raw(array, out)
+        tried = [_encode(WORDS, bits, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
         if bits.itemsize > 1:
             tried.append(_encode(STEPS, _steps(bits), effort))
-        return min((chunk for chunk in tried if chunk is not None), key=len)
+        least = min((chunk for chunk in tried if chunk is not None), key=len)
+        return least if len(least) <= array.nbytes + 1 else raw(array, out)
 
-    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
-        made = plain(data, shape, dtype)
-        if made is not None:
-            return made
+    def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         if data[0] not in (WORDS, STEPS):
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
-        bits = empty_words(shape, dtype)
+        bits = words(out)
         by_byte = bits.view(np.uint8).reshape(-1, bits.itemsize)
         for i, part in enumerate(read(data, [bits.size] * bits.itemsize)):
             by_byte[:, i] = part
-        return (_from_steps(bits) if data[0] == STEPS else bits).view(dtype).reshape(shape)
+        if data[0] == STEPS:
+            bits[:] = _from_steps(bits)
 
 
-def _encode(mode: int, bits: Array, effort: Effort) -> Bytes | None:
+def _encode(mode: int, bits: Array, effort: Effort, out: Array | None = None) -> Bytes | None:
     width = bits.itemsize
-    writer = Writer(mode, width, bits.nbytes)
+    writer = Writer(mode, width, bits.nbytes, out)
     by_byte = bits.view(np.uint8).reshape(-1, width)
     for i in range(width):
         writer.add(by_byte[:, i], effort)

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, DType, Shape
-from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, empty_words, plain, raw, read, same, words
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunked import Levelled
+from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, raw, read, same, words
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import PLANES
-from ckpt_codecs.streams import LEVELS, Effort, Levelled
+from ckpt_codecs.streams import LEVELS, Effort
 
 
 @dataclass(frozen=True)
@@ -20,33 +21,34 @@ class Planes(Levelled):
     name: ClassVar[str] = "planes"
     lossless: ClassVar[bool] = True
 
-    def encode(self, array: Array, base: Array | None = None) -> Bytes:
+    def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         bits = words(array)
         if not LEAST_FLOATS <= bits.size <= MOST:
-            return same(array) or raw(array)
-        return same(array) or encode_planes(bits, LEVELS[self.level]) or raw(array)
+            return same(array) or raw(array, out)
+        return same(array) or encode_planes(bits, LEVELS[self.level], out) or raw(array, out)
 
-    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
-        made = plain(data, shape, dtype)
-        if made is not None:
-            return made
+    def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         if data[0] != PLANES:
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
-        return decode_planes(data, shape, dtype)
+        decode_planes(data, out)
 
 
-def encode_planes(bits: Array, effort: Effort) -> Bytes | None:
+def encode_planes(bits: Array, effort: Effort, out: Array) -> Bytes | None:
     """A chunk of planes; None if it would be larger than the values."""
     size, width = bits.size, bits.itemsize
-    writer = Writer(PLANES, width, size * width)
-    split(bits, [writer.plane(size, effort, sure=i == width - 1 and width in (2, 4)) for i in range(width)])
+    writer = Writer(PLANES, width, size * width, out)
+    planes = [writer.plane(size, effort, sure=i == width - 1 and width in (2, 4)) for i in range(width)]
+    if width in (2, 4):
+        return writer.data(size * width, engine().write_planes(bits, writer.out, effort.worth, effort.survey))
+    split(bits, planes)
     return writer.data(size * width)
 
 
-def decode_planes(data: Bytes, shape: Shape, dtype: DType) -> Array:
-    bits = empty_words(shape, dtype)
+def decode_planes(data: Bytes, out: Array) -> None:
+    bits = words(out)
+    if bits.itemsize in (2, 4) and engine().read_planes(np.frombuffer(data, np.uint8), bits):
+        return
     merge(read(data, [bits.size] * bits.itemsize), bits)
-    return bits.view(dtype).reshape(shape)
 
 
 def split(bits: Array, parts: list[Array]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.kinds import CONSTANT, ENTRY, HUF0, HUFFMAN, SEPTETS, STORED
-from ckpt_codecs.streams import FEW, LEAST_CODE, LEAST_SPARSE, SPARSE, WASTE
+from ckpt_codecs.streams import FEW, LEAST_CODE, LEAST_SPARSE, READ, SPARSE, WASTE, Progress
 from ckpt_codecs.zstd import entropy_only
 
 NAME = "portable"
@@ -78,7 +78,7 @@ def unpack7(packed: Array, plane: Array) -> None:
     plane[8 * n :] = packed[7 * n :]
 
 
-def to_residuals(words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array) -> None:
+def _to_residuals(words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array) -> None:
     split(words, parts)
     size16, expected = _size16(words), _expected(base, words.size)
     column, scale = np.zeros(columns, np.int32), 0
@@ -192,9 +192,7 @@ def from_gaps(made: Array, others: Array, common: int, out: Array) -> bool:
     return True
 
 
-def write(
-    out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
-) -> tuple[int, int, int, int]:
+def write(out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int) -> Progress:
     for i in range(done, sizes.size):
         size = int(sizes[i])
         kind, data = _stream(out[place : place + size], float(worths[i]), bool(looks[i]))
@@ -205,6 +203,39 @@ def write(
         out[2 + ENTRY * i : 6 + ENTRY * i] = np.frombuffer(data.size.to_bytes(4, "little"), np.uint8)
         place, at = place + size, at + data.size
     return int(sizes.size), place, at, 0
+
+
+def write_planes(words: Array, out: Array, worth: float, look: bool) -> Progress:
+    width, size = words.itemsize, words.size
+    at = 1 + ENTRY * width
+    split(words, [out[at + i * size : at + (i + 1) * size] for i in range(width)])
+    looks = np.array([look] * (width - 1) + [False])
+    return write(out, np.full(width, size), np.full(width, worth), looks, 0, at, at)
+
+
+def write_residuals(
+    words: Array,
+    base: Array | None,
+    columns: int,
+    width: int,
+    out: Array,
+    worth: float,
+    look: bool,
+    worth_of_rows: float,
+) -> Progress | None:
+    size, rows, at = words.size, np.empty(words.size // columns, np.int16), 1 + ENTRY * (width + 3)
+    sizes = [size] * (width - 1) + [2, rows.size, rows.size, size]
+    *stored, least, low, high, residuals = np.split(out[at : at + sum(sizes)], np.cumsum(sizes)[:-1])
+    ignored, top = [np.empty(size, np.uint8) for _ in range(4 - width)], np.empty(size, np.uint8)
+    _to_residuals(words, base, columns, rows, [*ignored, *stored, top], residuals)
+    if survey(top) * size <= survey(residuals) * size + 8 * rows.size:
+        return None
+    above = (rows - rows.min()).view(np.uint16)
+    least[:] = rows.min(keepdims=True).view(np.uint8)
+    low[:], high[:] = above.astype(np.uint8), above >> np.uint16(8)
+    worths = [worth] * (width - 1) + [worth_of_rows] * 3 + [worth]
+    looks = [look] * (width - 1) + [True] * 3 + [False]
+    return write(out, np.array(sizes), np.array(worths), np.array(looks), 0, at, at)
 
 
 def _stream(plane: Array, worth: float, look: bool) -> tuple[int, Array]:
@@ -243,7 +274,17 @@ def read(source: Array, kinds: Array, starts: Array, sizes: Array, places: Array
             unpack7(source[start:end], plane)
         elif kind in (CONSTANT, SEPTETS) or (kind == HUFFMAN and not unpress(source, start, end, plane)):
             return i
+        if kind in (CONSTANT, SEPTETS, HUFFMAN):
+            kinds[i] = READ
     return int(sizes.size)
+
+
+def read_planes(source: Array, words: Array) -> bool:
+    return False
+
+
+def read_residuals(source: Array, base: Array | None, columns: int, words: Array) -> bool:
+    return False
 
 
 _last = threading.local()

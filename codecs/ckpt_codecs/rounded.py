@@ -39,16 +39,20 @@ class Rounded(Codec):
             return _castable(base, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
 
     def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
-        if base is None or base.shape != shape or data:
+        out = np.empty(shape, dtype)
+        self.decode_into(data, out, base)
+        return out
+
+    def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
+        if base is None or base.shape != out.shape or data:
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
-        if not _castable(base, dtype):
-            raise CodecError(f"{base.dtype} is not rounded to {dtype}")
-        if _by_engine(base, dtype):
-            made = np.empty(base.size, np.uint16)
-            engine().to_bfloat16(words(base), made)
-            return made.view(dtype).reshape(shape)
+        if not _castable(base, out.dtype):
+            raise CodecError(f"{base.dtype} is not rounded to {out.dtype}")
+        if _by_engine(base, out.dtype) and out.flags.c_contiguous:
+            engine().to_bfloat16(words(base), words(out))
+            return
         with np.errstate(over="ignore", invalid="ignore"):
-            return base.astype(dtype)
+            np.copyto(out, base, casting="unsafe")
 
 
 def _castable(base: Array, dtype: DType) -> bool:

@@ -7,10 +7,10 @@ from itertools import accumulate
 import numpy as np
 
 from ckpt_codecs import sparse
-from ckpt_codecs.base import Array, Codec
+from ckpt_codecs.base import Array
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import CONSTANT, DIGITS, ENTRY, HUF0, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.kinds import CONSTANT, DIGITS, ENTRY, HUF0, HUFFMAN, RUNS, STORED
 from ckpt_codecs.scratch import borrow
 from ckpt_codecs.zstd import expand
 
@@ -28,17 +28,6 @@ class Effort:
 LEVELS = {"fast": Effort(0.95), "default": Effort(0.98), "max": Effort(1.0, survey=False)}
 
 
-@dataclass(frozen=True)
-class Levelled(Codec):
-    """A codec with a choice of effort."""
-
-    level: str = "default"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.level, str) or self.level not in LEVELS:
-            raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
-
-
 LEAST_CODE = 40
 """Bytes that a code takes before the first symbol, about."""
 SPARSE = 1.6
@@ -53,23 +42,34 @@ MOSTLY = 0.75
 
 FEW = -1
 """No kind: of a plane of so little information, `write` decides, not the engine."""
+READ = 255
+"""No kind: a stream that the engine has read already."""
+Progress = tuple[int, int, int, int]
+"""How many planes are streams, where the next one is, where the last stream ends, what the next one would take."""
 
 
-def write(out: Array, at: int, sizes: Sequence[int], worths: Sequence[float], looks: Sequence[bool]) -> int:
+def write(
+    out: Array,
+    at: int,
+    sizes: Sequence[int],
+    worths: Sequence[float],
+    looks: Sequence[bool],
+    begun: Progress | None = None,
+) -> int:
     """Planes of these sizes, which lie in `out` from `at` on, made streams in place: the end of the last.
 
-    Their directory is written before them. `worths` and `looks`: the `Effort` for each.
+    Their directory is written before them. `worths` and `looks`: the `Effort` for each. `begun`: what is done already.
     """
+    if begun is not None and begun[0] == len(sizes):
+        return begun[2]
     given = np.array(sizes, np.int64), np.array(worths, np.float64), np.array(looks, np.bool_)
-    done, place = 0, at
-    while True:
-        done, place, at, held = engine().write(out, *given, done, place, at)
-        if done == len(sizes):
-            return at
+    done, place, at, held = begun or engine().write(out, *given, 0, at, at)
+    while done < len(sizes):
         kind, data = _smallest(out[place : place + sizes[done]], held)
         out[at : at + data.size] = data
         out[1 + ENTRY * done : 1 + ENTRY * (done + 1)] = np.frombuffer(_head(kind, data), np.uint8)
-        done, place, at = done + 1, place + sizes[done], at + data.size
+        done, place, at, held = engine().write(out, *given, done + 1, place + sizes[done], at + data.size)
+    return at
 
 
 def encode(plane: Array, out: Array, at: int, effort: Effort, sure: bool = False) -> tuple[int, int]:
@@ -126,14 +126,16 @@ def _nested(plane: Array) -> bytes:
 def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], scratch: str) -> list[Array]:
     """The planes of streams, the i-th from `source[starts[i]:starts[i + 1]]`: views, or this thread's scratch."""
     places = list(accumulate(sizes, initial=0))
-    room = borrow(scratch, places[-1] if any(kinds) else 0)
+    room, left = borrow(scratch, places[-1] if any(kinds) else 0), np.array(kinds, np.uint8)
     if any(kinds):
+        if max(kinds) > DIGITS:
+            raise CodecError(f"no stream is of kind {max(kinds)}")
         given = np.array(starts, np.int64), np.array(sizes, np.int64), np.array(places, np.int64)
-        damaged = engine().read(source, np.array(kinds, np.uint8), *given, room)
+        damaged = engine().read(source, left, *given, room)
         if damaged < len(sizes):
             raise CodecError(f"a stream of kind {kinds[damaged]} is damaged")
     planes = []
-    for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+    for i, (kind, size) in enumerate(zip(left.tolist(), sizes, strict=True)):
         held, plane = source[starts[i] : starts[i + 1]], room[places[i] : places[i + 1]]
         if kind == STORED:
             if held.size != size:
@@ -145,8 +147,6 @@ def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequ
             _runs(held, plane)
         elif kind == DIGITS:
             _digits(held, plane)
-        elif kind not in (CONSTANT, SEPTETS, HUFFMAN):
-            raise CodecError(f"no stream is of kind {kind}")
         planes.append(plane)
     return planes
 

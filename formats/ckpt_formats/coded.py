@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.scratch import borrow, lent
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader, Seal
@@ -48,12 +49,15 @@ class Listed:
     seal: Seal | None = None
 
     def chunk(self, index: int, reader: Reader) -> tuple[memoryview, int]:
-        """A chunk's bytes, and the XXH3-64 of what is to be decoded from them. Raises `Corrupt`."""
+        """A chunk's bytes, and the XXH3-64 of what is to be decoded from them. Raises `Corrupt`.
+
+        The bytes are valid until this thread asks for the next chunk.
+        """
         directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
         begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
         # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
         taken = nbytes if index + 1 < self.count else self.nbytes - begin
-        data = np.empty(taken, np.uint8)
+        data = borrow("listed", taken)
         reader.read_into(self.path, self.offset + begin, data.data, self.seal)
         return data[:nbytes].data, int(directory["values"][index])
 
@@ -115,34 +119,55 @@ class Store:
         return index * each, min((index + 1) * each, prod(self.shape))
 
     def values(self, index: int, reader: Reader) -> Array:
-        """A chunk, decoded and checked, as a vector. Raises `Corrupt`."""
-        return reader.keep((self.path, self.offset, index), lambda: self._decode(index, reader))
+        """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
+        start, stop = self.flat_range(index)
+        nbytes = (stop - start) * self.dtype.itemsize
+        made = reader.keep_filled(
+            self._key(index), nbytes, lambda room: self._decode(index, room.view(self.dtype), reader)
+        )
+        return made.view(self.dtype)
+
+    def fill(self, out: Array, index: int, reader: Reader) -> None:
+        """The same into `out`, a vector: for a chunk that nobody else will ask for."""
+        kept = reader.kept(self._key(index))
+        if kept is not None:
+            out[:] = kept.view(self.dtype)
+        else:
+            self._decode(index, out, reader)
+
+    def is_cut_as(self, other: "Store") -> bool:
+        """Do the same chunks hold the same elements?"""
+        return (self.shape, self.chunk) == (other.shape, other.chunk)
+
+    def _key(self, index: int) -> tuple[Path, int, int]:
+        return self.path, self.offset, index
 
     @property
     def _listed(self) -> Listed:
         most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
         return Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
 
-    def _decode(self, index: int, reader: Reader) -> Array:
-        listed = self._listed
+    def _decode(self, index: int, out: Array, reader: Reader) -> None:
+        base = self.base
+        if base is None:
+            self._decode_with(None, index, out, reader)
+        elif isinstance(base, Coded) and base.is_whole and base.store.is_cut_as(self):
+            self._decode_with(base.store.values(index, reader), index, out, reader)
+        else:
+            with lent(out.size * base.dtype.itemsize) as room:
+                values, (start, stop) = room.view(base.dtype), self.flat_range(index)
+                Range(base, start, stop).read_into(values, reader)
+                self._decode_with(values, index, out, reader)
+
+    def _decode_with(self, base: Array | None, index: int, out: Array, reader: Reader) -> None:
+        listed, form = self._listed, chunk_form(self.chunk, out.size)
         data, digest = listed.chunk(index, reader)
-        start, stop = self.flat_range(index)
-        base = None
-        if self.base is not None:
-            base = np.empty(stop - start, self.base.dtype)
-            Range(self.base, start, stop).read_into(base, reader)
-            base = base.reshape(chunk_form(self.chunk, stop - start))
-        form = chunk_form(self.chunk, stop - start)
         try:
-            values = np.ascontiguousarray(self.codec.decode(data, form, self.dtype, base))
+            self.codec.decode_into(data, out.reshape(form), None if base is None else base.reshape(form))
         except CodecError as error:
             raise listed.corrupt(index, self.codec.name, str(error)) from None
-        if values.shape != form or values.dtype != self.dtype:
-            raise listed.corrupt(index, self.codec.name, "another shape or type came out")
-        flat = values.reshape(-1)
-        if xxhash.xxh3_64_intdigest(flat.view(np.uint8).data) != digest:
+        if xxhash.xxh3_64_intdigest(out.view(np.uint8).data) != digest:
             raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
-        return flat
 
 
 @dataclass(frozen=True)
@@ -167,8 +192,26 @@ class Coded:
     def crop(self, box: Box) -> "Coded":
         return Coded(self.store, box.shift(self.box.start))
 
+    @property
+    def is_whole(self) -> bool:
+        return self.box.shape == self.store.shape
+
     def read_into(self, out: Array, reader: Reader) -> None:
-        read_chunks(out, self.box, self.store.shape, self.store.chunk, lambda index: self.store.values(index, reader))
+        store = self.store
+        first, last = _ends(self.box, store.shape)
+        if last - first != self.box.size or not out.flags.c_contiguous:
+            read_chunks(out, self.box, store.shape, store.chunk, lambda index: store.values(index, reader))
+            return
+        # A run of elements in C order: whole chunks are decoded where they are to lie.
+        flat = out.reshape(-1)
+        for index in _touched(self.box, store.shape, prod(store.chunk)):
+            start, stop = store.flat_range(index)
+            low, high = max(start, first), min(stop, last)
+            part = flat[low - first : high - first]
+            if (low, high) == (start, stop):
+                store.fill(part, index, reader)
+            else:
+                part[:] = store.values(index, reader)[low - start : high - start]
 
     def sources(self) -> Iterator[Raw]:
         store = self.store
@@ -196,12 +239,18 @@ def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callab
 
 def _touched(box: Box, shape: Shape, each: int) -> range:
     """The chunks among which all are that hold an element of the block."""
+    first, last = _ends(box, shape)
+    return range(first // each, (last - 1) // each + 1) if box.size else range(0)
+
+
+def _ends(box: Box, shape: Shape) -> tuple[int, int]:
+    """From which to before which element of the tensor a block reaches, counted in C order."""
     if not box.size:
-        return range(0)
+        return 0, 0
     first = last = 0
     for length, low, high in zip(shape, box.start, box.stop, strict=True):
         first, last = first * length + low, last * length + high - 1
-    return range(first // each, last // each + 1)
+    return first, last + 1
 
 
 def chunk_count(shape: Shape, chunk: Shape) -> int:

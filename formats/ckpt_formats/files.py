@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
+from ckpt_codecs.scratch import give, take
 from ckpt_formats.errors import Corrupt, NotFound, Unsafe
 
 Kind = Literal["crc32", "xxh3-128"]
@@ -65,6 +66,7 @@ class Reader:
         self._files: dict[Path, int] = {}
         self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
         self._kept: OrderedDict[Hashable, _Array] = OrderedDict()
+        self._rooms: dict[Hashable, _Array] = {}
 
     def __enter__(self) -> "Reader":
         return self
@@ -75,6 +77,9 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        self._kept.clear()
+        while self._rooms:
+            give(self._rooms.popitem()[1])
 
     def read_into(self, path: Path, offset: int, out: memoryview, seal: Seal | None = None) -> None:
         """Fill `out` (bytes) from `offset` on.
@@ -99,15 +104,33 @@ class Reader:
         if seal is not None and self._check:
             self._tally(seal).note(offset - seal.offset, out)
 
-    def keep(self, key: Hashable, make: Callable[[], "_Array"]) -> "_Array":
-        """What `make` gives; made anew only if it is not among the last few MiB asked for. Not to be changed."""
+    def kept(self, key: Hashable) -> "_Array | None":
+        """What is kept under this name."""
         if key in self._kept:
             self._kept.move_to_end(key)
-            return self._kept[key]
-        made = make()
+        return self._kept.get(key)
+
+    def keep(self, key: Hashable, make: Callable[[], "_Array"]) -> "_Array":
+        """What `make` gives; made anew only if it is not among the last few MiB asked for. Not to be changed."""
+        found = self.kept(key)
+        return self._keep(key, make()) if found is None else found
+
+    def keep_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None]) -> "_Array":
+        """The same of bytes that `fill` writes, in memory that is used again: valid until this thread takes more."""
+        found = self.kept(key)
+        if found is not None:
+            return found
+        room = take(nbytes)
+        fill(room[:nbytes])
+        self._rooms[key] = room
+        return self._keep(key, room[:nbytes])
+
+    def _keep(self, key: Hashable, made: "_Array") -> "_Array":
         self._kept[key] = made
-        while len(self._kept) > 1 and sum(array.nbytes for array in self._kept.values()) > _MOST_KEPT:
-            self._kept.popitem(last=False)
+        while len(self._kept) > 1 and sum(self._rooms.get(k, a).nbytes for k, a in self._kept.items()) > _MOST_KEPT:
+            dropped, _ = self._kept.popitem(last=False)
+            if dropped in self._rooms:
+                give(self._rooms.pop(dropped))
         return made
 
     def evidence(self) -> tuple[Evidence, ...]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt_codecs import Codec
+from ckpt_codecs.scratch import lent
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader, Seal
@@ -163,7 +164,10 @@ class Decoded:
         return Decoded(self.codec, self.base.crop(box), self.dtype)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        out[...] = self.codec.decode(b"", self.shape, self.dtype, read(self.base, reader))
+        with lent(prod(self.shape) * self.base.dtype.itemsize) as room:
+            base = room.view(self.base.dtype).reshape(self.shape)
+            self.base.read_into(base, reader)
+            self.codec.decode_into(b"", out, base)
 
     def sources(self) -> Iterator[Raw]:
         return self.base.sources()

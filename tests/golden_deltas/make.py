@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_codecs.delta import Change, States
+from ckpt_codecs.delta import Change, States, Step
 from ckpt_codecs.engine import using
 from ckpt_formats.tensor import Array
 
@@ -40,7 +40,21 @@ def chosen() -> Iterator[Case]:
     many = adam((150, 64), 1, 7)[0]
     yield "copy", Change(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
     yield "seldom", *seldom(7)
+    few, many = copies_that_change()
+    yield "changes", few, Step()
+    yield "tables", many, Step()
     yield "counters", Change({"step": np.arange(900)}, {"step": np.arange(900) + 1}), step
+
+
+def copies_that_change() -> tuple[Change, Change]:
+    """Copies in 16 bits of which few values change, and of which many do, by steps of every size."""
+    random = np.random.default_rng(7)
+    before = random.normal(0, 0.02, (150, 64)).astype(BF16)
+    few, many = (before.copy().view(np.uint16) for _ in range(2))
+    few[random.random(few.shape) < 0.03] += 1
+    steps = np.round(np.exp2(random.uniform(0, 15.5, many.shape)) * random.choice([-1, 1], many.shape)).astype(np.int64)
+    many += np.where(random.random(many.shape) < 0.3, steps, 0).astype(np.uint16)
+    return Change({"param": before}, {"param": few.view(BF16)}), Change({"param": before}, {"param": many.view(BF16)})
 
 
 def kept(side: str, states: States) -> dict[str, Array]:

@@ -10,7 +10,7 @@ from ckpt_codecs.chunks import words
 from ckpt_codecs.delta import Change
 from ckpt_codecs.deltas.kinds import BEFORE
 from ckpt_codecs.deltas.parts import PartsCodec, Reading, earlier_words, join, told_of, unchanged
-from ckpt_codecs.deltas.plain import encode_plain, guess_plain
+from ckpt_codecs.deltas.plain import encode_plain, guess_by_rows, guess_plain
 from ckpt_codecs.deltas.residuals import encode_residual
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.moments import FirstMoment, SecondMoment
@@ -64,6 +64,8 @@ def smaller(part: bytes | None, name: str, values: Array, level: str, context: C
     """The part, or what the plain codec makes of the values, if that may be smaller and is."""
     codec = best_for("parameter", name, values.dtype, level)[0].name
     if part is not None and level != "max" and len(part) < MARGINS.get(codec, MARGIN) * guess_plain(values):
+        return part
+    if part is not None and level != "max" and len(part) < guess_by_rows(name, values, level, context):
         return part
     plain = encode_plain(name, values, level, context)
     return plain if part is None or len(plain) < len(part) else part

@@ -59,13 +59,48 @@ class DeltaEngine(Protocol):
         """The symbols in their places again."""
         ...
 
-    def write_seldom(self, plane: Array, counts: Array, kinds: Array, out: Array) -> int:
-        """Code a plane that is mostly zero; how many bytes it took, 0 if more than `out` has."""
+    def read_seldom(self, data: Array, counts: Array, kinds: Array, plane: Array) -> bool:
+        """Fill the plane, which is mostly zero; False if these are no bytes of one."""
         ...
 
-    def read_seldom(self, data: Array, counts: Array, kinds: Array, plane: Array) -> bool:
-        """Fill the plane; False if these are no bytes of one."""
+    def find_changes(
+        self, foretold: Array, found: Array, which: Array, contexts: int, many: int
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """Of each of the `many` changes its bucket, how many of this stood before it unchanged, and the step.
+
+        Of each bucket how many values it has, and how many after its last change.
+        """
         ...
+
+    def write_changes(
+        self, buckets: Array, gaps: Array, steps: Array, sizes: Array, tails: Array, kinds: Array, out: Array
+    ) -> int:
+        """How many bytes they take; if more than `out` has, it holds none that mean anything."""
+        ...
+
+    def read_changes(self, data: Array, foretold: Array, which: Array, sizes: Array, out: Array) -> bool:
+        """Fill `out`; False if these are no bytes of so many words."""
+        ...
+
+    def tally_steps(self, foretold: Array, found: Array, which: Array, contexts: int) -> tuple[Array, Array, Array]:
+        """Each value's bucket << 8 and symbol, how often they occur, and the bits that symbols leave."""
+        ...
+
+    def write_steps(self, told: Array, weights: Array) -> tuple[Array, Array]:
+        """States and words that tell the symbols, by the weights of each bucket's."""
+        ...
+
+    def read_steps(
+        self, foretold: Array, which: Array, weights: Array, states: Array, words: Array, bits: Array, out: Array
+    ) -> bool:
+        """Fill `out`; False if states, words and bits are not those of so many words."""
+        ...
+
+    def write_rows(self, plane: Array, columns: int, out: Array) -> int:
+        """Code rows of bytes that are like those above; how many bytes that takes, as of `write_changes`."""
+        ...
+
+    def read_rows(self, data: Array, columns: int, plane: Array) -> bool: ...
 
     def gradients(self, m0: Array, m1: Array, gain: float, out: Array) -> None:
         """What a first moment says of the gradient. From here on, all arrays are of float32."""

@@ -30,6 +30,10 @@ from ckpt_codecs.deltas.states import LARGEST
 GOOD = 0.9
 """The share of weights that are as foretold with numbers that need no fitting."""
 BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.9, 0.99), (0.8, 0.95))
+LIKELY = 0.7
+"""The same of the clearest gradients that a scale must make numbers of 8 bits, to be tried on more."""
+FEW, CLOSE = 2048, 0.02
+"""Values that tell which orders of operations are tried on more; how much worse than the best these may be."""
 MOST_STEPS = 10**9
 STARTS = 2
 """Orders of operations that are searched from."""
@@ -44,7 +48,7 @@ def fit_adam(sample: Sample, step: Step) -> Rule:
     if steps in (None, 1):
         beta1, beta2 = _betas(step.options, m0, m1, v0, v1)
         base = Rule(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
-        tried = [(rule, _matches(rule, sample)) for rule in _adam_rules(base, step)]
+        tried = _compared(_adam_rules(base, step), sample)
         rule, share = max(tried, key=_share_of)
         if share < GOOD:
             starts = {(rule.rule, rule.root): rule for rule, _ in tried if rule.rule != "apex"}
@@ -60,7 +64,7 @@ def fit_descent(sample: Sample, step: Step) -> Rule:
     b0, b1 = sample.before["momentum_buffer"], sample.after["momentum_buffer"]
     momentum = number(step.options, "momentum")
     base = Rule(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
-    tried = [(rule, _matches(rule, sample)) for rule in _descent_rules(base, step)]
+    tried = _compared(_descent_rules(base, step), sample)
     rule, share = max(tried, key=_share_of)
     if share < GOOD:
         rule, share = max((rule, share), _searched(rule, sample), key=_share_of)
@@ -88,8 +92,11 @@ def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
     if best.size < 16:
         return rule
     g = np.abs(g[best])
-    tried = [(_near_bfloat16(g, scale), scale) for one in g[:4] for scale in np.frexp(one / np.arange(128, 256))[0] * 2]
-    share, scale = max(tried)
+    scales = (np.frexp(g[:4, None] / np.arange(128, 256))[0] * 2).reshape(-1)
+    likely = scales[_near_bfloat16(g[:32], scales) >= LIKELY]
+    if not likely.size:
+        return rule
+    share, scale = max(zip(_near_bfloat16(g, likely).tolist(), likely.tolist(), strict=True))
     if share < GOOD:
         return rule
     for _ in range(3):
@@ -100,11 +107,12 @@ def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
         scale = float((g[right] * whole[right]).sum() / (whole[right] ** 2).sum())
     found = np.float32(scale)
     around = [float(x) for x in _neighbours(found, 12)]
-    some = slice(0, 8192)
     rules = [replace(rule, scale=x, first_form=form) for x in around for form in range(FORMS)]
-    shares = [_first_matches(one, m0[some], m1[some]) for one in rules]
-    place = int(np.argmax(shares))
-    return rules[place] if shares[place] > 0.5 else rule
+    for some, kept in ((best, 6), (slice(0, 8192), 1)):
+        shares = [_first_matches(one, m0[some], m1[some]) for one in rules]
+        order = np.argsort(-np.array(shares), kind="stable")[:kept]
+        rules, share = [rules[i] for i in order], shares[order[0]]
+    return rules[0] if share > 0.5 else rule
 
 
 def fit_forms(rule: Rule, m0: Array, m1: Array, v0: Array, v1: Array) -> Rule:
@@ -207,6 +215,14 @@ def _under(sample: Sample) -> Array:
     return sample.after.get(LARGEST, sample.after["exp_avg_sq"])
 
 
+def _compared(rules: Iterator[Rule], sample: Sample) -> list[tuple[Rule, float]]:
+    """Rules and the shares of weights that come out bit for bit: those that may be the best, by all of the sample."""
+    few = sample.part(FEW)
+    tried = [(rule, _matches(rule, few)) for rule in rules]
+    best = max(share for _, share in tried)
+    return [(rule, _matches(rule, sample) if share > best - CLOSE else share) for rule, share in tried]
+
+
 def _matches(rule: Rule, sample: Sample) -> float:
     """The share of weights that come out bit for bit."""
     return _share(_weights(rule, sample), sample.w1)
@@ -255,9 +271,11 @@ def _rounded8(x: Array) -> Array:
     return made
 
 
-def _near_bfloat16(g: Array, scale: float) -> float:
-    mantissa = np.frexp(g / scale)[0] * 256
-    return float(np.mean(np.abs(mantissa - np.round(mantissa)) < 0.02))
+def _near_bfloat16(g: Array, scales: Array) -> Array:
+    """The share of the values that each scale makes numbers of 8 bits, nearly."""
+    mantissa = np.frexp(g / scales[:, None])[0] * 256
+    made: Array = np.mean(np.abs(mantissa - np.rint(mantissa)) < 0.02, axis=1)
+    return made
 
 
 def _usual(x: Array) -> float:

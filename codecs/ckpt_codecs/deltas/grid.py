@@ -8,7 +8,7 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import Writer, read
 from ckpt_codecs.deltas.contexts import apart, together
 from ckpt_codecs.deltas.engine import delta_engine
-from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, GRID, GROWTH_CONTEXTS, UNIT_SOURCES
+from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, GRID, GROWTH_CONTEXTS, ROOT_BEFORE, UNIT_SOURCES
 from ckpt_codecs.deltas.packing import PADDING
 from ckpt_codecs.deltas.plain import sampled
 from ckpt_codecs.deltas.told import Told, units
@@ -18,12 +18,13 @@ from ckpt_codecs.streams import Effort
 
 HEAD = Struct("<BBhBbII")
 """Source and shift of the units, whether there are contexts and the least of them, how many depths and bits."""
-FINER = (2, 3, 5, 6, 7)
-"""Octaves from how far values are from their predictions to the unit that is tried."""
+FINER, COARSER = (6, 7), (3, 2)
+USUAL = 5
+"""Octaves from how far values are from their predictions to the unit that is tried first, and then either way."""
 DEPTH_BITS = 2.5
 QUARTER_OCTAVE = 21
 """Bits of a float32 below a quarter of an octave."""
-FARTHEST = 120
+FARTHEST, FEW = 120, 0.1
 
 
 def encode_grid(
@@ -70,24 +71,43 @@ def decode_grid(data: Bytes, foretold: Array, told: Told) -> Array:
 def best_shift(foretold: Array, found: Array, source: int, told: Told) -> tuple[int, float] | None:
     """The shift that makes least of a sample, and bytes for each value; None if there is nothing to tell it from."""
     foretold, found = sampled(foretold), sampled(found)
-    near = Told(lambda: sampled(told.before()), lambda: sampled(told.after()))
-    scale = units(source, 0, found.size, near).astype(np.int32) if source != CONSTANT_UNIT else np.int32(0)
+    constant = source == CONSTANT_UNIT
+    second = found if constant else sampled(told.before() if source == ROOT_BEFORE else told.after())
+    near = Told(lambda: second, lambda: second)
     with np.errstate(all="ignore"):
-        apart_by = np.abs(found.view(np.float32).astype(np.float64) - foretold.view(np.float32))
+        apart_by = np.abs(found.view(np.float32) - foretold.view(np.float32))
     usual = np.isfinite(apart_by) & (apart_by > 0)
     if not usual.any():
         return None
-    far = np.frexp(apart_by)[1] + 126 - scale
-    middle = int(np.median(far[usual]))
-    tried = {}
-    for finer in FINER:
+    far = np.frexp(apart_by[usual])[1] + np.int32(126)
+    if not constant:
+        far -= units(source, 0, found.size, near)[usual]
+    middle = _at_share(far, 0.5)
+
+    def cost(finer: int) -> float:
         symbols, depths, bits = delta_engine().to_grid(foretold, found, units(source, middle - finer, found.size, near))
-        tried[middle - finer] = found.size * engine().survey(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
-    shift = min(tried, key=lambda shift: tried[shift])
-    return shift, tried[shift] / 8 / found.size
+        return found.size * engine().survey(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
+
+    best = cost(USUAL), USUAL
+    for way in (FINER, COARSER):
+        began = best
+        for finer in way:
+            now = cost(finer), finer
+            if now >= best:
+                break
+            best = now
+        if best != began:
+            break
+    return middle - best[1], best[0] / 8 / found.size
 
 
 def _least(told: Told) -> int:
     """What few second moments have grown by less than, in quarter octaves."""
     grown = (sampled(told.after()) - sampled(told.before())).view(np.int32) >> np.int32(QUARTER_OCTAVE)
-    return int(np.clip(np.quantile(grown, 0.1), -FARTHEST, FARTHEST))
+    return min(max(_at_share(grown, FEW), -FARTHEST), FARTHEST)
+
+
+def _at_share(values: Array, share: float) -> int:
+    """What such a share of them is less than."""
+    place = int(share * values.size)
+    return int(np.partition(values, place)[place])

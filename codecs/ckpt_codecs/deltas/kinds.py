@@ -17,6 +17,9 @@ ROUNDED = 7
 GRID = 16
 BUCKETS = 17
 RARE = 18
+"""These two were written by version 0.3.0, and are read."""
+CHANGES = 19
+TABLES = 20
 
 # Where the units of a grid come from.
 CONSTANT_UNIT = 0

@@ -18,7 +18,9 @@ from ckpt_codecs.deltas.portable_arithmetic import (
     weights_divided,
     weights_torch,
 )
-from ckpt_codecs.deltas.portable_seldom import read_seldom, write_seldom
+from ckpt_codecs.deltas.portable_changes import find_changes, read_changes, write_changes
+from ckpt_codecs.deltas.portable_seldom import read_seldom
+from ckpt_codecs.deltas.portable_tables import read_rows, read_steps, tally_steps, write_rows, write_steps
 
 __all__ = [
     "buckets",
@@ -26,6 +28,7 @@ __all__ = [
     "count",
     "descended",
     "drifted",
+    "find_changes",
     "first",
     "from_grid",
     "gather",
@@ -33,20 +36,26 @@ __all__ = [
     "growth_contexts",
     "halves",
     "mixed",
+    "read_changes",
+    "read_rows",
     "read_seldom",
+    "read_steps",
     "root_units",
     "scaled",
     "scatter",
     "second",
     "stepped",
     "steps",
+    "tally_steps",
     "to_grid",
     "weights_apex",
     "weights_cpu_adam",
     "weights_divided",
     "weights_torch",
     "widest_step",
-    "write_seldom",
+    "write_changes",
+    "write_rows",
+    "write_steps",
 ]
 
 

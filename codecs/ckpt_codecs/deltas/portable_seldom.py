@@ -1,4 +1,4 @@
-"""Adaptive binary arithmetic coding in Python: bit by bit what the kernels do."""
+"""Planes that are mostly zero, as version 0.3.0 wrote them, read in Python: bit by bit what the kernels do."""
 
 from ckpt_codecs.base import Array
 
@@ -7,22 +7,16 @@ FLAGS, VALUES, VALUE_MODELS, GAPS, MODELS = 0, 16, 40, 656, 817
 DENSE, TOLD, EVEN = 255, 2, MODELS - 1
 
 
-class _Models:
-    """Chances of a bit to be set, in 65536ths, and how many bits taught them."""
-
-    def __init__(self) -> None:
+class _Reader:
+    def __init__(self, data: bytes) -> None:
         self.chance = [HALF] * MODELS
+        """Of a bit to be set, in 65536ths."""
         self.seen = [0] * MODELS
         self.low, self.high = 0, WORD
+        self.data, self.at = data, 4
+        self.word = int.from_bytes(data[:4].ljust(4, b"\0"), "big")
 
-    def middle(self, model: int) -> int:
-        return self.low + (self.high - self.low) * self.chance[model] // 65536
-
-    def narrow(self, model: int, middle: int, bit: bool) -> None:
-        if bit:
-            self.high = middle
-        else:
-            self.low = middle + 1
+    def learn(self, model: int, bit: bool) -> None:
         if model == EVEN:
             return
         seen, way = self.seen[model], (65535 if bit else 0) - self.chance[model]
@@ -30,56 +24,13 @@ class _Models:
         self.chance[model] = min(max(self.chance[model] + (step if way > 0 else -step), LEAST), 65536 - LEAST)
         self.seen[model] = min(seen + 1, SLOWEST)
 
-    def widen(self) -> None:
-        self.low = self.low << 8 & WORD
-        self.high = self.high << 8 & WORD | 255
-
-    @property
-    def settled(self) -> bool:
-        return (self.low ^ self.high) >> 24 == 0
-
-
-class _Writer(_Models):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = bytearray()
-
-    def bit(self, model: int, bit: bool) -> None:
-        self.narrow(model, self.middle(model), bit)
-        while self.settled:
-            self.out.append(self.high >> 24)
-            self.widen()
-
-    def number(self, base: int, most: int, number: int) -> None:
-        size = number.bit_length()
-        for i in range(1, min(size, most)):
-            self.bit(base + i - 1, True)
-        if size < most:
-            self.bit(base + size - 1, False)
-        prefix = 1
-        for i in range(size - 2, -1, -1):
-            bit, told = number >> i & 1, size - 2 - i < TOLD
-            self.bit(base + most + 4 * (size - 1) + prefix if told else EVEN, bit == 1)
-            prefix = 2 * prefix + bit if told else prefix
-
-    def gap(self, gap: int, shift: int) -> None:
-        self.number(GAPS, 32, (gap >> shift) + 1)
-        for i in range(shift - 1, -1, -1):
-            self.bit(EVEN, gap >> i & 1 == 1)
-
-
-class _Reader(_Models):
-    def __init__(self, data: bytes) -> None:
-        super().__init__()
-        self.data, self.at = data, 4
-        self.word = int.from_bytes(data[:4].ljust(4, b"\0"), "big")
-
     def bit(self, model: int) -> bool:
-        middle = self.middle(model)
+        middle = self.low + (self.high - self.low) * self.chance[model] // 65536
         bit = self.word <= middle
-        self.narrow(model, middle, bit)
-        while self.settled:
-            self.widen()
+        self.low, self.high = (self.low, middle) if bit else (middle + 1, self.high)
+        self.learn(model, bit)
+        while (self.low ^ self.high) >> 24 == 0:
+            self.low, self.high = self.low << 8 & WORD, self.high << 8 & WORD | 255
             self.word = self.word << 8 & WORD | (self.data[self.at] if self.at < len(self.data) else 0)
             self.at += 1
         return bit
@@ -95,30 +46,6 @@ class _Reader(_Models):
             number = 2 * number + bit
             prefix = 2 * prefix + bit if told else prefix
         return number
-
-
-def write_seldom(plane: Array, counts: Array, kinds: Array, out: Array) -> int:
-    made, at = _Writer(), 0
-    for c, (count, shift) in enumerate(zip(counts.tolist(), kinds.tolist(), strict=True)):
-        gap = 0
-        for value in plane[at : at + count].tolist():
-            if shift == DENSE:
-                made.bit(FLAGS + c, value != 0)
-            elif value == 0:
-                gap += 1
-            else:
-                made.gap(gap, shift)
-                gap = 0
-            if value:
-                made.number(VALUES + VALUE_MODELS * c, 8, value)
-        if shift != DENSE:
-            made.gap(gap, shift)
-        at += count
-    data = bytes(made.out) + made.high.to_bytes(4, "big")
-    if len(data) > out.size:
-        return 0
-    out[: len(data)] = bytearray(data)
-    return len(data)
 
 
 def read_seldom(data: Array, counts: Array, kinds: Array, plane: Array) -> bool:

@@ -4,11 +4,12 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType
 from ckpt_codecs.chunks import MOST, Writer, read
-from ckpt_codecs.deltas.buckets import MANTISSA, decode_buckets, encode_buckets
 from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.grid import best_shift, decode_grid, encode_grid
-from ckpt_codecs.deltas.kinds import BUCKETS, CONSTANT_UNIT, GRID, RARE
+from ckpt_codecs.deltas.halves import decode_halves, encode_halves
+from ckpt_codecs.deltas.kinds import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE, TABLES
 from ckpt_codecs.deltas.plain import sampled
+from ckpt_codecs.deltas.spans import MANTISSA
 from ckpt_codecs.deltas.told import Told
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
@@ -16,6 +17,8 @@ from ckpt_codecs.streams import LEVELS, Effort
 
 LEAST = 512
 """Values that are worth tables."""
+LEAST_HALVES = 16
+"""Values of 16 bits that are worth a model."""
 FEW_PLANES = 2
 """Planes of differences of float32 that leave a grid nothing to save."""
 
@@ -33,6 +36,10 @@ def encode_residual(
     effort, size = LEVELS[level], found.size
     if size > MOST:
         return None
+    if dtype.name in MANTISSA and size >= LEAST_HALVES:
+        made = encode_halves(foretold, found, MANTISSA[dtype.name])
+        if made is not None:
+            return made
     planes = (delta_engine().widest_step(foretold, found).bit_length() + 7) // 8
     if size >= LEAST and planes > FEW_PLANES and dtype.name == "float32":
         best = best_shift(foretold, found, source, told)
@@ -40,10 +47,6 @@ def encode_residual(
             made = encode_grid(foretold, found, source, best[0], contexts, told, effort)
             if made is not None:
                 return made
-    if size >= LEAST and planes and dtype.name in MANTISSA:
-        made = encode_buckets(foretold, found, dtype, effort)
-        if made is not None:
-            return made
     return encode_steps(foretold, found, planes, effort)
 
 
@@ -53,8 +56,8 @@ def decode_residual(data: Bytes, foretold: Array, dtype: DType, told: Told) -> A
         return decode_steps(data, foretold)
     if data[0] == GRID:
         return decode_grid(data, foretold, told)
-    if data[0] in (BUCKETS, RARE):
-        return decode_buckets(data, foretold, dtype)
+    if data[0] in (BUCKETS, RARE, CHANGES, TABLES) and dtype.name in MANTISSA:
+        return decode_halves(data, foretold, MANTISSA[dtype.name])
     raise CodecError(f"a part has no residuals of form {data[0]}")
 
 
@@ -70,8 +73,10 @@ def encode_steps(foretold: Array, found: Array, planes: int, effort: Effort) -> 
 
 
 def decode_steps(data: Bytes, foretold: Array) -> Array:
-    planes, out = data[0], np.empty_like(foretold)
-    parts = read(data, [foretold.size] * planes)
+    parts = read(data, [foretold.size] * data[0])
+    if not parts:
+        return foretold.copy()
+    out = np.empty_like(foretold)
     delta_engine().stepped(foretold, parts, out)
     return out
 

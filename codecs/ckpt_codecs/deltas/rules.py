@@ -151,6 +151,8 @@ def number(options: Mapping[str, Any], *names: str) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
+    if type(value) is float:
+        return isfinite(value)
     try:
         return type(value) in (int, float) and isfinite(value)
     except OverflowError:

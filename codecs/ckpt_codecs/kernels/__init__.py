@@ -9,11 +9,12 @@ import threading
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kernels import codes, planes, scales, streams
+from ckpt_codecs.kernels import chunks, codes, planes, scales, streams
 from ckpt_codecs.kernels.encode import encode
 from ckpt_codecs.kernels.jit import COMPILED
 from ckpt_codecs.kinds import CONSTANT, HUFFMAN
 from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import Progress
 
 NAME = "kernels"
 
@@ -56,14 +57,6 @@ def merge(parts: list[Array], words: Array) -> None:
         planes.merge16(*parts, words)
 
 
-def to_residuals(words: Array, base: Array | None, columns: int, rows: Array, parts: list[Array], out: Array) -> None:
-    column = borrow("column", 4 * columns).view(np.int32)
-    if base is None:
-        scales.to_residuals_alone(words, columns, column, rows, *parts, out)
-    else:
-        scales.to_residuals_based(words, base, columns, column, rows, *parts, out)
-
-
 def from_residuals(
     residuals: Array, parts: list[Array], base: Array | None, columns: int, rows: Array, words: Array
 ) -> None:
@@ -88,18 +81,60 @@ def from_gaps(made: Array, others: Array, common: int, out: Array) -> bool:
     return bool(planes.from_gaps(made, others, common, out))
 
 
-def write(
-    out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int
-) -> tuple[int, int, int, int]:
-    t, spare = _tables, borrow("spare", int(sizes.max(initial=0)) + 8)
-    made: tuple[int, int, int, int] = streams.write(
-        out, sizes, worths, looks, done, place, at, spare, t.counts, t.total, t.order, t.lengths, t.pairs
-    )
+def write(out: Array, sizes: Array, worths: Array, looks: Array, done: int, place: int, at: int) -> Progress:
+    made: Progress = streams.write(out, sizes, worths, looks, done, place, at, *_room(int(sizes.max(initial=0))))
     return made
 
 
+def write_planes(words: Array, out: Array, worth: float, look: bool) -> Progress:
+    kernel = chunks.write_planes32 if words.itemsize == 4 else chunks.write_planes16
+    made: Progress = kernel(words, out, worth, look, *_room(words.size))
+    return made
+
+
+def write_residuals(
+    words: Array,
+    base: Array | None,
+    columns: int,
+    width: int,
+    out: Array,
+    worth: float,
+    look: bool,
+    worth_of_rows: float,
+) -> Progress | None:
+    column, room = borrow("column", 4 * columns).view(np.int32), borrow("ignored", 3 * words.size)
+    given = words, words if base is None else base, base is not None, columns, column, width, out
+    made: Progress = chunks.write_residuals(*given, worth, look, worth_of_rows, room, *_room(words.size))
+    return None if made[0] < 0 else made
+
+
 def read(source: Array, kinds: Array, starts: Array, sizes: Array, places: Array, room: Array) -> int:
-    return int(streams.read(source, kinds, starts, sizes, places, room, _tables.single, _tables.table))
+    packed = borrow("packed", int(sizes.max(initial=0)) // 2 + 1)
+    return int(streams.read(source, kinds, starts, sizes, places, room, packed, _tables.single, _tables.table))
+
+
+def read_planes(source: Array, words: Array) -> bool:
+    kernel = chunks.read_planes32 if words.itemsize == 4 else chunks.read_planes16
+    return bool(kernel(source, words, *_planes(words.itemsize * words.size, words.size)))
+
+
+def read_residuals(source: Array, base: Array | None, columns: int, words: Array) -> bool:
+    column, size = borrow("column", 4 * columns).view(np.int32), words.size
+    given = source, words if base is None else base, base is not None, columns, column, words
+    return bool(chunks.read_residuals(*given, *_planes(4 * size + 2 + 2 * (size // columns), size)))
+
+
+def _room(size: int) -> tuple[Array, ...]:
+    """To write planes of such a size in."""
+    t = _tables
+    spare, packed = borrow("spare", size + 8), borrow("packed", size // 2 + 1)
+    return spare, packed, t.counts, t.total, t.order, t.lengths, t.pairs
+
+
+def _planes(nbytes: int, size: int) -> tuple[Array, ...]:
+    """To read planes of such a size in, `nbytes` together."""
+    room = borrow("planes", nbytes)
+    return room, room, borrow("packed", size // 2 + 1), _tables.single, _tables.table
 
 
 def tally(plane: Array) -> int:

@@ -23,28 +23,32 @@ def share(size):
 
 @kernel(types.void, BYTES, COUNTS)
 def count(plane, counts):
-    """How often each symbol occurs in each stream. Four tables by turns, since one would wait for its own sums."""
-    counts[:] = 0
+    """How often each symbol occurs in each stream. Eight tables by turns, since one would wait for its own sums."""
     size = plane.size
     each = share(size)
     one = types.uint32(1)
-    table = np.empty(1024, np.uint32)
+    table = np.empty(2048, np.uint32)
     for s in range(STREAMS):
         start, stop = min(s * each, size), min((s + 1) * each, size)
         whole = start + (stop - start) // 8 * 8
         table[:] = 0
         for i in range(start, whole, 8):
             word = load64(plane, i)
-            for _ in range(2):
-                table[word & BYTE] += one
-                table[((word >> U64(8)) & BYTE) + U64(256)] += one
-                table[((word >> U64(16)) & BYTE) + U64(512)] += one
-                table[((word >> U64(24)) & BYTE) + U64(768)] += one
-                word >>= U64(32)
+            table[word & BYTE] += one
+            table[((word >> U64(8)) & BYTE) + U64(256)] += one
+            table[((word >> U64(16)) & BYTE) + U64(512)] += one
+            table[((word >> U64(24)) & BYTE) + U64(768)] += one
+            table[((word >> U64(32)) & BYTE) + U64(1024)] += one
+            table[((word >> U64(40)) & BYTE) + U64(1280)] += one
+            table[((word >> U64(48)) & BYTE) + U64(1536)] += one
+            table[(word >> U64(56)) + U64(1792)] += one
         for i in range(whole, stop):
             table[plane[i]] += one
         for symbol in range(256):
-            counts[s, symbol] = table[symbol] + table[symbol + 256] + table[symbol + 512] + table[symbol + 768]
+            n = table[symbol]
+            for turn in range(256, 2048, 256):
+                n += table[symbol + turn]
+            counts[s, symbol] = n
 
 
 @part

@@ -64,29 +64,25 @@ class Basis:
 
     @classmethod
     def along(cls, change: Array, rank: int) -> "Basis | None":
-        """Of a change of n x m weights; None if it is too small, or says nothing."""
+        """Of a change of n x m weights that is not all zero; None if it is too small."""
         n, m = change.shape
         rank = min(rank, n // 2, m // 2)
-        if rank < LEAST_RANK or not change.any():
+        if rank < LEAST_RANK:
             return None
         sample = np.ascontiguousarray(change[::SAMPLE])
         once = _product(sample, _signs(m, rank))
         columns = Reflections.of(_turned_product(sample, once))
         return cls(Reflections.of(_product(change, columns.first())), columns)
 
-    def into(self, values: Array) -> Array:
-        """The coefficients of values."""
-        z = values.copy()
-        self.rows.left(z, turned=True)
-        self.columns.right(z)
-        return z
+    def into(self, values: Array) -> None:
+        """Replace values by their coefficients."""
+        self.rows.left(values, turned=True)
+        self.columns.right(values)
 
-    def back(self, coefficients: Array) -> Array:
-        """The values of coefficients."""
-        y = coefficients.copy()
-        self.columns.right(y, turned=True)
-        self.rows.left(y)
-        return y
+    def back(self, coefficients: Array) -> None:
+        """Replace coefficients by the values that they are of."""
+        self.columns.right(coefficients, turned=True)
+        self.rows.left(coefficients)
 
 
 def _product(a: Array, x: Array) -> Array:

@@ -9,15 +9,19 @@ from struct import Struct
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossy import lattice, symbols
+from ckpt_codecs.errors import CodecError, NotApplicable
+from ckpt_codecs.lossy import lattice, model, symbols
+from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.scratch import borrow
 
 FORETOLD, HOLED, RESIDUAL = 1, 2, 4
 """Flags: factors less those of the state before; a map of zeros; residuals."""
 _HEAD = Struct("<BBBh")
 _FEWEST = -1016
 """The level of what is zero, in means."""
+_SIGN, _INFINITE = 1 << 31, 0x7F800000
+_NONE = np.zeros((0, 0), np.int32)
 
 
 @dataclass(frozen=True)
@@ -29,74 +33,93 @@ class Factors:
     values: Array
 
 
-def encode(values: Array, before: Array | None, residual: int, grain: int) -> bytes:
+@dataclass(frozen=True)
+class Foretold:
+    """What the state before says of the levels of rows and columns: their mean levels."""
+
+    rows: Array
+    columns: Array
+    something: bool
+    """Is any of it not zero?"""
+
+    @classmethod
+    def by(cls, before: Array) -> "Foretold":
+        n, m = before.shape
+        rows, columns = np.empty(n, np.int64), np.empty(m, np.int64)
+        arithmetic().level_sums(before.view(np.uint32), rows, columns)
+        total = int(rows.sum())
+        return cls(rows // m, columns // n - total // (n * m), total != _FEWEST * n * m)
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, int]) -> "Foretold":
+        return cls(np.zeros(shape[0], np.int64), np.zeros(shape[1], np.int64), False)
+
+
+def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) -> bytes:
     """Of n x m finite, positive float32. Residuals are multiples of `residual` levels, factors of `grain`.
 
     None is off by a factor of more than 2^((residual + grain + 1) / 16), but for denormals; zeros stay zeros.
+    Raises `NotApplicable` where one is negative or no number.
     """
     n, m = values.shape
-    by_row, by_column = values.mean(1, dtype=np.float64), values.mean(0, dtype=np.float64)
+    by_row, by_column = np.empty(n), np.empty(m)
+    words = values.view(np.uint32)
+    least, most = arithmetic().sums(words, values, by_row, by_column)
+    if most >= _INFINITE:
+        raise NotApplicable("a second moment is negative" if most >= _SIGN else "a second moment is no number")
+    by_row /= m
+    by_column /= n
     mean = by_row.mean()
-    if before is not None and not before.any():
-        before = None
-    of_rows, of_columns = _foretold(before, (n, m))
-    rows, columns = _levels(by_row) - of_rows, _levels(by_column / mean if mean else by_column) - of_columns
+    flags = FORETOLD if foretold is not None and foretold.something else 0
+    told = foretold if foretold is not None and flags else Foretold.nothing((n, m))
+    rows, columns = _levels(by_row) - told.rows, _levels(by_column / mean if mean else by_column) - told.columns
     offset = int(np.clip(np.median(np.rint(rows)), -30000, 30000))
     row_codes, column_codes = (np.rint(x / grain).astype(np.int32) for x in (rows - offset, columns))
-    rows, columns = of_rows + offset + grain * row_codes, of_columns + grain * column_codes
-    flags = FORETOLD * (before is not None)
     pieces = [symbols.encode(row_codes, n), symbols.encode(column_codes, m)]
-    zero = values == 0
-    if zero.any():
+    if not least:
         flags |= HOLED
-        pieces.append(symbols.encode(zero.astype(np.int32), m))
+        pieces.append(symbols.encode((values == 0).astype(np.int32), m))
     if residual:
-        off = np.log2(np.where(zero, np.float32(1), values))
-        off *= np.float32(8 / residual)
-        off -= (rows / residual).astype(np.float32)[:, None]
-        off -= (columns / residual).astype(np.float32)
-        off[zero] = 0
-        codes = np.rint(off).astype(np.int32)
-        if codes.any():
+        codes = _room(n * m).reshape(n, m)
+        row_levels = (told.rows + offset + grain * row_codes).astype(np.int32)
+        column_levels = (told.columns + grain * column_codes).astype(np.int32)
+        total = arithmetic().residuals(words, row_levels, column_levels, lattice.fine(), 1 / residual, codes)
+        if total:
             flags |= RESIDUAL
-            pieces.append(symbols.encode(codes, m))
+            pieces.append(symbols.encode(codes, m, total))
     return _HEAD.pack(flags, residual, grain, offset) + b"".join(map(piece, pieces))
 
 
-def decode(data: bytes, before: Array | None, shape: tuple[int, int]) -> Factors:
-    """Raises `CodecError` for what is damaged."""
-    n, m = shape
+def decode(data: bytes, foretold: Foretold | None, out: Array) -> Factors:
+    """With values in `out`, n x m of float32. Raises `CodecError` for what is damaged."""
+    n, m = out.shape
     source = Pieces(data)
     flags, residual, grain, offset = _HEAD.unpack(source.take(_HEAD.size))
     if not n * m:
         raise CodecError("nothing has no second moments")
-    if flags & FORETOLD and before is None:
+    if flags & FORETOLD and foretold is None:
         raise CodecError("second moments need those before them")
-    of_rows, of_columns = _foretold(before if flags & FORETOLD else None, shape)
-    rows = of_rows + offset + grain * symbols.decode(source.piece(), n, n).astype(np.int64)
-    columns = of_columns + grain * symbols.decode(source.piece(), m, m).astype(np.int64)
-    rows, columns = (np.clip(x, 2 * lattice.LOW, 2 * lattice.HIGH) for x in (rows, columns))
-    zero = symbols.decode(source.piece(), n * m, m).reshape(shape) != 0 if flags & HOLED else None
-    level = (rows[:, None] + columns).astype(np.int32)
+    told = foretold if foretold is not None and flags & FORETOLD else Foretold.nothing((n, m))
+    rows = told.rows + offset + grain * symbols.decode(source.piece(), n, n).astype(np.int64)
+    columns = told.columns + grain * symbols.decode(source.piece(), m, m).astype(np.int64)
+    rows, columns = (np.clip(x, 2 * model.LOW, 2 * model.HIGH).astype(np.int32) for x in (rows, columns))
+    zeros = codes = _NONE
+    if flags & HOLED:
+        zeros = symbols.decode(source.piece(), n * m, m).reshape(out.shape)
     if flags & RESIDUAL:
-        level += np.int32(residual) * np.clip(symbols.decode(source.piece(), n * m, m), -4096, 4096).reshape(shape)
+        codes = symbols.decode(source.piece(), n * m, m, _room(n * m)).reshape(out.shape)
     source.end()
-    made = lattice.value(level)
-    if zero is not None:
-        made[zero] = 0
-    return Factors(rows, columns, made)
+    arithmetic().from_levels(
+        rows, columns, residual, codes, zeros, bool(flags & RESIDUAL), bool(flags & HOLED), lattice.values(), out
+    )
+    return Factors(rows, columns, out)
+
+
+def _room(count: int) -> Array:
+    return borrow("residuals", 4 * count).view(np.int32)
 
 
 def _levels(means: Array) -> Array:
     with np.errstate(divide="ignore"):
         levels: Array = np.maximum(np.log2(means) * 8, _FEWEST)
         return levels
-
-
-def _foretold(before: Array | None, shape: tuple[int, int]) -> tuple[Array, Array]:
-    """What the state before says of the levels of rows and columns: their mean levels."""
-    n, m = shape
-    if before is None:
-        return np.zeros(n, np.int64), np.zeros(m, np.int64)
-    level = lattice.rough(np.abs(before)).astype(np.int64)
-    return level.sum(1) // m, level.sum(0) // n - level.sum() // (n * m)

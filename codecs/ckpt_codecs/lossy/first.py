@@ -1,5 +1,6 @@
 """First moments: told from the change of the weights, or quantised in units of the second moments' root."""
 
+from dataclasses import dataclass
 from struct import Struct
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import quantise
+from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.quantise import Quantiser
 
 DERIVED, COARSE, ZERO, SCALED = range(4)
@@ -15,40 +17,54 @@ STEP, FINE_STEP = 0.5, 0.25
 _FACTOR = Struct("<f")
 
 
-def encode(true: Array, second: Array | None, change: Array | None, kind: str, fine: bool) -> bytes:
+@dataclass(frozen=True)
+class Told:
+    """The weights, new and old, and the second moments, as they come out: n x m of float32, None if not there."""
+
+    new: Array | None
+    old: Array | None
+    second: Array | None
+
+    def root(self) -> Array | None:
+        return None if self.second is None else np.sqrt(np.abs(self.second))
+
+
+def encode(true: Array, told: Told, kind: str, fine: bool) -> bytes:
     """Of n x m float32: `kind` is `derived` (where that cannot be: coarse), `coarse` or `zero`."""
     if kind == "zero":
         return bytes([ZERO])
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        return _encode(true, None if second is None else np.sqrt(second), change, kind, fine)
+        if kind == "derived" and told.new is not None and told.old is not None:
+            second = true if told.second is None else told.second
+            square, along = arithmetic().told(told.new, told.old, second, told.second is not None, true)
+            return bytes([DERIVED]) + _FACTOR.pack(np.float32(along / square if square > 0 else 0.0))
+        return _quantised(true, told.root(), FINE_STEP if fine else STEP, 0.5 if fine else 0.6)
 
 
-def _encode(true: Array, root: Array | None, change: Array | None, kind: str, fine: bool) -> bytes:
-    if kind == "derived" and change is not None:
-        told = (change if root is None else change * root).astype(np.float64)
-        norm = float(np.square(told).sum())
-        factor = float((told * true).sum()) / norm if norm > 0 else 0.0
-        return bytes([DERIVED]) + _FACTOR.pack(np.float32(factor))
-    step = FINE_STEP if fine else STEP
+def _quantised(true: Array, root: Array | None, step: float, zero: float) -> bytes:
     if root is not None:
         values = np.where(root > 0, true / np.where(root > 0, root, np.float32(1)), np.float32(0))
-        return bytes([SCALED]) + Quantiser(step, 0.5 if fine else 0.6).encode(values)
+        return bytes([SCALED]) + Quantiser(step, zero).encode(values)
     size = float(np.sqrt(np.square(true, dtype=np.float64).mean())) if true.size else 0.0
-    return bytes([COARSE]) + Quantiser(step * size or 1.0, 0.5 if fine else 0.6).encode(true)
+    return bytes([COARSE]) + Quantiser(step * size or 1.0, zero).encode(true)
 
 
-def decode(data: bytes, second: Array | None, change: Array | None, matrix: tuple[int, int]) -> Array:
-    """Raises `CodecError` for what is damaged."""
+def decode(data: bytes, told: Told, out: Array) -> Array:
+    """In `out`, n x m of float32. Raises `CodecError` for what is damaged."""
     kind = data[0] if data else -1
-    root = None if second is None else np.sqrt(np.abs(second))
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        if kind == ZERO and len(data) == 1:
-            return np.zeros(matrix, np.float32)
-        if kind == DERIVED and len(data) == 1 + _FACTOR.size and change is not None:
-            factor = np.float32(_FACTOR.unpack(data[1:])[0])
-            return factor * (change if root is None else change * root)
-        if kind == COARSE:
-            return quantise.decode(data[1:], matrix)
-        if kind == SCALED and root is not None:
-            return quantise.decode(data[1:], matrix) * root
+    if kind == ZERO and len(data) == 1:
+        out[:] = 0
+        return out
+    if kind == DERIVED and len(data) == 1 + _FACTOR.size and told.new is not None and told.old is not None:
+        second = told.old if told.second is None else told.second
+        (factor,) = _FACTOR.unpack(data[1:])
+        arithmetic().momentum(np.float32(factor), told.new, told.old, second, told.second is not None, out)
+        return out
+    root = told.root()
+    if kind == COARSE or (kind == SCALED and root is not None):
+        quantise.decode(data[1:], out)
+        if kind == SCALED:
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                out *= root
+        return out
     raise CodecError("first moments of a lossy chunk are damaged")

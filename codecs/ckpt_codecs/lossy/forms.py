@@ -8,11 +8,13 @@ import numpy as np
 from ckpt_codecs.base import Array, DType, Shape
 from ckpt_codecs.delta import Form
 from ckpt_codecs.errors import NotApplicable
+from ckpt_codecs.lossy.arithmetic import arithmetic
 
 SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 """Second moments, by the names that optimizers give them."""
 FIRST = ("exp_avg", "momentum_buffer")
 WEIGHTS = ("fp32", "param")
+KNOWN = {*SECOND, *FIRST, *WEIGHTS}
 NARROW = 1 << 14
 """Values of a flat chunk that is still a vector; longer ones are pieces of something whose rows are too long."""
 SMALL = 1024
@@ -60,6 +62,13 @@ def is_fine(shape: Shape) -> bool:
 def wide(array: Array) -> Array:
     """As float32, n x m."""
     return np.ascontiguousarray(array.astype(np.float32, copy=False)).reshape(as_matrix(array.shape))
+
+
+def is_finite(array: Array) -> bool:
+    """Are all numbers?"""
+    if array.dtype.name != "float32":
+        return bool(np.isfinite(array).all())
+    return arithmetic().is_finite(np.ascontiguousarray(array).reshape(-1).view(np.uint32))
 
 
 def narrow(values: Array, dtype: DType, shape: Shape) -> Array:

@@ -1,109 +1,129 @@
 # mypy: ignore-errors
-"""The compiled coder of symbols: see `ckpt_codecs.lossy.symbols`, and `portable_coder` for the same without Numba."""
+"""The compiled coder of symbols: see `ckpt_codecs.lossy.symbols`, and `portable_coder` for the same without Numba.
+
+`kernels_decoder` is its other half. Chances need no clipping: below 16 and 128 the two numbers of a chance no longer
+shrink, nor do they grow above 2^15 less that. Indices are unsigned in the innermost loops, since Numba allows for
+negative ones elsewhere.
+"""
 
 import numpy as np
 from numba import types
 
-from ckpt_codecs.kernels.jit import BYTES, OUT, SIZE, kernel, part
+from ckpt_codecs.kernels.jit import OUT, SIZE, kernel, part
 from ckpt_codecs.lossy import model
 
-_TABLE = model.context_table()
-_UNARY, _GROUP, _CONTEXTS = model.UNARY, model.GROUP, model.CONTEXTS
+_UNARY, _GROUP = model.UNARY, model.GROUP
 _ZERO, _MORE, _PROBABILITIES = model.ZERO, model.MORE, model.PROBABILITIES
-_HALF, _LEAST, _FAST, _SLOW = model.HALF, model.LEAST, model.FAST, model.SLOW
-_MOST, _SEEN, _LONGEST, _LOWEST = model.MOST_SEEN, model.SEEN, model.LONGEST, model.LOWEST
+_HALF, _ONE, _FAST, _SLOW = model.HALF, 2 * model.HALF, model.FAST, model.SLOW
+_MOST, _SEEN, _LOWEST = model.MOST_SEEN, model.SEEN, model.LOWEST
+_MOST_RECORDS = 112
+"""Of one symbol, at the very most; a group's own included."""
+
+# A group's columns are 16 bits each, eight to two words, which are then computed with at once. Columns that fill the
+# last group up stay 0, and change nothing.
+_4, _16, _32, _WORD = np.uint64(4), np.uint64(16), np.uint64(32), np.uint64(0xFFFFFFFF)
+_LOW, _FIFTEENS, _TWELVES = np.uint64(0x0000FFFF0000FFFF), np.uint64(0x000F000F000F000F), np.uint64(0x0FFF0FFF0FFF0FFF)
 
 SYMBOLS = types.Array(types.int32, 1, "C", readonly=True)
-OUT_SYMBOLS = types.Array(types.int32, 1, "C")
 RECORDS = types.Array(types.uint16, 1, "C")
-TABLE = types.Array(types.int64, 1, "C", readonly=True)
+TABLE = types.Array(types.uint8, 1, "C", readonly=True)
 
 
 @part
-def _chance(p, i):
-    """The probability of a 0, in 2^15 parts."""
-    return min(max((p[i, 0] + p[i, 1]) >> 1, _LEAST), 2 * _HALF - _LEAST)
+def seen(lanes, group):
+    """The sum of the group's columns: eight numbers below 2^15 in two words."""
+    a, b = lanes[types.uint64(2 * group)], lanes[types.uint64(2 * group + 1)]
+    pairs = (a & _LOW) + (b & _LOW) + ((a >> _16) & _LOW) + ((b >> _16) & _LOW)
+    return types.int64((pairs + (pairs >> _32)) & _WORD)
 
 
 @part
-def _learn(p, i, bit):
-    if bit:
-        p[i, 0] -= p[i, 0] >> _FAST
-        p[i, 1] -= p[i, 1] >> _SLOW
-    else:
-        p[i, 0] += (2 * _HALF - p[i, 0]) >> _FAST
-        p[i, 1] += (2 * _HALF - p[i, 1]) >> _SLOW
+def fade(lanes, group):
+    """What was seen in the group's columns shrinks by (itself + 15) >> 4."""
+    for i in range(types.uint64(2 * group), types.uint64(2 * group + 2)):
+        word = lanes[i]
+        lanes[i] = word - (((word + _FIFTEENS) >> _4) & _TWELVES)
 
 
 @part
-def _note(p, i, bit, records, at):
-    records[at] = _chance(p, i) | (bit << 15)
-    _learn(p, i, bit)
+def _note(fast, slow, i, bit, records, at):
+    """A decision with its chance, from which is learnt without a branch."""
+    a, b = types.int64(fast[i]), types.int64(slow[i])
+    records[types.uint64(at)] = types.uint16((a + b) >> 1 | bit << 15)
+    fast[i] = types.uint16(a - (a >> _FAST) if bit else a + ((_ONE - a) >> _FAST))
+    slow[i] = types.uint16(b - (b >> _SLOW) if bit else b + ((_ONE - b) >> _SLOW))
     return at + 1
 
 
 @part
 def _note_raw(value, bits, records, at):
     for b in range(bits - 1, -1, -1):
-        records[at] = _HALF | (((value >> b) & 1) << 15)
+        records[types.uint64(at)] = types.uint16(_HALF | (((value >> b) & 1) << 15))
         at += 1
     return at
 
 
 @part
-def _note_symbol(p, c, symbol, shift, records, at):
-    magnitude = abs(types.int64(symbol))
-    high = magnitude >> shift
-    at = _note(p, _ZERO + c, types.int64(high > 0), records, at)
-    if high:
-        k = 1
-        while k <= _UNARY:
-            more = types.int64(high > k)
-            at = _note(p, _MORE + c * _UNARY + k - 1, more, records, at)
-            if not more:
-                break
-            k += 1
-        if high > _UNARY:
-            rest, bits = high - _UNARY, 0
-            while rest >> (bits + 1):
-                bits += 1
-            at = _note_raw((1 << bits) - 1, bits, records, at)
-            at = _note_raw(0, 1, records, at)
-            at = _note_raw(rest, bits, records, at)
-    at = _note_raw(magnitude, shift, records, at)
-    if magnitude:
-        at = _note_raw(types.int64(symbol < 0), 1, records, at)
-    return at
+def _note_more(fast, slow, c, high, records, at):
+    """How far a number goes beyond 1."""
+    base = _MORE + c * _UNARY - 1
+    for k in range(1, min(high, _UNARY + 1)):
+        at = _note(fast, slow, types.uint64(base + k), 1, records, at)
+    if high <= _UNARY:
+        return _note(fast, slow, types.uint64(base + high), 0, records, at)
+    rest, bits = high - _UNARY, 0
+    while rest >> (bits + 1):
+        bits += 1
+    at = _note_raw((1 << bits) - 1, bits, records, at)
+    at = _note_raw(0, 1, records, at)
+    return _note_raw(rest, bits, records, at)
 
 
 @kernel(SIZE, SYMBOLS, SIZE, SIZE, TABLE, RECORDS)
 def note(symbols, columns, shift, table, records):
     """The decisions that tell the symbols, each with its probability; -1 if there is too little room."""
-    p = np.full((_PROBABILITIES, 2), _HALF, np.int64)
-    column = np.zeros(columns, np.int64)
+    fast, slow = np.full(_PROBABILITIES, _HALF, np.uint16), np.full(_PROBABILITIES, _HALF, np.uint16)
+    lanes = np.zeros((columns + _GROUP - 1) // _GROUP * 2, np.uint64)
+    column = lanes.view(np.uint16)
     row, at, size = 0, 0, symbols.size
     for start in range(0, size, columns):
-        for left in range(0, min(columns, size - start), _GROUP):
-            right = min(left + _GROUP, columns, size - start)
-            if records.size - at < (right - left) * 110 + 1:
+        width = min(columns, size - start)
+        for j in range(types.uint64(width), types.uint64(columns)):
+            column[j] = 0  # a last row that is shorter: its last group has no more columns
+        for left in range(0, width, _GROUP):
+            right = min(left + _GROUP, width)
+            if records.size - at < _GROUP * _MOST_RECORDS:
                 return -1
-            seen, any_ = 0, 0
-            for j in range(left, right):
-                seen += column[j]
-                if abs(types.int64(symbols[start + j])) >> shift:
-                    any_ = 1
             if right - left > 1:
-                at = _note(p, table[((seen >> 3) + row) >> 3], any_, records, at)
-            if not any_ and right - left > 1 and not shift:
-                for j in range(left, right):
-                    column[j] -= (column[j] + 15) >> 4
-                row -= (row * 103) >> 8
-                continue
-            for j in range(left, right):
-                symbol = symbols[start + j]
-                at = _note_symbol(p, table[(column[j] + row) >> 3], symbol, shift, records, at)
-                found = min(abs(types.int64(symbol)) >> shift, _MOST) << _SEEN
-                column[j] += (found - column[j]) >> 4
+                any_ = 0
+                if right - left == _GROUP:
+                    for j in range(_GROUP):
+                        any_ |= abs(types.int64(symbols[types.uint64(start + left + j)]))
+                else:
+                    for j in range(start + left, start + right):
+                        any_ |= abs(types.int64(symbols[types.uint64(j)]))
+                any_ = types.int64(any_ >> shift > 0)
+                group = left // _GROUP
+                c = types.uint64(table[types.uint64(((seen(lanes, group) >> 3) + row) >> 3)])
+                at = _note(fast, slow, c, any_, records, at)
+                if not any_ and not shift:
+                    fade(lanes, group)
+                    row -= (row * 103) >> 8
+                    continue
+            for j in range(types.uint64(left), types.uint64(right)):
+                symbol, before = types.int64(symbols[types.uint64(start) + j]), types.int64(column[j])
+                magnitude = abs(symbol)
+                high = magnitude >> shift
+                c = types.int64(table[types.uint64((before + row) >> 3)])
+                at = _note(fast, slow, types.uint64(_ZERO + c), types.int64(high > 0), records, at)
+                if high:
+                    at = _note_more(fast, slow, c, high, records, at)
+                if shift:
+                    at = _note_raw(magnitude, shift, records, at)
+                if magnitude:
+                    at = _note_raw(types.int64(symbol < 0), 1, records, at)
+                found = min(high, _MOST) << _SEEN
+                column[j] = types.uint16(before + ((found - before) >> 4))
                 row += (found - row) >> 4
     return at
 
@@ -111,108 +131,24 @@ def note(symbols, columns, shift, table, records):
 @kernel(SIZE, RECORDS, SIZE, OUT)
 def write(records, many, out):
     """Code the decisions from the last to the first, from the end of `out`; where the code begins, -1 without room."""
-    state, at = types.int64(_LOWEST), out.size
-    for i in range(many - 1, -1, -1):
-        chance, bit = types.int64(records[i]) & 32767, types.int64(records[i]) >> 15
-        part_ = 32768 - chance if bit else chance
-        if state >= part_ << 17:
-            if at < 2:
-                return -1
-            at -= 2
-            out[at], out[at + 1] = types.uint8(state & 255), types.uint8((state >> 8) & 255)
-            state >>= 16
-        state = ((state // part_) << 15) + state % part_ + (chance if bit else 0)
-    if at < 4:
+    if not 0 <= many <= records.size or out.size < 4 + 2 * many:
         return -1
-    at -= 4
+    state, at = types.uint32(_LOWEST), types.uint64(out.size)
+    for i in range(many - 1, -1, -1):
+        record = types.uint32(records[types.uint64(i)])
+        chance, bit = record & types.uint32(32767), record >> types.uint32(15)
+        share = types.uint32(_ONE) - chance if bit else chance
+        if state >> types.uint32(17) >= share:
+            at -= types.uint64(2)
+            out[at], out[at + types.uint64(1)] = (
+                types.uint8(state & types.uint32(255)),
+                types.uint8((state >> types.uint32(8)) & types.uint32(255)),
+            )
+            state = state >> types.uint32(16)
+        times_ = types.uint32(state // share)
+        first = chance if bit else types.uint32(0)
+        state = types.uint32((times_ << types.uint32(15)) + (state - times_ * share) + first)
+    at -= types.uint64(4)
     for b in range(4):
-        out[at + b] = types.uint8((state >> (8 * b)) & 255)
-    return at
-
-
-@part
-def _take(state, at, data, chance):
-    """A decision: the state after it, where the code goes on, the bit. Past the end, zeros are read."""
-    low = state & 32767
-    if low < chance:
-        state, bit = chance * (state >> 15) + low, 0
-    else:
-        state, bit = (32768 - chance) * (state >> 15) + low - chance, 1
-    if state < _LOWEST:
-        state <<= 16
-        if at + 2 <= data.size:
-            state |= types.int64(data[at]) | (types.int64(data[at + 1]) << 8)
-        at += 2
-    return state, at, bit
-
-
-@part
-def _take_raw(state, at, data, bits):
-    value = 0
-    for _ in range(bits):
-        state, at, bit = _take(state, at, data, _HALF)
-        value = value << 1 | bit
-    return state, at, value
-
-
-@kernel(types.boolean, BYTES, SIZE, SIZE, TABLE, OUT_SYMBOLS)
-def read(data, columns, shift, table, symbols):
-    """Fill `symbols`; False if the code is not that of so many symbols."""
-    p = np.full((_PROBABILITIES, 2), _HALF, np.int64)
-    column = np.zeros(columns, np.int64)
-    row, size = 0, symbols.size
-    if data.size < 4:
-        return False
-    state = types.int64(data[0]) | types.int64(data[1]) << 8 | types.int64(data[2]) << 16 | types.int64(data[3]) << 24
-    at = 4
-    for start in range(0, size, columns):
-        if at > data.size:
-            return False
-        for left in range(0, min(columns, size - start), _GROUP):
-            right = min(left + _GROUP, columns, size - start)
-            if right - left > 1:
-                seen = 0
-                for j in range(left, right):
-                    seen += column[j]
-                c = table[((seen >> 3) + row) >> 3]
-                state, at, any_ = _take(state, at, data, _chance(p, c))
-                _learn(p, c, any_)
-                if not any_ and not shift:
-                    for j in range(left, right):
-                        column[j] -= (column[j] + 15) >> 4
-                        symbols[start + j] = 0
-                    row -= (row * 103) >> 8
-                    continue
-            for j in range(left, right):
-                c = table[(column[j] + row) >> 3]
-                state, at, more = _take(state, at, data, _chance(p, _ZERO + c))
-                _learn(p, _ZERO + c, more)
-                high = more
-                while more and high <= _UNARY:
-                    i = _MORE + c * _UNARY + high - 1
-                    state, at, more = _take(state, at, data, _chance(p, i))
-                    _learn(p, i, more)
-                    high += more
-                if high > _UNARY:
-                    bits = 0
-                    state, at, bit = _take(state, at, data, _HALF)
-                    while bit:
-                        bits += 1
-                        if bits > _LONGEST:
-                            return False
-                        state, at, bit = _take(state, at, data, _HALF)
-                    state, at, rest = _take_raw(state, at, data, bits)
-                    high = _UNARY + (1 << bits | rest)
-                state, at, low = _take_raw(state, at, data, shift)
-                magnitude = high << shift | low
-                if magnitude >= 1 << 31:
-                    return False
-                if magnitude:
-                    state, at, bit = _take(state, at, data, _HALF)
-                    symbols[start + j] = -magnitude if bit else magnitude
-                else:
-                    symbols[start + j] = 0
-                found = min(high, _MOST) << _SEEN
-                column[j] += (found - column[j]) >> 4
-                row += (found - row) >> 4
-    return at == data.size and state == _LOWEST
+        out[at + types.uint64(b)] = types.uint8((types.int64(state) >> (8 * b)) & 255)
+    return types.int64(at)

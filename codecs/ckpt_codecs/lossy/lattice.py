@@ -6,10 +6,7 @@ from math import isqrt
 import numpy as np
 
 from ckpt_codecs.base import Array
-
-LOW, HIGH = -149 * 8, 128 * 8 - 1
-"""From the least denormal to the largest finite float32."""
-_ONE = 127 * 8
+from ckpt_codecs.lossy.model import FINE, HIGH, LOW
 
 
 @cache
@@ -33,21 +30,17 @@ def powers() -> Array:
     return made
 
 
-def value(level: Array) -> Array:
-    """2^(level/8), nearest to it within float32."""
-    made: Array = values()[np.clip(level, LOW, HIGH) - LOW]
-    return made
-
-
 def power(level: Array) -> Array:
     """2^(level/64): the eighth root of `value`."""
     made: Array = powers()[np.clip(level, -2 * HIGH, 2 * HIGH) + 2 * HIGH]
     return made
 
 
-def rough(array: Array) -> Array:
-    """The level of positive float32 numbers, at most a level too low; of a zero -1016."""
-    return (array.view(np.int32) >> 20) - _ONE
+@cache
+def fine() -> Array:
+    """The levels of 1 + i/4096, from 1 to 2, in the encoder's fine parts."""
+    made: Array = np.rint(np.log2(1 + np.arange(4097) / 4096) * 8 / FINE).astype(np.int32)
+    return made
 
 
 def _root(exponent: int, halvings: int) -> int:

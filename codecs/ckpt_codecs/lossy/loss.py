@@ -1,4 +1,4 @@
-"""What a lossy delta has lost, measured: sums that chunks and parameters add up to."""
+"""What has been lost, measured: sums that chunks and parameters add up to."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -13,16 +13,24 @@ from ckpt_codecs.delta import Change, States
 class Loss:
     """Of one state. Sums of squares; the change is from the state before, 0 in an anchor, to the true one."""
 
+    elements: int = 0
+    differing: int = 0
+    """Elements with other bits."""
     max_abs: float = 0.0
     error: float = 0.0
+    norm: float = 0.0
+    """Of the true values."""
     change: float = 0.0
     along: float = 0.0
     """The change that was made, times the true one, summed."""
 
     def __add__(self, other: "Loss") -> "Loss":
         return Loss(
+            self.elements + other.elements,
+            self.differing + other.differing,
             max(self.max_abs, other.max_abs),
             self.error + other.error,
+            self.norm + other.norm,
             self.change + other.change,
             self.along + other.along,
         )
@@ -33,36 +41,53 @@ class Loss:
         return sqrt(self.error / self.change) if self.change else float(self.error > 0)
 
     @property
+    def of_values(self) -> float:
+        """The error's Euclidean norm, in that of the true values."""
+        return sqrt(self.error / self.norm) if self.norm else 0.0
+
+    @property
     def progress(self) -> float:
         """How much of the change was retained: 1 is all of it, 0 none."""
         return self.along / self.change if self.change else 1.0
 
     def figures(self) -> dict[str, float]:
-        """What a manifest says of it."""
+        """In short."""
         return {"max_abs": self.max_abs, "rel": self.relative, "progress": self.progress}
 
 
 def measure(change: Change, decoded: States) -> dict[str, Loss]:
-    """The loss of each state of a chunk. What is equal bit for bit loses nothing, NaNs included."""
-    return {name: _loss(true, decoded[name], change.before.get(name)) for name, true in change.after.items()}
+    """The loss of each state of a chunk."""
+    return {name: measured(true, decoded[name], change.before.get(name)) for name, true in change.after.items()}
 
 
-def _loss(true: Array, made: Array, before: Array | None) -> Loss:
-    if true.tobytes() == made.tobytes() and not _is_number(true):
-        return Loss()
-    wide = true.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        off = np.abs(made.astype(np.float64) - wide)
-        old = 0.0 if before is None else before.astype(np.float64)
+def measured(true: Array, kept: Array, before: Array | None = None) -> Loss:
+    """What was saved, what is kept of it, and what was kept of the step before.
+
+    What is equal bit for bit loses nothing, NaNs included; what is no number counts in nothing else.
+    """
+    differing = _differing(true, kept)
+    with np.errstate(all="ignore"):
+        wide, made = true.astype(np.float64), kept.astype(np.float64)
+        off = np.abs(made - wide) if differing else np.zeros((), np.float64)
+        old = np.float64(0) if before is None else before.astype(np.float64)
         moved = _finite(wide - old)
-        along = float((moved * _finite(made.astype(np.float64) - old)).sum())
-        return Loss(float(off.max(initial=0)), float(np.square(off).sum()), float(np.square(moved).sum()), along)
+        return Loss(
+            true.size,
+            differing,
+            float(np.fmax.reduce(off, axis=None, initial=0.0)),
+            float(np.nansum(np.square(off))),
+            float(np.nansum(np.square(wide))),
+            float(np.square(moved).sum()),
+            float((moved * _finite(made - old)).sum()),
+        )
+
+
+def _differing(true: Array, kept: Array) -> int:
+    width = true.dtype.itemsize
+    bits = (np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(-1, width) for values in (true, kept))
+    return int(np.not_equal(*bits).any(axis=1).sum())
 
 
 def _finite(values: Array) -> Array:
-    """Without what is no number, as it is in the state before."""
+    """With zeros for what is no number."""
     return np.where(np.isfinite(values), values, 0.0)
-
-
-def _is_number(array: Array) -> bool:
-    return array.dtype.kind in "biu" or bool(np.isfinite(array).all())

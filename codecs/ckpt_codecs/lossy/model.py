@@ -22,6 +22,18 @@ LOWEST = 1 << 16
 
 NOTHING = 1e-200
 """Squares of lengths up to which a vector has no direction."""
+LOW, HIGH = -149 * 8, 128 * 8 - 1
+"""Levels, eighths of an octave: from the least denormal to the largest finite float32."""
+LEVEL_OF_ONE = 127 * 8
+"""What the upper twelve bits of 1 are: levels are counted from there."""
+FINE = 2.0**-20
+"""The encoder's measure of parts of a level."""
+CAP, TINY = 16.0, 1e-30
+"""Of the direction of the last change: the bound, and second moments that tell nothing."""
+CENTRED = 3
+"""Magnitudes up to this are given back as the mean of what they stand for; others as they are."""
+LARGEST = 1 << 30
+"""Magnitudes are below this."""
 
 _STEPS = (
     40,
@@ -47,6 +59,6 @@ _STEPS = (
 """Sums of averages from which the next context begins: 1.5 of them for each octave, then wider ones."""
 
 
-def context_table() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def context_table() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The context for each eighth of the sum of two averages."""
-    return np.searchsorted(np.array(_STEPS), np.arange((2 * MOST_SEEN << SEEN) // 8 + 1) * 8, "right")
+    return np.searchsorted(np.array(_STEPS), np.arange((2 * MOST_SEEN << SEEN) // 8 + 1) * 8, "right").astype(np.uint8)

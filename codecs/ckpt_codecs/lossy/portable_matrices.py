@@ -27,20 +27,20 @@ def reflect(y: Array, w: Array, t: Array) -> None:
     w[:] = 0
     t[:] = 0
     for c in range(y.shape[1]):
-        square = float(_in_order(y[c:, c] * y[c:, c]))
+        square = float(in_order(y[c:, c] * y[c:, c]))
         if not square > NOTHING:
             continue
         norm, v = np.sqrt(square), y[c:, c].copy()
         v[0] += norm if v[0] >= 0 else -norm
-        v *= np.sqrt(2.0 / float(_in_order(v * v)))
+        v *= np.sqrt(2.0 / float(in_order(v * v)))
         w[c:, c] = v
-        y[c:, c:] -= v[:, None] * _in_order(v[:, None] * y[c:, c:])
+        y[c:, c:] -= v[:, None] * in_order(v[:, None] * y[c:, c:])
         if c:
-            t[:c, c] = -_in_order((t[:c, :c] * _in_order(v[:, None] * w[c:, :c])).T)
+            t[:c, c] = -in_order((t[:c, :c] * in_order(v[:, None] * w[c:, :c])).T)
         t[c, c] = 1
 
 
-def _in_order(terms: Array) -> Array:
+def in_order(terms: Array) -> Array:
     """The sum over the first axis, from the first term on. NumPy's `sum` takes whatever order it likes."""
     made: Array = np.add.accumulate(terms, axis=0)[-1]
     return made

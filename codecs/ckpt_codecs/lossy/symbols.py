@@ -12,37 +12,39 @@ from ckpt_codecs.scratch import borrow
 
 MOST_SHIFT = 24
 _TABLE = context_table()
-_MOST_DECISIONS = 111
-"""For one symbol, at the very most; a group's own included."""
+_SPARE = 4096
+"""More than a group can take: so much must be left for the next one."""
 
 
-def encode(symbols: Array, columns: int) -> bytes:
-    """A stream of int32, read row by row: one byte for how many low bits are stored as they are, then the code."""
+def encode(symbols: Array, columns: int, total: int | None = None) -> bytes:
+    """A stream of int32, read row by row: one byte for how many low bits are stored as they are, then the code.
+
+    `total` is the sum of all magnitudes, if that is known.
+    """
     flat = np.ascontiguousarray(symbols, np.int32).reshape(-1)
     if not flat.size:
         return b"\0"
-    shift, run = _shift(flat), arithmetic()
-    for each in (4, _MOST_DECISIONS):
-        records = borrow("records", 2 * (each * flat.size + 4096)).view(np.uint16)
-        many = run.note(flat, columns, shift, _TABLE, records)
-        if many >= 0:
-            break
+    total = int(np.abs(flat).sum(dtype=np.int64)) if total is None else total
+    shift, run = _shift(total, flat.size), arithmetic()
+    # A symbol takes a part of its group's decision, one for being zero, its sign, its low bits, and what tells `high`.
+    records = borrow("records", 2 * (flat.size * (3 + shift) + 2 * (total >> shift) + _SPARE)).view(np.uint16)
+    many = run.note(flat, columns, shift, _TABLE, records)
     out = borrow("code", 2 * many + 8)
     return bytes([shift]) + out[run.write(records, many, out) :].tobytes()
 
 
-def decode(data: bytes | memoryview, count: int, columns: int) -> Array:
-    """So many symbols again. Raises `CodecError` if it is no stream of them."""
+def decode(data: bytes | memoryview, count: int, columns: int, out: Array | None = None) -> Array:
+    """So many symbols again, in `out` if there is one. Raises `CodecError` if it is no stream of them."""
     held = np.frombuffer(data, np.uint8)
     if not held.size or held[0] > MOST_SHIFT or (not count and held.size > 1):
         raise CodecError("a stream of symbols is damaged")
-    symbols = np.empty(count, np.int32)
+    symbols = np.empty(count, np.int32) if out is None else out
     if count and not arithmetic().read(held[1:], columns, int(held[0]), _TABLE, symbols):
         raise CodecError("a stream of symbols is damaged")
     return symbols
 
 
-def _shift(flat: Array) -> int:
+def _shift(total: int, count: int) -> int:
     """So many low bits that what is above them is small."""
-    mean = float(np.abs(flat).mean(dtype=np.float64))
+    mean = total / count
     return min(MOST_SHIFT, max(0, int(log2(mean / 3)))) if mean > 6 else 0

@@ -7,16 +7,36 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import lattice, quantise
+from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.basis import Basis
 from ckpt_codecs.lossy.factors import Factors
+from ckpt_codecs.lossy.model import CAP, LOW
 from ckpt_codecs.lossy.quantise import Quantiser
+from ckpt_codecs.scratch import borrow
 
 MOST_RANK = 255
 _QUIET = 128
 """Levels below the largest from which rows and columns are scaled alike. Where nothing was seen of a token, its second
 moments are zero: the steps there must not be as long as that."""
-_CAP = np.float32(16)
-_TINY = np.float32(1e-30)
+Scales = tuple[Array, Array]
+"""What rows and columns are multiplied with."""
+
+
+@dataclass(frozen=True)
+class Last:
+    """The moments before: how weights moved that have these. n x m of float32."""
+
+    first: Array
+    second: Array | None
+
+    def direction(self, scales: Scales) -> Array | None:
+        """The first over the root of the second, within bounds, scaled; None if it is nowhere."""
+        made = _room("direction", self.first.shape)
+        if self.second is not None:
+            return made if arithmetic().direction(self.first, self.second, *scales, made) else None
+        largest, cap = np.abs(self.first).max(initial=0), np.float32(CAP)
+        bounded = self.first if largest < cap else self.first * (cap / largest)
+        return made if arithmetic().forward(bounded, bounded, False, *scales, made) > 0 else None
 
 
 @dataclass(frozen=True)
@@ -30,57 +50,65 @@ class Way:
     matrix: tuple[int, int]
     before: Array | None
     factors: Factors | None
-    last: Array | None
+    last: Last | None
     _bases: dict[int, Basis | None] = field(default_factory=dict, compare=False)
 
-    def forward(self, true: Array) -> Array:
-        """The change, scaled."""
-        return self._scaled(true if self.before is None else true - self.before, 1)
+    def forward(self, true: Array) -> tuple[Array, float]:
+        """The change, scaled, in memory that is lent until the next call; the sum of its squares."""
+        made, before = _room("forward", self.matrix), true if self.before is None else self.before
+        return made, arithmetic().forward(true, before, self.before is not None, *self._scales(1), made)
 
-    def encode(self, values: Array, quantiser: Quantiser, rank: int) -> bytes:
-        """What `forward` gave: whether it is scaled, the rank of the basis, the numbers."""
+    def into(self, values: Array, rank: int) -> tuple[Array, int]:
+        """What `forward` gave, turned into the basis, and the basis' rank: 0 if there is none."""
         basis = self._basis(rank)
-        data = quantiser.encode(values if basis is None else basis.into(values))
-        return bytes([self.factors is not None, 0 if basis is None else rank]) + data
+        if basis is None:
+            return values, 0
+        basis.into(values)
+        return values, rank
 
-    def back(self, data: bytes) -> Array:
-        """The weights again. Raises `CodecError` for what is damaged."""
+    def encode(self, turned: tuple[Array, int], quantiser: Quantiser) -> bytes:
+        """What `into` gave: whether it is scaled, the rank of the basis, the numbers."""
+        values, rank = turned
+        return bytes([self.factors is not None, rank]) + quantiser.encode(values)
+
+    def back(self, data: bytes, out: Array) -> Array:
+        """The weights again, in `out`. Raises `CodecError` for what is damaged."""
         if len(data) < 2 or data[0] > 1 or (data[0] and self.factors is None):
             raise CodecError("weights of a lossy chunk are damaged")
-        values = quantise.decode(data[2:], self.matrix)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            if data[1]:
-                basis = self._basis(data[1])
-                if basis is None:
-                    raise CodecError("weights of a lossy chunk need the moments before them")
-                values = basis.back(values)
-            if data[0]:
-                values = self._scaled(values, -1)
-            return values if self.before is None else self.before + values
+        values = quantise.decode(data[2:], _room("back", self.matrix))
+        if data[1]:
+            basis = self._basis(data[1])
+            if basis is None:
+                raise CodecError("weights of a lossy chunk need the moments before them")
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                basis.back(values)
+        before = values if self.before is None else self.before
+        scales = self._scales(-1) if data[0] else _ones(self.matrix)
+        arithmetic().back(values, *scales, before, self.before is not None, out)
+        return out
 
-    def _scaled(self, values: Array, sign: int) -> Array:
+    def _scales(self, sign: int) -> Scales:
         if self.factors is None:
-            return values
+            return _ones(self.matrix)
         rows, columns = (
-            lattice.power(sign * np.maximum(level, level.max(initial=lattice.LOW) - _QUIET))
+            lattice.power(sign * np.maximum(level, level.max(initial=LOW) - _QUIET))
             for level in (self.factors.rows, self.factors.columns)
         )
-        return (values * rows[:, None]) * columns
+        return rows, columns
 
     def _basis(self, rank: int) -> Basis | None:
         if not rank or self.last is None or self.before is None:
             return None
         if rank not in self._bases:
-            self._bases[rank] = Basis.along(self._scaled(self.last, 1), rank)
+            along = self.last.direction(self._scales(1))
+            self._bases[rank] = None if along is None else Basis.along(along, rank)
         return self._bases[rank]
 
 
-def direction(first: Array, second: Array | None) -> Array:
-    """How weights moved that have these moments: the first over the root of the second, within bounds; n x m."""
-    if second is None:
-        largest = np.abs(first).max(initial=0)
-        return first if largest < _CAP else first * (_CAP / largest)
-    safe = np.where(second > _TINY, second, np.float32(1))
-    with np.errstate(over="ignore"):
-        moved = np.clip(first / np.sqrt(safe), -_CAP, _CAP)
-    return np.where(second > _TINY, moved, np.float32(0))
+def _room(name: str, shape: tuple[int, ...]) -> Array:
+    count = shape[0] * shape[1]
+    return borrow(name, 4 * count).view(np.float32).reshape(shape)
+
+
+def _ones(shape: tuple[int, int]) -> Scales:
+    return np.ones(shape[0], np.float32), np.ones(shape[1], np.float32)

@@ -8,8 +8,9 @@ from math import prod
 import numpy as np
 import xxhash
 
-from ckpt_codecs import Codec, NotApplicable, best_for, from_config
-from ckpt_codecs.base import Bytes
+from ckpt_codecs import Codec, CodecError, NotApplicable, best_for, from_config
+from ckpt_codecs.base import Bytes, room
+from ckpt_codecs.scratch import borrow, lent
 from ckpt_formats.base import Parameter
 from ckpt_formats.coded import ALIGNMENT, ENTRY, chunk_count, chunk_form
 from ckpt_formats.coding import Coding
@@ -42,7 +43,7 @@ class Choice:
     chunk: Shape
     base: str | None
     coded: dict[int, Bytes] = field(default_factory=dict)
-    """Chunks by their number."""
+    """Chunks by their number, valid until this thread makes the next choice."""
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +68,14 @@ def choose_for(
     if raw < _LEAST:
         return None
     choices = []
-    for codec in _candidates(parameter, state, coding):
+    for number, codec in enumerate(_candidates(parameter, state, coding)):
         choice = Choice(codec, chunk, codec.context)
         pieces = _Pieces.of(parameter, state, choice)
         try:
-            for index in indices:
-                choice.coded[index] = codec.encode(*pieces.fetch(index, transfer, counted=False))
+            for place, index in enumerate(indices):
+                values, base = pieces.fetch(index, transfer, counted=False)
+                out = borrow(f"tried/{number}/{place}", room(values.nbytes))
+                choice.coded[index] = codec.encode_into(values, base, out)
         except NotApplicable:
             continue
         choices.append(choice)
@@ -197,19 +200,25 @@ def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
 
 def _encode(choice: Choice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
     try:
-        return choice.codec.encode(values, base)
+        return choice.codec.encode_into(values, base, borrow("coded", room(values.nbytes)))
     except NotApplicable as error:  # though it held the chunks that were tried
         raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {show(parameter.name)}") from None
 
 
 def _check(choice: Choice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
-    made = np.ascontiguousarray(choice.codec.decode(data, values.shape, values.dtype, base))
-    if made.shape != values.shape or made.dtype != values.dtype or not _same_bits(as_bytes(made), as_bytes(values)):
+    with lent(values.nbytes) as raw:
+        try:
+            choice.codec.decode_into(data, raw.view(values.dtype).reshape(values.shape), base)
+            back = _same_bits(raw, as_bytes(values))
+        except CodecError:
+            back = False
+    if not back:
         raise RuntimeError(f"codec {choice.codec.name} does not give back what it was given: {what}")
 
 
 def _same_bits(a: Array, b: Array) -> bool:
     """Are these bytes equal? Eight at a time, which takes half the time."""
     even = a.size & ~7
-    wide = (a[:even].view(np.uint64), b[:even].view(np.uint64))
-    return bool(np.array_equal(*wide) and np.array_equal(a[even:], b[even:]))
+    with lent(even // 8) as differs:
+        wide = np.not_equal(a[:even].view(np.uint64), b[:even].view(np.uint64), out=differs.view(np.bool_))
+        return not wide.any() and bool(np.array_equal(a[even:], b[even:]))

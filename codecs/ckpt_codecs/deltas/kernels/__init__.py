@@ -4,7 +4,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.deltas import portable
-from ckpt_codecs.deltas.kernels import arithmetic, contexts, grid, seconds, seldom
+from ckpt_codecs.deltas.kernels import arithmetic, changes, contexts, grid, rows, seconds, seldom, tables
 from ckpt_codecs.deltas.kernels import steps as step_kernels
 from ckpt_codecs.scratch import borrow
 
@@ -51,7 +51,7 @@ def from_grid(foretold: Array, units: Array, symbols: Array, depths: Array, bits
 
 
 def buckets(words: Array, mantissa: int, least: int, many: int) -> Array:
-    out = np.empty(words.size, np.uint8)
+    out = borrow("which", words.size)
     contexts.buckets(words, mantissa, least, many - 1, out)
     return out
 
@@ -62,12 +62,57 @@ def count(which: Array, many: int) -> Array:
     return counts.view(np.int64)[: max(many, int(which.max(initial=0)) + 1)]
 
 
-def write_seldom(plane: Array, counts: Array, kinds: Array, out: Array) -> int:
-    return int(seldom.write_seldom(plane, counts, kinds, out))
-
-
 def read_seldom(data: Array, counts: Array, kinds: Array, plane: Array) -> bool:
     return bool(seldom.read_seldom(data, counts, kinds, plane))
+
+
+def find_changes(
+    foretold: Array, found: Array, which: Array, contexts: int, many: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    buckets, gaps, steps = np.empty(many, np.uint8), np.empty(many, np.int64), np.empty(many, np.uint16)
+    sizes, tails = np.empty(contexts, np.int64), np.empty(contexts, np.int64)
+    changes.find(foretold, found, which, buckets, gaps, steps, sizes, tails)
+    return buckets, gaps, steps, sizes, tails
+
+
+def write_changes(
+    buckets: Array, gaps: Array, steps: Array, sizes: Array, tails: Array, kinds: Array, out: Array
+) -> int:
+    following = np.empty(buckets.size, np.int64)
+    return int(changes.write(buckets, gaps, steps, sizes, tails, kinds, following, out))
+
+
+def read_changes(data: Array, foretold: Array, which: Array, sizes: Array, out: Array) -> bool:
+    return bool(changes.read(data, foretold, which, sizes, out))
+
+
+def tally_steps(foretold: Array, found: Array, which: Array, contexts: int) -> tuple[Array, Array, Array]:
+    told, bits = borrow("told", 2 * found.size).view(np.uint16), borrow("bits", 2 * found.size + 16)
+    counts = np.empty((contexts, tables.SYMBOLS), np.uint32)
+    used = int(tables.tally(foretold, found, which, told, counts, bits)) + 7 >> 3
+    bits[used : used + 8] = 0
+    return told, counts, bits[: used + 8]
+
+
+def write_steps(told: Array, weights: Array) -> tuple[Array, Array]:
+    states, words = np.empty(tables.LANES, np.uint32), borrow("words", 2 * told.size + 2).view(np.uint16)
+    return states, words[tables.write(told, weights, states, words) :]
+
+
+def read_steps(
+    foretold: Array, which: Array, weights: Array, states: Array, words: Array, bits: Array, out: Array
+) -> bool:
+    table, symbols = borrow("table", 4 * tables.WHOLE * len(weights)).view(np.uint32), borrow("symbols", out.size)
+    used = int(tables.read(foretold, which, weights, states, words, bits, table, symbols, out))
+    return used >= 0 and (used + 7 >> 3) + 8 == bits.size
+
+
+def write_rows(plane: Array, columns: int, out: Array) -> int:
+    return int(rows.write_rows(plane, columns, out))
+
+
+def read_rows(data: Array, columns: int, plane: Array) -> bool:
+    return bool(rows.read_rows(data, columns, plane))
 
 
 def root_units(second: Array, shift: int) -> Array:

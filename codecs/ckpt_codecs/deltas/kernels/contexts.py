@@ -10,11 +10,20 @@ I16, U16 = types.int16, types.uint16
 
 
 @part
+def _counts(contexts):
+    """Two tables by turns, since one would wait for its own sums."""
+    once, twice = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
+    for i in range(0, contexts.size & ~1, 2):
+        once[contexts[i]] += types.uint64(1)
+        twice[contexts[i + 1]] += types.uint64(1)
+    if contexts.size & 1:
+        once[contexts[contexts.size - 1]] += types.uint64(1)
+    return once + twice
+
+
+@part
 def _starts(contexts):
-    counts = np.zeros(256, np.int64)
-    for i in range(contexts.size):
-        counts[contexts[i]] += 1
-    at = 0
+    counts, at = _counts(contexts), types.uint64(0)
     for c in range(256):
         counts[c], at = at, at + counts[c]
     return counts
@@ -22,17 +31,8 @@ def _starts(contexts):
 
 @kernel(types.void, BYTES, OUT64)
 def count(contexts, counts):
-    """How often each of 256 contexts occurs. Two tables by turns, since one would wait for its own sums."""
-    other = np.zeros(256, np.uint64)
-    counts[:] = 0
-    one, even = types.uint64(1), contexts.size & ~1
-    for i in range(0, even, 2):
-        counts[contexts[i]] += one
-        other[contexts[i + 1]] += one
-    for i in range(even, contexts.size):
-        counts[contexts[i]] += one
-    for c in range(256):
-        counts[c] += other[c]
+    """How often each of 256 contexts occurs."""
+    counts[:] = _counts(contexts)
 
 
 @kernel(types.void, WORDS16, types.uint16, types.int16, types.int16, OUT)
@@ -49,7 +49,7 @@ def gather(contexts, plane, out):
     for i in range(plane.size):
         c = contexts[i]
         out[places[c]] = plane[i]
-        places[c] += 1
+        places[c] += types.uint64(1)
 
 
 @kernel(types.void, BYTES, BYTES, OUT)
@@ -58,4 +58,4 @@ def scatter(contexts, plane, out):
     for i in range(plane.size):
         c = contexts[i]
         out[i] = plane[places[c]]
-        places[c] += 1
+        places[c] += types.uint64(1)

@@ -10,12 +10,14 @@ from numba import types
 from ckpt_codecs.kernels.jit import BYTES, OUT, OUT32, SIZE, WORDS32, kernel, part
 from ckpt_codecs.kernels.memory import load64, store64
 
-I32, U8, U32, U64 = types.int32, types.uint8, types.uint32, types.uint64
+I32, I64, U8, U32, U64 = types.int32, types.int64, types.uint8, types.uint32, types.uint64
 MANTISSA = 23
 MIDDLE = 127
 FARTHEST = 126
 PLUS_ZERO, MINUS_ZERO = 255, 254
 FAR, SMALL = 32, 33
+SMALL_ONE = 64
+BLOCK = 1024
 
 
 @part
@@ -29,13 +31,21 @@ def _place(word, unit):
 
 
 @part
-def _put(bits, at, word, held, raw, many):
-    """Append `many <= 32` bits to a stream that has `held < 8` bits in `word`."""
-    word |= U64(raw) << U64(held)
-    held += many
-    store64(bits, at, word)
-    whole = held >> 3
-    return at + whole, word >> U64(8 * whole), held & 7
+def _to_symbols(foretold, found, units, symbols, raws, lefts):
+    """Symbols; the bits that each leaves, and how many, `SMALL_ONE` more where a depth is told."""
+    for j in range(symbols.size):
+        value, unit = found[j], I32(units[j])
+        above = I32(I32((value >> U32(23)) & U32(255)) - unit)
+        step = I32(_place(value, unit) - _place(foretold[j], unit))
+        far = (above > I32(MANTISSA)) | (step > I32(FARTHEST)) | (step < I32(-FARTHEST))
+        small = above < I32(0)
+        left = I32(I32(I32(MANTISSA) - above) & I32(31))
+        below = U32(value & U32(U32(U32(1) << U32(left)) - U32(1)))
+        signed = U32(U32(value & U32(0x7FFFFF)) | U32(U32(value >> U32(31)) << U32(23)))
+        zero = U32(value & U32(0x7FFFFFFF)) == U32(0)
+        symbols[j] = U8(0) if far else U8(step + I32(MIDDLE))
+        raws[j] = value if far else ((U32(0) if zero else signed) if small else below)
+        lefts[j] = U8(FAR) if far else ((U8(SMALL_ONE) if zero else U8(SMALL_ONE + 24)) if small else U8(left))
 
 
 @kernel(SIZE, WORDS32, WORDS32, BYTES, OUT, OUT, OUT)
@@ -44,30 +54,28 @@ def to_grid(foretold, found, units, symbols, depths, bits):
 
     `bits` has room for 4 bytes a value, and 8.
     """
-    many, at, held, word = 0, 0, 0, U64(0)
-    for i in range(found.size):
-        value, unit = found[i], I32(units[i])
-        exponent = I32((value >> U32(23)) & U32(255))
-        above = I32(exponent - unit)
-        there = _place(value, unit)
-        step = there - _place(foretold[i], unit)
-        if above > I32(MANTISSA) or step > I32(FARTHEST) or step < I32(-FARTHEST):
-            symbols[i] = 0
-            at, word, held = _put(bits, at, word, held, value, 32)
-            continue
-        symbols[i] = U8(step + I32(MIDDLE))
-        if above >= I32(0):
-            left = MANTISSA - above
-            at, word, held = _put(bits, at, word, held, value & U32((U32(1) << U32(left)) - U32(1)), left)
-        elif value & U32(0x7FFFFFFF):
-            depths[many] = U8(unit - I32(1) - exponent)
-            many += 1
-            raw = (value & U32(0x7FFFFF)) | ((value >> U32(31)) << U32(23))
-            at, word, held = _put(bits, at, word, held, raw, 24)
-        else:
-            depths[many] = MINUS_ZERO if value else PLUS_ZERO
-            many += 1
-    return (many << 40) + 8 * at + held
+    many, at, held, word = U64(0), U64(0), U64(0), U64(0)
+    raws, lefts = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint8)
+    for start in range(0, found.size, BLOCK):
+        stop = min(start + BLOCK, found.size)
+        _to_symbols(foretold[start:stop], found[start:stop], units[start:stop], symbols[start:stop], raws, lefts)
+        for j in range(U64(0), U64(stop - start)):
+            left = U64(lefts[j])
+            if left >= U64(SMALL_ONE):
+                value = found[U64(start) + j]
+                exponent = I32((value >> U32(23)) & U32(255))
+                zero = MINUS_ZERO if value else PLUS_ZERO
+                depth = U8(I32(units[U64(start) + j]) - I32(1) - exponent)
+                depths[many] = depth if value & U32(0x7FFFFFFF) else zero
+                many += U64(1)
+                left -= U64(SMALL_ONE)
+            word |= U64(raws[j]) << held
+            store64(bits, I64(at), word)
+            held += left
+            at += held >> U64(3)
+            word >>= held & U64(56)
+            held &= U64(7)
+    return I64((many << U64(40)) + U64(8) * at + held)
 
 
 @part

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Planes that are mostly zero, by adaptive binary arithmetic coding; docs/delta-codecs.md has the arithmetic.
+"""Planes that are mostly zero, as version 0.3.0 wrote them; docs/delta-codecs.md has the arithmetic.
 
 The interval is that of two words of 32 bits, and needs no carry: bytes leave it as soon as both ends agree on them.
 """
@@ -7,7 +7,7 @@ The interval is that of two words of 32 bits, and needs no carry: bytes leave it
 import numpy as np
 from numba import types
 
-from ckpt_codecs.kernels.jit import BYTES, OUT, SIZE, kernel, part
+from ckpt_codecs.kernels.jit import BYTES, OUT, kernel, part
 
 I64, U64 = types.int64, types.uint64
 SIZES = types.Array(types.int64, 1, "C", readonly=True)
@@ -15,28 +15,6 @@ HALF, LEAST, SLOWEST = 1 << 15, 32, 255
 FLAGS, VALUES, VALUE_MODELS, GAPS, MODELS = 0, 16, 40, 656, 817
 DENSE = 255
 TOLD = 2
-
-
-@part
-def _bit(state, models, model, out, bit):
-    """Encode one bit: `state` is the two ends of the interval and the place in `out`; False if `out` is full."""
-    low, high = state[0], state[1]
-    chance = models[model, 0]
-    middle = low + U64((high - low) * U64(chance)) // U64(65536)
-    if bit:
-        high = middle
-    else:
-        low = middle + U64(1)
-    while (low ^ high) >> U64(24) == U64(0):
-        if state[2] >= U64(out.size):
-            return False
-        out[I64(state[2])] = high >> U64(24)
-        state[2] += U64(1)
-        low = (low << U64(8)) & U64(0xFFFFFFFF)
-        high = ((high << U64(8)) & U64(0xFFFFFFFF)) | U64(255)
-    state[0], state[1] = low, high
-    _learn(models, model, bit)
-    return True
 
 
 @part
@@ -75,35 +53,6 @@ def _read(state, models, model, data):
 
 
 @part
-def _length(number):
-    size = 0
-    while number:
-        number >>= 1
-        size += 1
-    return size
-
-
-@part
-def _write_number(state, models, base, most, number, out):
-    """A number of 1 and more: how long it is, its highest bits by models, the rest evenly."""
-    size = _length(number)
-    for i in range(1, min(size, most)):
-        if not _bit(state, models, base + i - 1, out, True):
-            return False
-    if size < most and not _bit(state, models, base + size - 1, out, False):
-        return False
-    prefix = 1
-    for i in range(size - 2, -1, -1):
-        bit = (number >> i) & 1
-        told = size - 2 - i < TOLD
-        model = base + most + 4 * (size - 1) + prefix if told else MODELS - 1
-        if not _bit(state, models, model, out, bit == 1):
-            return False
-        prefix = 2 * prefix + bit if told else prefix
-    return True
-
-
-@part
 def _read_number(state, models, base, most, data):
     size = 1
     while size < most and _read(state, models, base + size - 1, data):
@@ -124,48 +73,6 @@ def _models():
     models[:, 0] = HALF
     models[:, 1] = 0
     return models
-
-
-@part
-def _write_gap(state, models, gap, shift, out):
-    if not _write_number(state, models, GAPS, 32, (gap >> shift) + 1, out):
-        return False
-    for i in range(shift - 1, -1, -1):  # noqa: SIM110, Numba has no generators here
-        if not _bit(state, models, MODELS - 1, out, (gap >> i) & 1 == 1):
-            return False
-    return True
-
-
-@kernel(SIZE, BYTES, SIZES, BYTES, OUT)
-def write_seldom(plane, counts, kinds, out):
-    """The plane's contexts one after another. Returns how many bytes, 0 if they do not fit into `out`."""
-    models, state = _models(), np.zeros(3, np.uint64)
-    state[1] = U64(0xFFFFFFFF)
-    at = 0
-    for c in range(counts.size):
-        values, end, gap = VALUES + VALUE_MODELS * c, at + counts[c], 0
-        shift = I64(kinds[c])
-        while at < end:
-            value = I64(plane[at])
-            at += 1
-            if shift == DENSE:
-                if not _bit(state, models, FLAGS + c, out, value != 0):
-                    return 0
-            elif value == 0:
-                gap += 1
-            else:
-                if not _write_gap(state, models, gap, shift, out):
-                    return 0
-                gap = 0
-            if value and not _write_number(state, models, values, 8, value, out):
-                return 0
-        if shift != DENSE and not _write_gap(state, models, gap, shift, out):
-            return 0
-    if state[2] + U64(4) > U64(out.size):
-        return 0
-    for i in range(4):
-        out[I64(state[2]) + i] = (state[1] >> U64(24 - 8 * i)) & U64(255)
-    return I64(state[2]) + 4
 
 
 @kernel(types.boolean, BYTES, SIZES, BYTES, OUT)

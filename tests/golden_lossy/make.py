@@ -1,0 +1,63 @@
+"""Makes the golden chunks of lossy deltas: `python tests/golden_lossy/make.py`. No test runs it.
+
+A chunk that is here already is never made again: what was written once is read for ever, and gives the same bits.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_codecs.delta import Change, DeltaCodec, States
+from ckpt_codecs.lossy import LcCheckpoint, Subspace
+from ckpt_formats.tensor import Array
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from lossy_states import BF16, training  # noqa: E402
+
+
+def chosen() -> Iterator[tuple[str, DeltaCodec, Change]]:
+    """Sections of every kind, small."""
+    before, after = training((40, 70), 2, 7)
+    yield "adam", Subspace(), Change(before, after)
+    holed = {**after, "exp_avg_sq": after["exp_avg_sq"] * (np.arange(70) % 9 > 0)}
+    yield "holed", Subspace(step=0.01, octaves=0.5, first="coarse"), Change(before, holed)
+    yield "anchor", Subspace(first="zero"), Change({}, after)
+    yield "weights", Subspace(step=1.0), Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+    momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"] * np.float32(1e6)} for s in (before, after)]
+    yield "momentum", Subspace(), Change(*momentum)
+    yield "momentum-anchor", Subspace(), Change({}, momentum[1])
+    copies = [{n: a.astype(BF16) for n, a in s.items()} for s in (before, after)]
+    yield "bf16", Subspace(), Change(*copies)
+    yield "vector", Subspace(), Change(*training((300,), 2, 7))
+    yield "same", Subspace(first="exact"), Change(before, {**after, "fp32": before["fp32"]})
+    yield "lc", LcCheckpoint(3, coder="context"), Change(before, after)
+
+
+def kept(side: str, states: States) -> dict[str, Array]:
+    return {f"{side}-{name}": np.ascontiguousarray(v).reshape(-1).view(np.uint8) for name, v in states.items()}
+
+
+def form(states: States) -> dict[str, str]:
+    return {name: values.dtype.name for name, values in states.items()}
+
+
+def main() -> None:
+    for name, codec, change in chosen():
+        target = HERE / f"{name}.npz"
+        if target.exists():
+            continue
+        shape, data = next(iter(change.after.values())).shape, codec.encode(change)
+        made = codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
+        about = {"codec": codec.config(), "before": form(change.before), "made": form(made), "shape": shape}
+        held = {"about": np.array(json.dumps(about)), "data": np.frombuffer(data, np.uint8)}
+        np.savez_compressed(target, allow_pickle=False, **held, **kept("before", change.before), **kept("made", made))
+        print(f"{target.name}: {len(data)} bytes")
+
+
+if __name__ == "__main__":
+    main()

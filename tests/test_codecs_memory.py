@@ -1,0 +1,217 @@
+"""Codecs work in memory that is given to them and used again: for fresh pages threads wait for one another."""
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from ckpt_codecs import Codec, CodecError, Planes, Rounded
+from ckpt_codecs.base import room
+from ckpt_codecs.engine import using
+from ckpt_codecs.scratch import give, lent, take
+from ckpt_formats.tensor import Array
+from codec_arrays import BF16, CHUNKED, F32, cases
+from held import bits
+from test_codecs import BOTH
+
+T = TypeVar("T")
+EACH = pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
+counts_faults = pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted by thread on Linux alone")
+
+
+@BOTH
+@EACH
+def test_a_chunk_is_the_same_in_memory_that_is_given(codec: Codec, name: str) -> None:
+    with using(name):
+        for _, values, base in list(cases())[::3]:
+            alone = bytes(codec.encode(values, base))
+            for size in (room(values.nbytes), 3):
+                out = np.full(size, 0xA5, np.uint8)
+                assert bytes(codec.encode_into(values, base, out)) == alone
+
+
+@BOTH
+@EACH
+def test_values_are_the_same_in_memory_that_is_given(codec: Codec, name: str) -> None:
+    """Packed or not, whatever was there before."""
+    with using(name):
+        for _, values, base in list(cases())[::3]:
+            data = codec.encode(values, base)
+            packed = np.full(values.nbytes, 0xA5, np.uint8).view(values.dtype).reshape(values.shape)
+            strided = np.empty((*values.shape, 2), values.dtype)[..., 0]
+            for out in (packed, strided):
+                codec.decode_into(data, out, base)
+                assert bits(out.copy()) == bits(codec.decode(data, values.shape, values.dtype, base))
+
+
+def test_a_copy_is_rounded_into_memory_that_is_given() -> None:
+    master = np.random.default_rng(0).normal(0, 1, (30, 40)).astype(F32)
+    for out in (np.empty(master.shape, BF16), np.empty((*master.shape, 2), BF16)[..., 1], np.empty(master.shape, "f2")):
+        Rounded().decode_into(b"", out, master)
+        assert bits(out.copy()) == bits(master.astype(out.dtype))
+    with pytest.raises(CodecError):
+        Rounded().decode_into(b"", np.empty((40, 30), BF16), master)
+
+
+class Alone(Planes):
+    """A codec of somebody else, who knows nothing of memory that is given."""
+
+    encode_into = Codec.encode_into
+    decode_into = Codec.decode_into
+
+    def encode(self, array: Array, base: Array | None = None) -> bytes:
+        return array.tobytes()
+
+    def decode(self, data: object, shape: object, dtype: object, base: object = None) -> Array:
+        return np.frombuffer(bytes(data), F32)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_codec_that_knows_nothing_of_it_serves_as_well() -> None:
+    values, out = np.arange(50, dtype=F32), np.zeros(50, F32)
+    Alone().decode_into(Alone().encode_into(values, None, np.empty(1000, np.uint8)), out, None)
+    assert bits(out) == bits(values)
+    with pytest.raises(CodecError, match="shape"):
+        Alone().decode_into(values.tobytes(), np.zeros((5, 10), F32), None)
+
+
+def test_buffers_that_are_lent_within_one_another_are_not_the_same() -> None:
+    with lent(100) as first, lent(1000) as second:
+        assert (first.size, second.size) == (100, 1000)
+        assert not np.shares_memory(first, second)
+    with lent(100) as again:
+        assert np.shares_memory(again, first) or np.shares_memory(again, second)
+
+
+def in_a_thread(work: Callable[[], T]) -> T:
+    """With no memory of its own yet."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_the_least_buffer_that_is_large_enough_is_taken_again() -> None:
+    def taken() -> bool:
+        rooms = [take(size) for size in (300_000, 200_000, 100_000)]
+        for one in rooms:
+            give(one)
+        return take(150_000) is rooms[1] and take(150_000) is rooms[0]
+
+    assert in_a_thread(taken)
+
+
+def test_what_other_threads_took_does_not_gather() -> None:
+    def given() -> int:
+        tracemalloc.start()
+        for _ in range(500):
+            give(np.empty(1 << 20, np.uint8))
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return held
+
+    assert in_a_thread(given) < 64 << 20
+
+
+FAULTS = """
+import json, resource, threading, numpy as np, ckpt_codecs as c
+from ckpt_codecs.base import room
+c.warm_up()
+def faults(work):
+    for _ in range(3):
+        work()
+    begun = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(10):
+        work()
+    return (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - begun) / 10
+"""
+"""How many pages the kernel had to give to a piece of work that was done before."""
+
+CHUNKS = """
+random = np.random.default_rng(0)
+second = (np.exp(random.normal(0, 2, 256)) * random.chisquare(3, (1024, 256)) * 1e-8).astype("f4")
+first = (np.sqrt(second) * random.normal(0, 1, second.shape)).astype("f4")
+steady = (1e-8 * np.exp(random.normal(0, 0.3, second.shape))).astype("f4")
+found = []
+for codec, values, base in (
+    (c.Planes(), first, None), (c.FirstMoment(), first, second), (c.SecondMoment(), second, None),
+    (c.SecondMoment(), steady, None),
+):
+    out, made = np.empty(room(values.nbytes), np.uint8), np.empty_like(values)
+    data = bytes(codec.encode(values, base))
+    found.append([
+        faults(lambda: codec.encode(values, base)), faults(lambda: codec.encode_into(values, base, out)),
+        faults(lambda: codec.decode(data, values.shape, values.dtype, base)),
+        faults(lambda: codec.decode_into(data, made, base)),
+    ])
+print(json.dumps(found))
+"""
+
+
+def run(code: str) -> list[list[float]]:
+    """In a process where memory for every large array is mapped, as it comes to be in long ones."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FAULTS + code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[list[float]] = json.loads(done.stdout)
+    return found
+
+
+@counts_faults
+def test_a_chunk_takes_no_fresh_pages() -> None:
+    """Fewer than one for each 64 KiB of it, where arrays of one's own take one for each 4 KiB."""
+    for encode, encode_into, decode, decode_into in run(CHUNKS):
+        assert encode > 100
+        assert encode_into < 16
+        assert decode > 100
+        assert decode_into < 16
+
+
+STATES = """
+from pathlib import Path
+from ckpt_formats.base import Parameter
+from ckpt_formats.coding import Coding
+from ckpt_formats.files import Reader
+from ckpt_formats.tensor import Raw, Tensor
+from ckpt_formats.transfer import Transfer
+from ckpt_formats.universal.parameter_file import write_parameter
+from ckpt_formats.universal.stored_states import read_states
+folder = Path({folder!r})
+random = np.random.default_rng(0)
+shape, states, at = (5000, 384), {{}}, 0
+with (folder / "raw").open("wb") as out:
+    for name in ("fp32", "exp_avg", "exp_avg_sq"):
+        values = (random.normal(0, 1, shape) ** 2 * 1e-4).astype("f4")
+        out.write(values.data)
+        states[name] = Tensor.of(Raw.packed(folder / "raw", at, shape, values.dtype))
+        at += values.nbytes
+parameter, chunks = Parameter("w", "parameter", states), 3 * 8
+def write():
+    with Reader() as reader, Transfer(reader) as transfer:
+        return write_parameter(folder, "coded", parameter, transfer, Coding())
+def read():
+    with Reader() as reader, Transfer(reader) as transfer:
+        return [sum(1 for _ in transfer.chunks(tensor)) for tensor in stored.values()]
+entry = write()
+assert all(state.chunk for state in entry.states.values())
+stored = read_states(folder / "coded", entry)
+written, read = faults(write), faults(read)
+print(json.dumps([[written / chunks, read / chunks]]))
+"""
+
+
+@counts_faults
+def test_states_are_written_and_read_without_fresh_pages_for_each_chunk(tmp_path: Path) -> None:
+    [[written, read]] = run(STATES.format(folder=str(tmp_path)))
+    assert written < 16
+    assert read < 16

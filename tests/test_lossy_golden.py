@@ -1,0 +1,53 @@
+"""Lossy chunks that were written once give the same bits for ever, by either engine.
+
+`golden_lossy/make.py` wrote them, with version 0.3.0; no test does.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_codecs.delta import Form
+from ckpt_codecs.engine import using
+from ckpt_codecs.lossy import forms
+from ckpt_codecs.lossy.sections import Pieces
+from ckpt_codecs.registry import delta_from_config
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.tensor import Array
+from test_codecs import BOTH
+
+GOLDEN = sorted((Path(__file__).parent / "golden_lossy").glob("*.npz"))
+
+
+def test_each_kind_of_section_has_a_golden_chunk() -> None:
+    kinds, firsts = set(), set()
+    for path in GOLDEN:
+        with np.load(path) as golden:
+            about, source = json.loads(str(golden["about"])), Pieces(golden["data"].tobytes())
+        if about["codec"]["name"] == "subspace":
+            for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["made"].items()}):
+                (kind,), held = source.take(1), source.piece()
+                kinds.add(kind)
+                firsts |= {held[0]} if kind == 4 and name in forms.FIRST else set()
+    assert kinds == set(range(5))
+    assert firsts == set(range(4))
+
+
+@BOTH
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_golden_chunk_gives_the_same_bits(path: Path, name: str) -> None:
+    with np.load(path) as golden:
+        about = json.loads(str(golden["about"]))
+        shape: tuple[int, ...] = tuple(about["shape"])
+        made: Form = {state: DTYPES[dtype] for state, dtype in about["made"].items()}
+        before: dict[str, Array] = {
+            state: golden[f"before-{state}"].view(DTYPES[dtype]).reshape(shape)
+            for state, dtype in about["before"].items()
+        }
+        data = golden["data"].tobytes()
+        expected = {state: golden[f"made-{state}"].tobytes() for state in made}
+    with using(name):
+        found = delta_from_config(about["codec"]).decode(data, before, shape, made)
+    assert {state: values.tobytes() for state, values in found.items()} == expected
