@@ -1,9 +1,11 @@
-"""Restore the end of a long chain: `python benchmarks/chain.py --gb 0.5 --deltas 30`.
+"""Restore the end of a long chain: `python benchmarks/chain.py --gb 0.5 --deltas 30 --keep FOLDER`.
 
 A run of PyTorch's AdamW on gradients that are random but of low rank: masters in fp32, copies in bf16, both moments.
-Each state is appended to a chain. The last one is then restored three ways, in one run, each in a process of its own:
-by `ckpt restore`; by copying the full state, flushed to the disk; and delta by delta, each on the full state that the
-one before it left, as a program does that knows only one delta at a time. Whether the same bytes come out is checked.
+Each state is appended to a chain, in FOLDER, where a later run finds it again. The last one is then restored in three
+ways, in one run, each in a process of its own: by `ckpt restore`; by copying the full state, flushed to the disk; and
+delta by delta, each on the full state that the one before it left, as a program does that knows only one delta at a
+time. All must give the bytes of the state as it was saved. Then, on copies of the chain: `diff --into`, `verify` and
+`compact`.
 """
 
 from __future__ import annotations
@@ -20,22 +22,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from measure import Run, measure, warm
+from measure import Run, measure, medians, warm
 
 from ckpt_cli.chains.append import Anchors, append
 from ckpt_cli.chains.writing import Manner
-from ckpt_cli.pipeline import Effort
+from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats import sealed_json
-from ckpt_formats.base import Checkpoint, Group, Origin, Parameter
+from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
 from ckpt_formats.chain import index
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.universal import manifest
+from ckpt_formats.universal import Universal, manifest
 
 if TYPE_CHECKING:
     import torch
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
+LOAD = "from ckpt_cli.work import load_kernels; from ckpt_codecs.deltas.replay import Replay; load_kernels([Replay()])"
+"""Kernels are compiled before anything is measured."""
 ROWS, COLUMNS = 1024, 1024
 BYTES_EACH = ROWS * COLUMNS * (3 * 4 + 2)
 
@@ -70,13 +74,20 @@ def _parameter(name: str, weight: torch.Tensor, kept: dict[str, torch.Tensor], s
     return Parameter(name, "parameter", {s: Tensor.of(Held(a)) for s, a in arrays.items()}, {"step": step})
 
 
-def grow(run: Path, gb: float, deltas: int) -> float:
-    """Append all states; the seconds that the deltas took."""
-    seconds = 0.0
-    for state in states(gb, deltas + 1):
+def grow(kept: Path, gb: float, deltas: int) -> float:
+    """Append all states that are not there yet, and save the last one and the next; the seconds of the deltas."""
+    run, seconds = kept / "run", 0.0
+    kept.mkdir(exist_ok=True)
+    there = index.read(run).members[-1].step if run.exists() else 0
+    for state in states(gb, deltas + 2):
+        step = state.origin.step or 0
         began = time.monotonic()
-        append(run, state, None, Manner.of(), Anchors(), Effort())
-        seconds += time.monotonic() - began if state.origin.step != 1 else 0.0
+        if there < step <= deltas + 1:
+            append(run, state, None, Manner.of(), Anchors(), Effort())
+            seconds += time.monotonic() - began if step != 1 else 0.0
+        whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
+        if not whole.exists():
+            copy(state, Universal(), Goal(whole), "", Effort())
     return seconds
 
 
@@ -104,50 +115,83 @@ def naive(run: Path, scratch: Path) -> Run:
     return Run(*sums, max(one.tree for one in runs), max(one.process for one in runs), sum(one.written for one in runs))
 
 
-def same(*folders: Path) -> bool:
-    """Do all hold the same state?"""
-    return len({manifest.load(folder / manifest.NAME).content for folder in folders}) == 1
+def check_same(saved: Path, *others: Path) -> None:
+    """All hold the same state, in the same files."""
+    for folder in others:
+        assert manifest.load(folder / manifest.NAME).content == manifest.load(saved / manifest.NAME).content
+        subprocess.run(["diff", "-r", saved / "parameters", folder / "parameters"], check=True)
+
+
+def linked(run: Path, to: Path) -> str:
+    """The chain again, to be changed: files are never changed in their place."""
+    shutil.copytree(run, to, copy_function=os.link)
+    return str(to)
+
+
+def restored(kept: Path, scratch: Path, rounds: int) -> dict[str, Run]:
+    """The three ways; of the two that are fast, the median of some rounds."""
+    out, copied, saved = scratch / "out", scratch / "copied", kept / "saved"
+    copying = 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +'
+    ways = {
+        "ckpt restore": (out, [*CKPT, "restore", str(kept / "run"), str(out)]),
+        "cp -r and fsync of the full state": (copied, ["bash", "-c", copying, "-", str(saved), str(copied)]),
+    }
+    runs: dict[str, list[Run]] = {}
+    for _ in range(rounds):
+        for name, (made, command) in ways.items():
+            shutil.rmtree(made, ignore_errors=True)
+            runs.setdefault(name, []).append(measure(command))
+    found = {name: medians(some) for name, some in runs.items()}
+    found["delta by delta"] = naive(kept / "run", scratch)
+    check_same(saved, out, copied, scratch / "naive")
+    return found
+
+
+def changed(kept: Path, scratch: Path) -> dict[str, Run]:
+    """What else is done with a chain."""
+    longer, shorter = (linked(kept / "run", scratch / name) for name in ("longer", "shorter"))
+    commands = {
+        "ckpt diff --into, one more": ["diff", "--into", longer, str(kept / "next")],
+        "ckpt verify, all states": ["verify", str(kept / "run")],
+        "ckpt compact --keep last:1": ["compact", shorter, "--keep", "last:1"],
+    }
+    return {name: measure([*CKPT, *command]) for name, command in commands.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=0.5)
     parser.add_argument("--deltas", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--keep", type=Path, help="Where the chain is made, and found again by a later run.")
     parser.add_argument("--grow", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.grow is not None:
         print(grow(given.grow, given.gb, given.deltas))
         return
-    with tempfile.TemporaryDirectory(dir=given.scratch) as made:
+    with tempfile.TemporaryDirectory(dir=given.scratch or given.keep) as made:
         scratch = Path(made)
-        run, out = scratch / "run", scratch / "out"
+        kept = given.keep or scratch / "kept"
         # In a process of its own: a child's peak is at least the size of the process that starts it.
-        told = [sys.executable, __file__, "--gb", str(given.gb), "--deltas", str(given.deltas), "--grow", str(run)]
-        seconds = float(subprocess.run(told, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        members = index.read(run).members
+        told = [sys.executable, __file__, "--gb", str(given.gb), "--deltas", str(given.deltas), "--grow", str(kept)]
+        if not (kept / "next").exists():
+            seconds = float(subprocess.run(told, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            print(f"the chain was made in {seconds:,.0f} s, checked")
+        members = index.read(kept / "run").members
+        assert len(members) == given.deltas + 1, "another chain is kept there"
         raw, stored = members[-1].raw_nbytes, sum(member.stored_nbytes for member in members)
         print(f"{raw / 1e6:,.0f} MB a state, {given.deltas} deltas, {os.cpu_count()} cores")
         ratio = raw / members[-1].stored_nbytes
-        print(f"chain: {stored / 1e6:,.0f} MB for {raw * len(members) / 1e6:,.0f}; the last delta {ratio:.2f}x smaller")
-        print(f"appended at {raw * given.deltas / seconds / 1e6:,.0f} MB/s of state, checked\n")
-        warm(run)
-        runs = {"ckpt restore": measure([*CKPT, "restore", str(run), str(out)])}
-        runs["delta by delta"] = naive(run, scratch)
-        assert same(out, scratch / "naive")
-        copying = [
-            "bash",
-            "-c",
-            'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +',
-            "-",
-            str(out),
-            str(scratch / "cp"),
-        ]
-        runs["cp -r and fsync of the full state"] = measure(copying)
-        subprocess.run(["diff", "-r", str(out), str(scratch / "cp")], check=True)
+        total = raw * len(members)
+        print(f"chain: {stored / 1e6:,.0f} MB for {total / 1e6:,.0f}; the last delta {ratio:.2f}x smaller\n")
+        subprocess.run([sys.executable, "-c", LOAD], check=True)
+        warm(kept)
+        runs = restored(kept, scratch, given.rounds)
+        fast = runs["ckpt restore"].wall
         print("| way | wall s | MB/s of state | CPU s | peak MB | relative |\n| --- | --- | --- | --- | --- | --- |")
-        for name, one in runs.items():
-            rate, times = raw / one.wall / 1e6, one.wall / runs["ckpt restore"].wall
+        for name, one in {**runs, **changed(kept, scratch)}.items():
+            rate, times = raw / one.wall / 1e6, one.wall / fast
             print(f"| {name} | {one.wall:.2f} | {rate:,.0f} | {one.cpu:.2f} | {one.process / 1e6:,.0f} | {times:.2f} |")
 
 

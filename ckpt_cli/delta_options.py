@@ -79,7 +79,9 @@ def check_together(writing: Writing, context: click.Context) -> None:
     _refuse(writing.preset is not None and "codec" in given, "--preset is a codec with its options: leave out --codec.")
     asked, told = writing.max_loss_increase, writing.eval_cmd
     _refuse((asked is None) != (told is None), "--max-loss-increase and --eval-cmd need each other.")
-    _refuse(asked is not None and not isfinite(asked), "--max-loss-increase is a number such as 0.01.")
+    bounds = {"max_loss_increase": asked, "max_abs_err": writing.max_abs_err, "rel_error": writing.rel_error}
+    endless = next((option[name] for name, bound in bounds.items() if not isfinite(bound or 0)), None)
+    _refuse(endless is not None, f"{endless} is a number such as 0.01.")
     _refuse(
         None not in (asked, writing.max_abs_err),
         "--max-loss-increase looks for the step that --max-abs-err says: give one of them.",
@@ -138,7 +140,7 @@ _OPTIONS = [
     click.option(
         "--exact", multiple=True, metavar="PATTERN", help="Parameters in which a lossy codec may lose nothing."
     ),
-    click.option("--step", type=click.IntRange(0, 1 << 62), help="The step, where the checkpoint does not say it."),
+    click.option("--step", type=click.IntRange(0, 1 << 62), help="The step, if not the one that the checkpoint says."),
     click.option(
         "--anchor-every", type=click.IntRange(1), metavar="N", help="Store each Nth state of the chain whole."
     ),
@@ -150,5 +152,7 @@ _OPTIONS = [
         help="Store whole states without loss, or with the codec of the deltas.",
     ),
     click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded."),
-    click.option("--dry-run", is_flag=True, help="Check everything, say what would be written, write nothing."),
+    click.option(
+        "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
+    ),
 ]

@@ -338,11 +338,24 @@ def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    (path,) = save_run(tmp_path, 1)
-    done = ckpt("diff", "--into", tmp_path / "run", path, "--dry-run", "--json")
-    assert json.loads(done.out) == {"chain": str(tmp_path / "run"), "step": 1, "kind": "base", "raw_nbytes": 3411568}
-    assert not (tmp_path / "run").exists()
+def test_a_dry_run_tells_what_will_be_stored_and_writes_nothing(tmp_path: Path) -> None:
+    saved, run, alone = save_run(tmp_path, 3), tmp_path / "run", tmp_path / "alone"
+    for path, options in zip(saved, ((), (), ("--preset", "resume")), strict=True):
+        before = sorted(run.rglob("*"))
+        told = ("diff", "--into", run, path, *options, "--json")
+        dry = json.loads(ckpt(*told, "--dry-run").out)
+        assert sorted(run.rglob("*")) == before
+        assert run.exists() == (path != saved[0])
+        said = json.loads(ckpt(*told).out)
+        for key in ("step", "kind", "raw_nbytes"):
+            assert dry[key] == said[key]
+        assert ("approximate" in dry) == (not said["exact"])
+        assert dry["stored_nbytes"] == pytest.approx(said["stored_nbytes"], rel=0.15)
+        assert dry["ratio"] == pytest.approx(dry["raw_nbytes"] / dry["stored_nbytes"], rel=1e-3)
+    dry = json.loads(ckpt("diff", run, saved[0], "-o", alone, "--dry-run", "--json").out)
+    assert not alone.exists()
+    said = json.loads(ckpt("diff", run, saved[0], "-o", alone, "--json").out)
+    assert dry["stored_nbytes"] == pytest.approx(said["stored_nbytes"], rel=0.15)
 
 
 def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path) -> None:
@@ -444,10 +457,8 @@ def test_memory_does_not_grow_with_the_chain(tmp_path: Path) -> None:
     assert long < 1.2 * short
 
 
-@pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
-def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
-    made = chain_of(run, drifting(3, 5 * CHUNK + 100))
+def counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes of a chain are read from now on."""
     numbers = {"nbytes": 0}
     original = Reader.read_into
 
@@ -457,11 +468,35 @@ def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: p
         original(self, path, offset, out, seal)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Reader, "read_into", counting)
+    return numbers
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
+def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    made = chain_of(run, drifting(3, 5 * CHUNK + 100))
+    numbers = counted(run, monkeypatch)
     assert ckpt("restore", run, tmp_path / "out", "--to", form).code == 0
     stored = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
     assert 0.9 * stored < numbers["nbytes"] <= 1.05 * stored
     assert contents(open_checkpoint(tmp_path / "out")) == contents(made[-1])
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+    if form == "universal":
+        copy(made[-1], writable(form), Goal(tmp_path / "saved"), "", Effort())
+        files = [path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved").rglob("*.safetensors")]
+        assert files
+        assert all((tmp_path / "out" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes() for file in files)
+
+
+def test_verify_reads_each_byte_for_its_checksum_and_once_to_decode_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    chain_of(run, drifting(3, 5 * CHUNK + 100))
+    numbers = counted(run, monkeypatch)
+    assert ckpt("verify", run).code == 0
+    stored = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
+    assert 1.9 * stored < numbers["nbytes"] <= 2.1 * stored
 
 
 def test_the_default_codec_loses_nothing() -> None:

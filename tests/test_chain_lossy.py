@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,12 +309,15 @@ def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float,
 def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path], tmp_path: Path) -> None:
     exact, lossy = tmp_path / "exact", tmp_path / "lossy"
     for run, options in ((exact, ()), (lossy, ("--preset", "balanced"))):
-        dry = ckpt("diff", "--into", run, saved[0], *options, "--dry-run")
-        assert ("approximate" in dry.err) == (run == lossy)
-        first, last = appended(run, saved[:2], *options)
-        assert "approximate" not in first.out
+        dry = []
+        for path in saved[:2]:
+            dry.append(ckpt("diff", "--into", run, path, *options, "--dry-run").out)
+            last = ckpt("diff", "--into", run, path, *options)
+            assert last.code == 0, last.err
+            assert ("approximate" in dry[-1]) == ("approximate" in last.out)
+        assert "approximate" not in dry[0]
         member = run / index.read(run).members[1].folder
-        said = {"diff": last.out}
+        said = {"diff": last.out, "diff --dry-run": dry[1]}
         for name, command in {
             "log": ("log", run),
             "inspect": ("inspect", run),
@@ -348,6 +353,7 @@ def test_presets(preset: str, saved: list[Path], tmp_path: Path) -> None:
 
 EVALUATION = """
 import sys
+import time
 from pathlib import Path
 import numpy as np
 from ckpt_formats.registry import open_checkpoint
@@ -398,7 +404,7 @@ def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: lis
 
 
 COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))"
-"""A loss of 1 for the exact state, and of 2 for any other, which lies beside its delta."""
+"""A loss for the exact state, and one more for any other, which lies beside its delta."""
 
 
 @pytest.mark.parametrize(
@@ -422,6 +428,30 @@ def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, save
     assert "hint: " in done.err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tmp_path: Path) -> None:
+    """Interrupted, killed, and two at once for one target."""
+    base, delta, asked = tmp_path / "base", tmp_path / "delta", tmp_path / "asked"
+    assert ckpt("compress", saved[0], base).code == 0
+    script = f"import pathlib, time; pathlib.Path('{asked}').touch(); time.sleep(600)"
+    waiting = f'{sys.executable} -c "{script}" {{}}'
+    told = ("diff", str(base), str(saved[1]), "-o", str(delta), "--max-loss-increase", "1", "--eval-cmd")
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        running = subprocess.Popen([sys.executable, "-m", "ckpt_cli", *told, waiting], start_new_session=True)
+        while not asked.exists():
+            time.sleep(0.05)
+        assert {".delta.ckpt-trial", "base"} <= set(os.listdir(tmp_path))
+        others = ckpt(*told, f"{sys.executable} -c 'print(1)' {{}}")
+        assert others.code == 11, others.err
+        assert running.poll() is None
+        running.send_signal(number)
+        assert running.wait(60) == code
+        os.killpg(running.pid, signal.SIGKILL) if number == signal.SIGKILL else None
+        asked.unlink()
+        assert (tmp_path / ".delta.ckpt-trial").exists() == (number == signal.SIGKILL)
+    assert ckpt(*told, f"{sys.executable} -c 'print(1)' {{}}").code == 0
+    assert sorted(os.listdir(tmp_path)) == ["base", "delta"]
 
 
 # --- usage
@@ -478,9 +508,17 @@ def test_options_that_do_not_go_together_are_refused(told: tuple[str, ...], word
 
 
 @pytest.mark.parametrize(
-    "options", [("--codec", "lc", "--max-abs-err", "1"), ("--max-abs-err", "inf"), ("--rel-error", "nan")]
+    ("options", "code"),
+    [
+        (("--codec", "lc", "--max-abs-err", "1"), UNSUPPORTED),
+        (("--max-abs-err", "inf"), 2),
+        (("--rel-error", "nan"), 2),
+        (("--exact", "norm"), 2),
+    ],
 )
-def test_bounds_that_no_codec_can_keep_are_refused(options: tuple[str, ...], saved: list[Path], tmp_path: Path) -> None:
+def test_bounds_that_no_codec_can_keep_are_refused(
+    options: tuple[str, ...], code: int, saved: list[Path], tmp_path: Path
+) -> None:
     done = ckpt("diff", "--into", tmp_path / "run", saved[0], *options)
-    assert done.code == UNSUPPORTED
+    assert done.code == code
     assert not (tmp_path / "run").exists()

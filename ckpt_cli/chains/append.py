@@ -47,22 +47,23 @@ def append(
             last = chain.members[-1]
             earlier = open_member(run, chain, last)
             written = write_delta(source, run / name, step, earlier, run / last.folder, manner, effort)
+            if written.member.kind == "base":
+                report.say(f"note: nothing is less as a delta on step {last.step}: the state stands alone")
         longer = Chain((*(chain.members if chain is not None else ()), written.member))
         open_member(run, longer, written.member)  # what cannot be opened is not named
         folder.replace(run, longer)
     return written
 
 
-def foretell(run: Path, source: Checkpoint, step: int | None, anchors: Anchors) -> tuple[int, Kind]:
-    """The step that would be appended, and how. Raises what `append` would, before it writes."""
+def foretell(run: Path, source: Checkpoint, step: int | None, anchors: Anchors) -> tuple[int, Kind, Checkpoint | None]:
+    """The step that would be appended, how, and against which state. Raises what `append` would, before it writes."""
     check_whole(source)
     check_sound(source)
     chain = folder.peek(run)
     step = _step(source, step, chain, run)
     if chain is None or anchors.due(chain):
-        return step, "base"
-    open_member(run, chain, chain.members[-1])
-    return step, "delta"
+        return step, "base", None
+    return step, "delta", open_member(run, chain, chain.members[-1])
 
 
 def sweep(run: Path, chain: Chain | None, going_on: str | None = None) -> None:
@@ -81,6 +82,8 @@ def _step(source: Checkpoint, told: int | None, chain: Chain | None, run: Path) 
     step = source.origin.step if told is None else told
     if step is None:
         raise Unsupported("the checkpoint does not say its step", where=source.path, hint="Say it: --step N.")
+    if source.origin.step not in (None, step):
+        report.say(f"note: the checkpoint says that its step is {source.origin.step}; in the chain it is {step}")
     last = None if chain is None else chain.members[-1].step
     if last is not None and step <= last:
         what = f"step {step} is there already" if step == last else f"step {step} comes before {last}, the chain's last"

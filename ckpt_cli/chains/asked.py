@@ -4,6 +4,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import click
+
 from ckpt_cli.chains.append import Anchors
 from ckpt_cli.chains.trials import Evaluation
 from ckpt_cli.chains.writing import AUTO, Manner
@@ -15,8 +17,6 @@ from ckpt_formats.errors import Unsupported
 
 _DEFAULT = "balanced"
 """The preset of who only says how much may be lost."""
-_TRIAL = ".ckpt-trial"
-"""Ends the name of the folder where states are evaluated. What is in it is whole, unlike what is staged."""
 
 
 def manner_of(writing: Writing, target: Path) -> Manner:
@@ -26,6 +26,8 @@ def manner_of(writing: Writing, target: Path) -> Manner:
     if (writing.max_abs_err, writing.rel_error, writing.max_loss_increase) != (None, None, None):
         chosen = writing.codec != AUTO or writing.preset is not None
         codec = _bounded(codec if chosen else PRESETS[_DEFAULT], writing)
+    if codec.lossless and writing.exact:
+        raise click.UsageError("--exact is of codecs that lose something: nothing is lost without it.")
     return replace(manner, codec=codec, evaluation=_evaluation(writing, target))
 
 
@@ -60,6 +62,4 @@ def _bounded(codec: DeltaCodec, writing: Writing) -> Subspace:
 def _evaluation(writing: Writing, target: Path) -> Evaluation | None:
     if writing.max_loss_increase is None or writing.eval_cmd is None:
         return None
-    beside = target.resolve()
-    folder = beside.parent / f".{beside.name}{_TRIAL}"
-    return Evaluation(tuple(shlex.split(writing.eval_cmd)), writing.max_loss_increase, folder)
+    return Evaluation(tuple(shlex.split(writing.eval_cmd)), writing.max_loss_increase, target.resolve())

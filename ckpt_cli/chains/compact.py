@@ -14,7 +14,6 @@ from ckpt_cli.pipeline import Effort
 from ckpt_cli.report import size
 from ckpt_formats.chain.index import Chain, Member
 from ckpt_formats.chain.members import member_at, open_member
-from ckpt_formats.errors import Unsupported
 
 _FATES = {
     "as it is": "stays as it is",
@@ -22,7 +21,6 @@ _FATES = {
     "delta": "is written again, as a delta against the last that stays",
     "removed": "is removed",
 }
-_HINT = "Write last:N, every:N, all, or steps with commas between them."
 
 
 @dataclass(frozen=True)
@@ -135,5 +133,5 @@ def _steps(run: Path, chain: Chain, keep: str) -> set[int]:
         number = int(match[2])
         return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
-        raise Unsupported(f"--keep {keep!r:.60} is no policy", hint=_HINT)
+        raise click.UsageError(f"--keep {keep!r:.60} is no policy: write last:N, every:N, all, or steps with commas.")
     return {member_at(run, chain, int(step)).step for step in keep.split(",")}

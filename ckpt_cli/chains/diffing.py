@@ -9,7 +9,8 @@ import click
 from ckpt_cli import report
 from ckpt_cli.chains.append import append, foretell
 from ckpt_cli.chains.asked import anchors_of, manner_of
-from ckpt_cli.chains.log import accuracy
+from ckpt_cli.chains.estimate import stored_nbytes
+from ckpt_cli.chains.log import accuracy, times
 from ckpt_cli.chains.writing import Manner, Written, write_delta
 from ckpt_cli.delta_options import Writing
 from ckpt_cli.pipeline import Effort, plan
@@ -28,8 +29,9 @@ def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_j
     anchors, manner = anchors_of(writing), manner_of(writing, chain)
     _say_cautions(manner, source)
     if writing.dry_run:
-        step, kind = foretell(chain, source, writing.step, anchors)
-        _say_plan({"chain": str(chain), "step": step, "kind": kind, **_costs(manner, source)}, as_json)
+        step, kind, earlier = foretell(chain, source, writing.step, anchors)
+        costs = _costs(manner, source, earlier, anchors.coded, effort)
+        _say_plan({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
         return
     _say(append(chain, source, writing.step, manner, anchors, effort), chain, as_json)
 
@@ -44,7 +46,8 @@ def against(
     _say_cautions(manner, second)
     if writing.dry_run:
         plan(second, Universal(), Goal(target))
-        _say_plan({"target": str(target), "parent": str(parent), **_costs(manner, second)}, as_json)
+        costs = _costs(manner, second, first, False, effort)
+        _say_plan({"target": str(target), "parent": str(parent), **costs}, as_json)
         return
     step = second.origin.step if writing.step is None else writing.step
     _say(write_delta(second, target, step or 0, first, parent, manner, effort), target, as_json)
@@ -86,10 +89,9 @@ def _say(written: Written, target: Path, as_json: bool) -> None:
             }
         )
         return
-    ratio = member.raw_nbytes / member.stored_nbytes
     click.echo(
         f"{show(str(target))}: step {member.step}, {member.kind}, {size(member.stored_nbytes)} for "
-        f"{size(member.raw_nbytes)}, {ratio:.2f} times smaller, {accuracy(member)}"
+        f"{size(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
     if accepted is not None:
         report.say(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
@@ -101,16 +103,23 @@ def _say_plan(said: dict[str, Any], as_json: bool) -> None:
     if as_json:
         report.data(said)
         return
-    words = ", ".join(
-        f"{key.replace('_nbytes', '')} {size(value) if key.endswith('nbytes') else value}"
-        for key, value in said.items()
-    )
-    report.say(f"would write: {show(words)}; nothing was written")
+    place = said.get("chain") or said["target"]
+    what = f"step {said['step']}, {said['kind']}" if "step" in said else f"a delta against {said['parent']}"
+    lossy = f", approximate by codec {said['approximate']}" if "approximate" in said else ""
+    raw, stored = said["raw_nbytes"], said["stored_nbytes"]
+    sizes = f"about {size(stored)} for {size(raw)}, {times(raw, stored)}"
+    click.echo(show(f"{place}: {what}, {sizes}{lossy}"))
+    report.say("estimated from some chunks; nothing was written")
 
 
-def _costs(manner: Manner, source: Checkpoint) -> dict[str, Any]:
+def _costs(
+    manner: Manner, source: Checkpoint, earlier: Checkpoint | None, coded: bool, effort: Effort
+) -> dict[str, Any]:
     raw = sum(parameter.nbytes for parameter in source.parameters.values())
-    return {"raw_nbytes": raw} | ({} if manner.codec.lossless else {"approximate": manner.codec.name})
+    stored = stored_nbytes(source, earlier, coded, manner, effort)
+    said = {"estimate": True, "raw_nbytes": raw, "stored_nbytes": stored, "ratio": round(raw / max(stored, 1), 4)}
+    lossy = not manner.codec.lossless and (earlier is not None or coded)
+    return said | ({"approximate": manner.codec.name} if lossy else {})
 
 
 def _say_cautions(manner: Manner, source: Checkpoint) -> None:

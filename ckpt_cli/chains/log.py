@@ -51,7 +51,14 @@ def lines(chain: Chain) -> Iterator[str]:
     raw, stored = _sums(chain)
     yield ""
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
-    yield f"total   {size(stored)} for {len(chain.members)} states of {size(raw)}: {raw / stored:.2f} times smaller"
+    yield f"total   {size(stored)} for {len(chain.members)} states of {size(raw)}: {times(raw, stored)}"
+
+
+def times(raw: int, stored: int) -> str:
+    """How much smaller what is stored is than what it stands for, or larger."""
+    smaller = raw >= stored
+    ratio = raw / max(stored, 1) if smaller else stored / max(raw, 1)
+    return f"{ratio:.2f} times {'smaller' if smaller else 'larger'}"
 
 
 def accuracy(member: Member) -> str:

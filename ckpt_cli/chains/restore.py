@@ -1,17 +1,18 @@
 """`ckpt restore`: the whole state of a step, in any format."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli import pipeline, report, work
 from ckpt_cli.pipeline import Effort, Outcome
-from ckpt_cli.staging import check_target
+from ckpt_cli.report import size
+from ckpt_cli.staging import check_target, staging_folder
 from ckpt_formats.base import Checkpoint, Goal, Options, WritableFormat
 from ckpt_formats.chain import index, members
 from ckpt_formats.chain.index import Chain, Member
-from ckpt_formats.errors import CkptError, NotFound
-from ckpt_formats.naming import PARTIAL
+from ckpt_formats.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.joint import replay_of
@@ -53,25 +54,63 @@ def write(state: State, format: WritableFormat, goal: Goal, choices: str, effort
 def _write(
     source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort
 ) -> tuple[Outcome, float]:
-    """What other formats would read state after state is replayed once, into a folder beside the target."""
+    """What other formats would read state after state is replayed once, into a folder that goes with the staged one."""
     if isinstance(format, Universal):
         return work.write(source, _again(source), goal, choices, effort, "restoring")
     if not any(_replays(source)):
         return work.write(source, format, goal, choices, effort, "restoring")
-    pipeline.plan(source, format, goal)  # refuses what cannot be done, before anything is done
-    beside = goal.target.parent / f".{goal.target.name}.replayed{PARTIAL}"
-    content = manifest.load(source.path / manifest.NAME).content
-    if not _is(beside, content):
-        shutil.rmtree(beside, ignore_errors=True)
-        work.write(source, _again(source), Goal(beside), choices, effort, "replaying")
+    parts = pipeline.plan(source, format, goal)  # refuses what cannot be done, before anything is done
+    whole = _replayed(source, goal.target, pipeline.space_needed(parts), choices, effort)
     try:
-        whole = Universal().read(beside, Options())
-        outcome = work.write(whole, format, goal, choices, effort, "restoring")
-    except CkptError:
-        shutil.rmtree(beside, ignore_errors=True)
+        return work.write(whole, format, goal, choices, effort, "restoring")
+    except CkptError as error:
+        if not isinstance(error, OutputError):  # else there is something to go on with
+            shutil.rmtree(staging_folder(goal.target), ignore_errors=True)
         raise
-    shutil.rmtree(beside, ignore_errors=True)
-    return outcome
+
+
+def _replayed(source: Checkpoint, target: Path, more: int, choices: str, effort: Effort) -> Checkpoint:
+    """The state, whole, in the folder where the target is to grow, so that both go together. Goes on where it is begun.
+
+    Raises `NoSpace` unless there is room for it, and for `more` bytes that the target takes.
+    """
+    stage = staging_folder(target)
+    content = manifest.load(source.path / manifest.NAME).content
+    folder = stage / f"replayed-{content.removeprefix('blake2b-256:')[:16]}"
+    if not folder.is_dir():
+        _check_room(target, stage, _whole_nbytes(source) + more)
+        try:
+            stage.mkdir(exist_ok=True)
+            work.write(source, _again(source), Goal(folder), choices, effort, "replaying")
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
+        except CkptError:
+            with suppress(OSError):
+                stage.rmdir()  # unless there is something to go on with
+            raise
+    return Universal().read(folder, Options())
+
+
+def say_detour(source: Checkpoint, format: WritableFormat) -> None:
+    """How much room is needed for a while, beside what the target takes."""
+    if not isinstance(format, Universal) and any(_replays(source)):
+        report.say(f"note: the state is replayed beside the target first, into {size(_whole_nbytes(source))} more")
+
+
+def _whole_nbytes(source: Checkpoint) -> int:
+    return pipeline.space_needed(Universal().plan(source, Goal(source.path)))
+
+
+def _check_room(target: Path, stage: Path, needed: int) -> None:
+    """Of what an interrupted run has written, nothing is written again."""
+    written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
+    free = shutil.disk_usage(target.parent).free
+    if needed > free + written:
+        raise NoSpace(
+            f"restoring takes {size(needed)}: the state is replayed beside the target first; {size(free)} are free",
+            where=target,
+            hint="Free some; or restore it as universal, which takes no more than the state.",
+        )
 
 
 def say_exactness(source: Checkpoint) -> None:
@@ -89,10 +128,3 @@ def _again(source: Checkpoint) -> Universal:
 def _replays(source: Checkpoint) -> list[bool]:
     found = (replay_of(parameter) for parameter in source.parameters.values())
     return [True for replay in found if replay is not None and replay.count > 1]
-
-
-def _is(folder: Path, content: str) -> bool:
-    try:
-        return manifest.load(folder / manifest.NAME).content == content
-    except CkptError:
-        return False

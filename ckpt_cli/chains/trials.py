@@ -2,17 +2,19 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from pathlib import Path
 
 from ckpt_cli import report, work
 from ckpt_cli.pipeline import Effort
+from ckpt_cli.staging import owned
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
 from ckpt_formats.base import Checkpoint, Goal, Options
-from ckpt_formats.errors import OutputError, Unsupported
+from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
 from ckpt_formats.universal import Universal, manifest
 
@@ -20,6 +22,8 @@ PLACE = "{}"
 """Stands for the path of a state in the command."""
 _LONGEST = 1 << 16
 """Characters of a line that is still read as one."""
+_TRIAL = ".ckpt-trial"
+"""Ends the name of the folder where states are evaluated. What is in it is whole, unlike what is staged."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Evaluation:
     command: tuple[str, ...]
     most: float
     """By how much the loss may increase."""
-    folder: Path
-    """Where states are put for it, one after the other; it is made and removed."""
+    target: Path
+    """What is to be written. States are put beside it, one after the other, each in a folder that is removed."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,9 @@ def settle(
 
     Raises `Unsupported` if no step is, or if the command fails.
     """
-    folder, losses = evaluation.folder, dict[float, float]()
-    try:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
-        _make(folder)
-        exact = _loss_of(source, Universal(), evaluation, effort)
+    losses = dict[float, float]()
+    with _beside(evaluation.target) as folder:
+        exact = _loss_of(source, Universal(), evaluation, folder, effort)
         if not isfinite(exact):
             raise _refused(evaluation, f"says that the loss of the exact state is {exact}")
         report.say(f"trial: the exact state, loss {exact:.6g}")
@@ -66,14 +68,12 @@ def settle(
             write(codec.at(step), folder / "coded")
             content = manifest.load(folder / "coded" / manifest.NAME).content
             coded = Universal().read(folder / "coded", Options())
-            losses[step] = _loss_of(coded, Universal.again(content), evaluation, effort)
+            losses[step] = _loss_of(coded, Universal.again(content), evaluation, folder, effort)
             shutil.rmtree(folder / "coded")
             report.say(f"trial: step {step:.3g}, loss {losses[step]:.6g}, {losses[step] - exact:+.3g}")
             return inf if isnan(losses[step]) else losses[step] - exact
 
         step = coarsest(increase, evaluation.most)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if step is None:
         finest = min(losses)
         raise Unsupported(
@@ -84,9 +84,26 @@ def settle(
     return codec.at(step), Accepted(step, losses[step], exact)
 
 
-def _loss_of(state: Checkpoint, format: Universal, evaluation: Evaluation, effort: Effort) -> float:
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A folder for trials, which is removed. What a run that was killed left in it is removed before.
+
+    Raises `Locked` if another process tries something for the same target.
+    """
+    folder = target.parent / f".{target.name}{_TRIAL}"
+    with owned(folder, target):
+        try:
+            for left in folder.iterdir():
+                if left.is_dir():
+                    shutil.rmtree(left)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loss_of(state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, effort: Effort) -> float:
     """What the command says of a state, which is written for it and removed."""
-    target = evaluation.folder / "state"
+    target = folder / "state"
     work.write(state, format, Goal(target), "trial", effort, "writing a trial")
     found = _run(evaluation, target)
     shutil.rmtree(target)
@@ -100,8 +117,12 @@ def _run(evaluation: Evaluation, state: Path) -> float:
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
-            while line := process.stdout.readline(_LONGEST):
-                last = line.decode("utf-8", "replace").strip() or last
+            try:
+                while line := process.stdout.readline(_LONGEST):
+                    last = line.decode("utf-8", "replace").strip() or last
+            except KeyboardInterrupt:
+                process.terminate()  # it may not have heard of it
+                raise
     except OSError as error:
         raise _refused(evaluation, f"cannot be run: {error.strerror or error}") from None
     if process.returncode:
@@ -117,10 +138,3 @@ def _refused(evaluation: Evaluation, what: str) -> Unsupported:
         f"--eval-cmd: {show(evaluation.command[0])} {what}",
         hint=f"It gets the path of a universal checkpoint for {PLACE}; the last line it prints is the loss, a number.",
     )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror or error}", where=folder) from error

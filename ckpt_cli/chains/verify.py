@@ -16,6 +16,7 @@ from ckpt_formats.base import Checkpoint
 from ckpt_formats.chain import index
 from ckpt_formats.chain.index import Chain
 from ckpt_formats.chain.members import open_member
+from ckpt_formats.coded import Coded
 from ckpt_formats.errors import CkptError
 from ckpt_formats.files import Seal
 from ckpt_formats.naming import show
@@ -24,7 +25,7 @@ from ckpt_formats.universal.replay import Replayed
 
 _MOST_STEPS = 10
 _Place = tuple[Path, int]
-"""A file, and where in it a delta begins."""
+"""A file, and where in it chunks begin."""
 
 
 def verify(run: Path, effort: Effort, as_json: bool) -> None:
@@ -101,14 +102,20 @@ def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place])
 
 
 def _own(blob: Blob) -> Iterator[_Place]:
+    """Where a blob's chunks are."""
     if isinstance(blob, Replayed):
         yield blob.replay.path, blob.replay.offset
+    if isinstance(blob, Coded):
+        yield blob.store.path, blob.store.offset
 
 
 def _places(blob: Blob) -> Iterator[_Place]:
+    """Where all chunks are that are decoded, and checked, on the way to a blob that is replayed."""
     if isinstance(blob, Replayed):
         for replay in blob.replay.lineage():
             yield replay.path, replay.offset
+            for before in replay.before.values():
+                yield from _own(before)
 
 
 def _bad_steps(run: Path, chain: Chain, findings: list[Finding]) -> list[int]:

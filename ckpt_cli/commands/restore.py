@@ -55,6 +55,7 @@ def restore(
     if dry_run:
         parts = pipeline.plan(state.checkpoint, format, goal)
         report.say_losses(format, state.checkpoint, parts)
+        restoring.say_detour(state.checkpoint, format)
         report.plan(state.checkpoint, parts, goal.target, format.name, as_json)
         return
     outcome, seconds = restoring.write(

@@ -4,6 +4,8 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import NotApplicable, Rounded
+from ckpt_codecs.lossy import Loss
+from ckpt_codecs.lossy.loss import measured
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.geometry import Box
 from ckpt_formats.sealed_json import hash_text
@@ -11,7 +13,7 @@ from ckpt_formats.tensor import Array, Decoded, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import Passing, flat
 from ckpt_formats.universal.entry import State
-from ckpt_formats.universal.loss import Measure
+from ckpt_formats.universal.loss import figures
 
 
 class Copy:
@@ -26,7 +28,7 @@ class Copy:
         held = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
         made = isinstance(only, Decoded) and only.codec == self._codec
         self._by_definition = made and isinstance(only, Decoded) and (only.base is master or only.base is held)
-        self._measure = Measure()
+        self._lost = Loss()
 
     @classmethod
     def of(cls, parameter: Parameter) -> "Copy | None":
@@ -53,7 +55,7 @@ class Copy:
         if kept is not None:
             self.derived &= self._codec.holds(kept, self.tensor.dtype)
             rounded = np.ascontiguousarray(self._codec.decode(b"", kept.shape, self.tensor.dtype, kept))
-            self._measure.note(values, rounded)
+            self._lost += measured(values, rounded)
             values = rounded
         self._values.update(as_bytes(values).data)
 
@@ -64,5 +66,5 @@ class Copy:
 
     def state(self) -> State:
         digest = hash_text(self._values.intdigest())
-        loss = self._measure.loss()
+        loss = figures(self._lost, changed=False)
         return State(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)

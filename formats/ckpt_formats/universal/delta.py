@@ -12,7 +12,7 @@ from ckpt_formats.coding import Coding
 from ckpt_formats.geometry import Box
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.delta_state import Against, sample
+from ckpt_formats.universal.delta_plan import Against, sample
 from ckpt_formats.universal.manifest import Parent
 
 
@@ -53,14 +53,18 @@ class Delta(Universal):
         return replace(part, parameters=parameters, what=what, size=parameter.nbytes)
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
-        if "delta" not in part.what:
-            return super().write(folder, part, transfer)
-        earlier = part.parameters[1] if len(part.parameters) > 1 else None
-        step = Step(**part.what["step"])
-        before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
-        step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
-        against = Against(earlier, delta_from_config(dict(part.what["delta"])), step)
-        return self._write(folder, part, transfer, Coding.of_json(part.what.get("coding")), against)
+        return self._write(folder, part, transfer, Coding.of_json(part.what.get("coding")), against(part, transfer))
+
+
+def against(part: Part, transfer: Transfer) -> Against | None:
+    """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
+    if "delta" not in part.what:
+        return None
+    earlier = part.parameters[1] if len(part.parameters) > 1 else None
+    step = Step(**part.what["step"])
+    before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
+    step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
+    return Against(earlier, delta_from_config(dict(part.what["delta"])), step)
 
 
 def surveyed(

@@ -1,15 +1,22 @@
 """States that must be replayed, written chunk by chunk and all at once, so that no stored byte is read twice."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
-from ckpt_formats.base import Parameter
+import xxhash
+
+from ckpt_formats.base import MASTER, Parameter
 from ckpt_formats.geometry import Box
+from ckpt_formats.safetensors_file import Slot
+from ckpt_formats.sealed_json import hash_text
 from ckpt_formats.tensor import Blob, Decoded, Raw, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import flat
+from ckpt_formats.universal.copies import Copy
+from ckpt_formats.universal.entry import State
 from ckpt_formats.universal.replay import Replay, Replayed
 
 
@@ -34,6 +41,39 @@ def spilled(path: Path, parameter: Parameter, replay: Replay, transfer: Transfer
                 _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
     states = {state: _plain(tensor, blobs.get(state), plain) for state, tensor in parameter.states.items()}
     return replace(parameter, states=states)
+
+
+def write_together(
+    out: FileIO,
+    begin: int,
+    slots: Iterable[Slot],
+    parameter: Parameter,
+    replay: Replay,
+    copy: Copy | None,
+    transfer: Transfer,
+) -> dict[str, State]:
+    """Write the states of a replay as they are, each into its slot, which is counted from `begin`."""
+    blobs = _blobs(parameter)
+    mine = [slot for slot in slots if isinstance(blob := blobs.get(slot.name), Replayed) and blob.replay is replay]
+    tensors = {slot.name: flat(parameter.states[slot.name]) for slot in mine}
+    digests = {slot.name: xxhash.xxh3_128() for slot in mine}
+    copied = None if copy is None else flat(copy.tensor)
+    for index in range(replay.count):
+        start, stop = replay.flat_range(index)
+        box = Box((start,), (stop,))
+        for slot in mine:
+            values = transfer.fetch(tensors[slot.name], box)
+            _write_at(out.fileno(), as_bytes(values).data, begin + slot.offset + start * slot.dtype.itemsize)
+            digests[slot.name].update(as_bytes(values).data)
+            if slot.name == MASTER and copy is not None and copied is not None:
+                copy.compare(box, values, transfer, copied)
+    states = {}
+    for slot in mine:
+        text = hash_text(digests[slot.name].intdigest())
+        states[slot.name] = State(
+            slot.dtype.name, slot.shape, text, offset=begin + slot.offset, nbytes=slot.nbytes, stored=text
+        )
+    return states
 
 
 def _blobs(parameter: Parameter) -> Mapping[str, Blob]:

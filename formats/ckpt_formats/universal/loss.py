@@ -1,56 +1,30 @@
-"""How far values that were kept are from those that were saved."""
+"""What a manifest says of states that are not as they were saved."""
 
 from collections.abc import Callable, Mapping
-from math import sqrt
 from operator import add
 
-import numpy as np
-
+from ckpt_codecs import lossy
 from ckpt_formats.base import Loss
-from ckpt_formats.tensor import Array
 
 _TOGETHER: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
 
 
-class Measure:
-    """Adds up, over the chunks of one state, what was lost."""
+def figures(measured: lossy.Loss, changed: bool, promised: Mapping[str, float] | None = None) -> Loss | None:
+    """None if every bit is as it was saved; else the numbers that `docs/format.md` names, and what was promised.
 
-    def __init__(self) -> None:
-        self._differing = self._elements = 0
-        self._largest = self._error = self._change = self._norm = self._along = 0.0
-
-    def note(self, true: Array, kept: Array, before: Array | None = None) -> None:
-        """A chunk: what was saved, what is kept of it, and what was kept of the step before."""
-        self._elements += true.size
-        width = true.dtype.itemsize
-        unequal = true.reshape(-1).view(np.uint8) != kept.reshape(-1).view(np.uint8)
-        self._differing += int(unequal.reshape(-1, width).any(axis=1).sum())
-        with np.errstate(all="ignore"):
-            wide = true.astype(np.float64)
-            error = np.abs(kept.astype(np.float64) - wide)
-            self._largest = float(np.fmax(self._largest, np.fmax.reduce(error, axis=None, initial=0.0)))
-            self._error += float(np.nansum(error * error))
-            self._norm += float(np.nansum(wide * wide))
-            if before is not None:
-                old = before.astype(np.float64)
-                true_change, change = (_finite(values - old) for values in (wide, kept.astype(np.float64)))
-                self._change += float((true_change**2).sum())
-                self._along += float((true_change * change).sum())
-
-    def loss(self, promised: Mapping[str, float] | None = None) -> Loss | None:
-        """None if every bit is as it was saved; else the numbers that `docs/format.md` names, and what was promised."""
-        if not self._differing:
-            return None
-        said = {"differing": self._differing, "elements": self._elements, "max_abs": self._largest}
-        said["rel"] = sqrt(self._error / self._norm) if self._norm else 0.0
-        if self._change:
-            said |= {"rel_change": sqrt(self._error / self._change), "progress": self._along / self._change}
-        return said | dict(promised or {})
-
-
-def _finite(values: Array) -> Array:
-    """With zeros for what is no number."""
-    return np.where(np.isfinite(values), values, 0.0)
+    `changed` is whether there was a state before, to which the error can be compared.
+    """
+    if not measured.differing:
+        return None
+    said = {
+        "differing": measured.differing,
+        "elements": measured.elements,
+        "max_abs": measured.max_abs,
+        "rel": measured.of_values,
+    }
+    if changed and measured.change:
+        said |= {"rel_change": measured.relative, "progress": measured.progress}
+    return said | dict(promised or {})
 
 
 def worst(losses: list[Loss]) -> Loss:

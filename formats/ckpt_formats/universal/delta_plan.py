@@ -1,0 +1,201 @@
+"""Whether and how the states of a parameter are to be stored as a delta, told from a few of its chunks."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+
+from ckpt_codecs import CodecError, NotApplicable, Rounded
+from ckpt_codecs.delta import Change, DeltaCodec, Form, Step
+from ckpt_formats.base import MASTER, MODEL, Parameter
+from ckpt_formats.coded import ENTRY, chunk_count, chunk_form
+from ckpt_formats.coding import Coding
+from ckpt_formats.dtypes import is_float
+from ckpt_formats.geometry import Box, Shape
+from ckpt_formats.tensor import Tensor
+from ckpt_formats.transfer import Transfer
+from ckpt_formats.universal.coded_state import choose_for, chunk_shape, flat
+from ckpt_formats.universal.copies import Copy
+from ckpt_formats.universal.entry import MOST_JOINT
+from ckpt_formats.universal.replay import Replayed
+
+_COUNT = "step"
+"""What torch calls the state that counts the optimizer's steps. It is a float, too."""
+
+
+@dataclass(frozen=True)
+class Against:
+    """What a parameter is to be coded against, and how."""
+
+    earlier: Parameter | None
+    """The parent's parameter of the same name; None for one that needs no parent."""
+    codec: DeltaCodec
+    step: Step = field(default_factory=Step)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a parameter is to be stored as a delta."""
+
+    after: Mapping[str, Tensor]
+    """The states that go in, as vectors."""
+    before: Mapping[str, Tensor]
+    codec: DeltaCodec
+    chunk: Shape
+    shape: Shape
+
+    @property
+    def count(self) -> int:
+        return chunk_count(self.shape, self.chunk)
+
+    @property
+    def form(self) -> Form:
+        return {state: tensor.dtype for state, tensor in self.after.items()}
+
+    def box(self, index: int) -> Box:
+        each = prod(self.chunk)
+        return Box((index * each,), (min((index + 1) * each, prod(self.shape)),))
+
+    def change(self, index: int, transfer: Transfer, counted: bool = True) -> Change:
+        """A chunk of all states at both steps. The arrays are valid until the next call."""
+        box = self.box(index)
+        form = chunk_form(self.chunk, box.size)
+        # One step after the other: of each, all states of a chunk are decoded together, and kept only so long.
+        after = {
+            state: transfer.fetch(tensor, box, f"after/{state}", counted).reshape(form)
+            for state, tensor in self.after.items()
+        }
+        before = {
+            state: transfer.fetch(tensor, box, f"before/{state}", counted=False).reshape(form)
+            for state, tensor in self.before.items()
+        }
+        return Change(before, after)
+
+    def changes(self, transfer: Transfer) -> Iterator[Change]:
+        """All chunks, each in arrays of its own."""
+        for index in range(self.count):
+            yield _kept(self.change(index, transfer, counted=False))
+
+
+def sample(parameter: Parameter, against: Against, transfer: Transfer) -> tuple[int, Change] | None:
+    """How many elements a parameter has, and its middle chunk as the codec will be given it; None if it gets none."""
+    plan = next(_drafts(parameter, against, transfer), None)
+    if plan is None:
+        return None
+    return prod(plan.shape), _kept(plan.change(plan.count // 2, transfer, counted=False))
+
+
+def plan_delta(parameter: Parameter, against: Against, coding: Coding, transfer: Transfer) -> Plan | None:
+    """How to store a parameter as a delta, told from two of its chunks; None if its states are better stored alone."""
+    for draft in _drafts(parameter, against, transfer):
+        samples = _samples(draft.count)
+        try:
+            codec = against.codec.fit(partial(draft.changes, transfer), against.step)
+            plan = replace(draft, codec=codec)
+            coded = sum(len(codec.encode(plan.change(index, transfer, counted=False))) for index in samples)
+        except CodecError:  # also of what was fitted to values that nothing can be fitted to
+            continue
+        elements = sum(plan.box(index).size for index in samples)
+        alone = sum(
+            elements * tensor.dtype.itemsize * _alone(parameter, state, coding, transfer)
+            for state, tensor in plan.after.items()
+        )
+        return plan if coded + ENTRY.itemsize * len(samples) < alone else None
+    return None
+
+
+def foretold(parameter: Parameter, against: Against | None, coding: Coding, transfer: Transfer, at: int) -> float:
+    """Bytes for each raw one that a parameter would take, told from the chunk that holds element `at`, and two more."""
+    plan = None if against is None else plan_delta(parameter, against, coding, transfer)
+    inside = () if plan is None else tuple(plan.after)
+    taken = 0.0
+    if plan is not None:
+        index = at // prod(plan.chunk)
+        try:
+            coded = len(plan.codec.encode(plan.change(index, transfer, counted=False))) + ENTRY.itemsize
+        except NotApplicable:
+            return foretold(parameter, None, coding, transfer, at)
+        taken = coded * prod(plan.shape) / plan.box(index).size
+    for state, tensor in parameter.states.items():
+        if state not in inside and tensor.size and not (state == MODEL and is_derived(parameter, transfer)):
+            taken += tensor.nbytes * _alone(parameter, state, coding, transfer)
+    return taken / max(1, parameter.nbytes)
+
+
+def is_derived(parameter: Parameter, transfer: Transfer) -> bool:
+    """Is the model's copy the master, rounded, in the two chunks that tell of all?"""
+    chunk = chunk_shape(parameter.weight.shape)
+    samples = _samples(chunk_count(parameter.weight.shape, chunk))
+    return Copy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer)
+
+
+def _drafts(parameter: Parameter, against: Against, transfer: Transfer) -> Iterator[Plan]:
+    """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
+    shape = parameter.weight.shape
+    chunk = _chunk_shape(shape, against.earlier)
+    joint = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
+    nbytes = prod(chunk) * sum(tensor.dtype.itemsize for tensor in joint.values())
+    if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
+        return
+    samples = _samples(chunk_count(shape, chunk))
+    if Copy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):
+        joint.pop(MODEL, None)
+    floats = {state: tensor for state, tensor in joint.items() if is_float(tensor.dtype)}
+    # What a lossy codec is given it may change: integers, truth values and counts are no matter of degree.
+    degrees = {state: tensor for state, tensor in floats.items() if state != _COUNT}
+    lossless = (joint, floats) if floats.keys() < joint.keys() else (joint,)
+    for after in lossless if against.codec.lossless else (degrees,):
+        before = _before(after, shape, against.earlier)
+        if after and (against.earlier is None or before):
+            yield Plan(after, before, against.codec, chunk, shape)
+
+
+def _samples(count: int) -> list[int]:
+    """The chunks that tell of all."""
+    return sorted({0, count // 2})
+
+
+def _kept(change: Change) -> Change:
+    """In arrays of its own."""
+    return Change(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
+
+
+def _chunk_shape(shape: Shape, earlier: Parameter | None) -> Shape:
+    """As the parent's delta is cut, if it has one: a chunk is replayed as a chunk."""
+    for tensor in () if earlier is None else earlier.states.values():
+        blob = tensor.fragments[0].blob if tensor.fragments else None
+        if isinstance(blob, Replayed) and blob.shape == shape:
+            return blob.replay.chunk
+    return chunk_shape(shape)
+
+
+def _before(after: Mapping[str, Tensor], shape: Shape, earlier: Parameter | None) -> dict[str, Tensor]:
+    known = {} if earlier is None else earlier.states
+    fitting = {state: known[state] for state in after if state in known}
+    return {
+        state: flat(tensor)
+        for state, tensor in fitting.items()
+        if tensor.shape == shape and tensor.dtype == after[state].dtype
+    }
+
+
+def _is_rounded(parameter: Parameter, chunk: Shape, samples: list[int], transfer: Transfer) -> bool:
+    master, copy = (flat(parameter.states[state]) for state in (MASTER, MODEL))
+    for index in samples:
+        box = Box((index * prod(chunk),), (min((index + 1) * prod(chunk), master.size),))
+        values = transfer.fetch(copy, box, "copy", counted=False)
+        try:
+            Rounded().encode(values, transfer.fetch(master, box, counted=False))
+        except NotApplicable:
+            return False
+    return True
+
+
+def _alone(parameter: Parameter, state: str, coding: Coding, transfer: Transfer) -> float:
+    """Bytes for each raw one if a state is coded without the parent, told from two of its chunks."""
+    tensor = parameter.states[state]
+    each = prod(chunk_shape(tensor.shape))
+    samples = sorted({0, -(-tensor.size // each) // 2})
+    choice = choose_for(parameter, state, coding, transfer, samples)
+    raw = sum(min(each, tensor.size - index * each) for index in samples) * tensor.dtype.itemsize
+    return 1.0 if choice is None else choice.nbytes / raw

@@ -1,0 +1,253 @@
+"""Chains on disks that are full or read-only, in other places, written by two at once, and restored with interrupts."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.chains import restore as restoring
+from ckpt_formats.chain import index
+from ckpt_formats.registry import open_checkpoint
+from damage import ckpt
+from held import contents
+from training import chained
+
+CKPT = [sys.executable, "-m", "ckpt_cli"]
+LOCKED, UNSUPPORTED, FULL, OUTPUT, INTERRUPTED = 11, 22, 28, 30, 130
+STEPS = 4
+ROOM = 100 << 10
+"""Bytes, less than a delta or a base takes."""
+INTERRUPTS = 5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of four states, `step1` to `step4`, and a chain of the first three."""
+    at = chained(tmp_path_factory.mktemp("whole"), STEPS)
+    (at / "run").rename(at / "all")
+    for step in range(1, STEPS):
+        assert ckpt("diff", "--into", at / "run", at / f"step{step}").code == 0
+    return at
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """The chain, to be changed."""
+    return shutil.copytree(whole / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    told = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(told, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
+def fill(disk: Path, room: int) -> None:
+    """Leave so many bytes free."""
+    usage = shutil.disk_usage(disk)
+    remount(disk, f"size={usage.used + room}")
+
+
+def snapshot(run: Path) -> dict[str, bytes]:
+    """All that is named by the chain, and the chain's list."""
+    kept = {"chain.json", *(member.folder for member in index.read(run).members)}
+    files = (path for path in run.rglob("*") if path.is_file() and path.relative_to(run).parts[0] in kept)
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def is_state(run: Path, saved: Path) -> bool:
+    return contents(open_checkpoint(run)) == contents(open_checkpoint(saved))
+
+
+@pytest.mark.parametrize("command", ["diff", "compact"])
+def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, disk: Path) -> None:
+    run = shutil.copytree(whole / "run", disk / "run")
+    before = snapshot(run)
+    told = ("diff", "--into", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
+    fill(disk, ROOM)
+    done = ckpt(*told)
+    assert done.code == FULL, done.err
+    assert "space left" in done.err
+    assert str(run) in done.err
+    assert "Traceback" not in done.err
+    assert snapshot(run) == before
+    assert ckpt("verify", run).code == 0
+    remount(disk, "size=64m")
+    done = ckpt(*told)
+    assert done.code == 0, done.err
+    assert is_state(run, whole / ("step4" if command == "diff" else "step3"))
+    members = [member.folder for member in index.read(run).members]
+    assert sorted(os.listdir(run)) == ["chain.json", "chain.lock", *members]
+
+
+def test_a_chain_that_cannot_even_begin_leaves_nothing_that_looks_like_one(whole: Path, disk: Path) -> None:
+    fill(disk, ROOM)
+    done = ckpt("diff", "--into", disk / "run", whole / "step1")
+    assert done.code == FULL, done.err
+    assert ckpt("log", disk / "run").code == 10
+    remount(disk, "size=64m")
+    assert ckpt("diff", "--into", disk / "run", whole / "step1").code == 0
+    assert is_state(disk / "run", whole / "step1")
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str, whole: Path, disk: Path) -> None:
+    raw = index.read(whole / "run").members[-1].raw_nbytes
+    fill(disk, raw + ROOM)  # for the target, and not for what is replayed beside it
+    done = ckpt("restore", whole / "run", disk / "out", "--to", form)
+    assert done.code == FULL, done.err
+    assert "replayed beside the target" in done.err
+    assert os.listdir(disk) == []
+    dry = ckpt("restore", whole / "run", disk / "out", "--to", form, "--dry-run")
+    assert "replayed beside the target" in dry.err
+    done = ckpt("restore", whole / "run", disk / "out")
+    assert done.code == 0, done.err
+    assert is_state(disk / "out", whole / "step3")
+
+
+def test_a_disk_that_fills_up_while_it_is_replayed(whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = index.read(whole / "run").members[-1].raw_nbytes
+    fill(disk, raw + ROOM)
+    monkeypatch.setattr(restoring, "_check_room", lambda *given: None)  # as if another took it meanwhile
+    told = ("restore", whole / "run", disk / "out", "--to", "dcp")
+    assert ckpt(*told).code == FULL
+    assert os.listdir(disk) == [".out.ckpt-partial"]
+    remount(disk, "size=64m")
+    monkeypatch.undo()
+    assert ckpt(*told).code == 0
+    assert os.listdir(disk) == ["out"]
+    assert is_state(disk / "out", whole / "step3")
+
+
+def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole / "run", disk / "run")
+    remount(disk, "ro")
+    for command in ("log", "verify", "inspect"):
+        assert ckpt(command, run).code == 0
+    for form in ("universal", "dcp"):
+        done = ckpt("restore", run, tmp_path / form, "--to", form, "--step", "2")
+        assert done.code == 0, done.err
+        assert is_state(tmp_path / form, whole / "step2")
+    assert ckpt("compact", run, "--keep", "last:1", "--dry-run").code == 0
+    assert ckpt("diff", "--into", run, whole / "step4", "--dry-run").code == 0
+    for told in (("diff", "--into", run, whole / "step4"), ("compact", run, "--keep", "last:1")):
+        done = ckpt(*told)
+        assert done.code == OUTPUT, done.err
+        assert "Read-only" in done.err
+        assert str(run) in done.err
+
+
+@pytest.mark.parametrize("command", ["diff", "compact"])
+def test_a_limit_of_file_sizes(command: str, whole: Path, run: Path) -> None:
+    before = snapshot(run)
+    told = ["diff", "--into", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    done = subprocess.run([*CKPT, *map(str, told)], capture_output=True, text=True, preexec_fn=limit, timeout=120)
+    assert done.returncode == OUTPUT, done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert snapshot(run) == before
+    assert ckpt(*told).code == 0
+
+
+def test_a_chain_may_be_moved_and_renamed_as_a_whole(whole: Path, run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "an archive" / "of 2026"
+    elsewhere.parent.mkdir()
+    run.rename(elsewhere)
+    assert ckpt("verify", elsewhere).code == 0
+    assert ckpt("diff", "--into", elsewhere, whole / "step4").code == 0
+    assert ckpt("compact", elsewhere, "--keep", "2").code == 0
+    (tmp_path / "link").symlink_to(elsewhere)
+    for at in (elsewhere, tmp_path / "link"):
+        assert is_state(at, whole / "step4")
+        out = tmp_path / f"out-{at.name}"
+        assert ckpt("restore", at, out, "--step", "2").code == 0
+        assert is_state(out, whole / "step2")
+
+
+def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
+    """One of them waits for nobody: it is told. Whoever is told may come again, unless its step has gone by."""
+    random_ = random.Random(1)
+    codes = []
+    for i in range(3):
+        run = shutil.copytree(whole / "run", tmp_path / f"run{i}")
+        both = []
+        for step in (10, 11):
+            told = ["diff", "--into", run, whole / "step4", "--step", step]
+            both.append(subprocess.Popen([*CKPT, *map(str, told)], stderr=subprocess.PIPE, text=True))
+            time.sleep(random_.random() * 0.2 * i)
+        said = [one.communicate(timeout=120)[1] for one in both]
+        codes.append([one.returncode for one in both])
+        assert 0 in codes[-1], said
+        assert set(codes[-1]) <= {0, LOCKED, UNSUPPORTED}, said
+        steps = [member.step for member in index.read(run).members]
+        assert steps[:3] == [1, 2, 3]
+        assert len(steps) == 3 + codes[-1].count(0)
+        assert all(
+            "another process is changing this chain" in s for s, c in zip(said, codes[-1], strict=True) if c == 11
+        )
+        assert ckpt("verify", run).code == 0
+        assert is_state(run, whole / "step4")
+    assert any(LOCKED in pair for pair in codes)
+
+
+def restore(told: list[str], stage: Path, seconds: float | None, sent: signal.Signals) -> tuple[int, float]:
+    """Restore, to be interrupted so long after it has begun to write; its exit code, and how long it wrote."""
+    running = subprocess.Popen([*CKPT, *told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not stage.exists() and running.poll() is None:
+        time.sleep(0.001)
+    began = time.monotonic()
+    if seconds is not None:
+        time.sleep(seconds)
+        running.send_signal(sent)
+    _, err = running.communicate(timeout=120)
+    assert "Traceback" not in err
+    assert ("run the same command again" in err) == (running.returncode == INTERRUPTED)
+    return running.returncode, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("form", ["universal", "dcp"])
+def test_a_restore_that_is_interrupted_leaves_no_target_and_goes_on(
+    form: str, sent: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
+    rng, out, stage = random.Random(form), tmp_path / "out", tmp_path / ".out.ckpt-partial"
+    told = ["restore", str(whole / "all"), str(out), "--to", form]
+    code, seconds = restore(told, stage, None, sent)
+    codes = []
+    for i in range(INTERRUPTS):
+        assert code == 0
+        assert is_state(out, whole / "step4")
+        shutil.rmtree(out)
+        codes.append(restore(told, stage, seconds * (i + rng.random()) / INTERRUPTS, sent)[0])
+        if not out.exists():
+            assert codes[-1] != 0
+            assert os.listdir(tmp_path) == [stage.name]
+            code = ckpt(*told).code
+            assert os.listdir(tmp_path) == ["out"]
+        shutil.rmtree(stage, ignore_errors=True)  # killed between the last rename and the last removal
+    assert (INTERRUPTED if sent == signal.SIGINT else -sent) in codes
