@@ -22,6 +22,7 @@ from ckpt_formats.values import Record, TensorName, Value
 _COLUMNS = 48
 _MOST_FILES = 40
 _MOST_VALUE = 70
+_MANY = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
 def print_json(checkpoint: Checkpoint) -> None:
@@ -76,7 +77,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     for role, members in roles.items():
         count = sum(parameter.weight.size for parameter in members)
         held = size(sum(parameter.nbytes for parameter in members))
-        click.echo(f"{role + 's':<11} {len(members)} tensors, {count:,} elements, {held} with all states")
+        click.echo(f"{_MANY[role]:<11} {_tensors(len(members))}, {count:,} elements, {held} with all states")
     if savings.is_coded(checkpoint):
         click.echo("\nstored")
         for line in savings.table(savings.rows(checkpoint)):
@@ -246,7 +247,7 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
             yield f"{indent}{show(label)}  {_leaf(child)}"
         elif depth is not None and level + 1 >= depth:
             leaves = list(_leaves(child))
-            yield f"{indent}{show(label)}  … {len(leaves)} tensors, {size(sum(p.nbytes for p in leaves))}"
+            yield f"{indent}{show(label)}  … {_tensors(len(leaves))}, {size(sum(p.nbytes for p in leaves))}"
         else:
             yield f"{indent}{show(label)}"
             yield from _lines(child, level + 1, depth)
@@ -321,3 +322,7 @@ def _plain(value: Value, depth: int) -> str:
     if isinstance(value, Record):
         return f"<{value.cls}> " + _plain(value.state if value.state is not None else list(value.args), depth + 1)
     return f"tensor {value.name}" if isinstance(value, TensorName) else str(value)
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor" if count == 1 else f"{count} tensors"

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import read_whole
 from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.naming import show
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 from ckpt_formats.state_dicts.keys import STYLES
@@ -69,7 +71,11 @@ def order_of(reading: Reading) -> tuple[str, ...]:
         raise BadRules(f"not a list of names: {error}", where=path) from None
     if not all(isinstance(name, str) for name in names):
         raise BadRules("not a list of names: it holds other things", where=path)
-    return tuple(name for name in names if name)
+    names = [name for name in names if name]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise BadRules(f"names `{show(twice)}` twice", where=path)
+    return tuple(names)
 
 
 def effort_of(workers: int | None, memory: int) -> Effort:

@@ -115,6 +115,7 @@ WRONG = {
     "rules that are not there": (["inspect", "SOURCE", "--rules", "gone.toml"], 10, "gone.toml"),
     "rules that are a folder": (["inspect", "SOURCE", "--rules", "EMPTY"], 2, "is a directory"),
     "rules that are none": (["inspect", "SOURCE", "--rules", "SOURCE/latest"], 23, "not a TOML file"),
+    "an order that names a parameter twice": (["inspect", "SOURCE", "--param-order", "TWICE"], 23, "names `a.b` twice"),
     "a target that exists": (["convert", "SOURCE", "EMPTY"], 30, "exists already"),
     "a target that is a file": (["convert", "SOURCE", "FILE"], 30, "exists already"),
     "a target that is a dangling link": (["convert", "SOURCE", "LINK"], 30, "exists already"),
@@ -135,6 +136,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ZERO1, tmp_path / "SOURCE")
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "FILE").write_text("here")
+    (tmp_path / "TWICE").write_text("a.b\nc\na.b\n")
     (tmp_path / "LINK").symlink_to("nowhere")
     (tmp_path / "INTO").symlink_to("SOURCE")
     (tmp_path / ".STAGED.ckpt-partial").write_text("in the way")

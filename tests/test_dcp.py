@@ -21,7 +21,7 @@ from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
 from ckpt_formats.dcp import DCP
 from ckpt_formats.dcp.cut import Mesh, blocks
 from ckpt_formats.dcp.nesting import flattened
-from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import Rule
@@ -398,3 +398,11 @@ def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
     assert found == {"train_state": saved["train_state"]}
     held = FileSystemReader(written).read_metadata().state_dict_metadata
     assert isinstance(held["model.layers.0.w"], TensorStorageMetadata)
+
+
+@pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
+def test_one_file_of_a_checkpoint_is_not_taken_for_a_file_of_torch(pattern: str, tmp_path: Path) -> None:
+    file = next(write(everything(), tmp_path / "step").glob(pattern))
+    with pytest.raises(NotFound, match="which is a folder") as caught:
+        open_checkpoint(file)
+    assert str(tmp_path / "step") in str(caught.value.hint)

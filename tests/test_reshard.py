@@ -21,6 +21,7 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_codecs import Rounded
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Options, Origin, Parameter
 from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import BadRules
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import Array, read
 from ckpt_formats.torchfile import TensorRef, open_file, tensor_of
@@ -107,13 +108,14 @@ DEGREES = st.integers(1, 5)
 
 
 @st.composite
-def sources(draw: st.DrawFn, unlike: bool = False) -> Checkpoint:
+def sources(draw: st.DrawFn, unlike: bool = False, least: int = 0) -> Checkpoint:
     """One to three groups of odd tensors with any states, and what else a model has; sometimes for `BF16_Optimizer`.
 
     With `unlike`, no two tensors are alike, so that stage 0, which numbers its states, can be named again.
+    Parameters have at least so many elements as `least` says.
     """
     dtype = draw(st.sampled_from(["bf16", "fp16"] if unlike else list(DTYPE)))
-    shape_of = st.sampled_from([shape for shape in SHAPES if prod(shape) > 1 or not unlike])
+    shape_of = st.sampled_from([shape for shape in SHAPES if prod(shape) >= (2 if unlike else least)])
     parameters: list[Parameter] = []
     groups = []
     for g in range(draw(st.integers(1, 3))):
@@ -165,6 +167,40 @@ def test_stage_0_is_what_is_read_where_tensors_can_be_told_apart(source: Checkpo
         found = reshard(source, at / "out", zero=0, dp=dp)
         assert_same(found, source)
         assert found.origin.layout == {"zero_stage": 0, "dp": dp, "tp": 1, "pp": 1}
+
+
+@settings(max_examples=30)
+@given(sources(least=1))
+def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoint) -> None:
+    """Also with tensors that are alike, and with names of parameters that this rank does not have."""
+    order = ("of.another.stage", *(name for group in source.groups for name in group.names))
+    with folder() as at:
+        copy(source, writable("deepspeed"), Goal(at / "out", Degrees(dp=1, zero=0)), "", EFFORT)
+        assert_same(open_checkpoint(at / "out", Options(order=order)), source)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    {
+        "too few": (lambda order: order[:-1], "too few names for group 1"),
+        "too many": (lambda order: [*order, "frozen"], "`frozen`, but the optimizer has no more"),
+        "another": (lambda order: order[::-1], "`b.bias` is next in group 0"),
+    }.values(),
+    ids=["too few", "too many", "another"],
+)
+def test_an_order_that_does_not_fit_stage_0_is_refused(
+    change: Callable[[list[str]], list[str]], said: str, tmp_path: Path
+) -> None:
+    moments = ("exp_avg", "exp_avg_sq")
+    weights = [trained(f"{name}.weight", (5, 3), "fp32", i, moments) for i, name in enumerate("ab")]
+    biases = [trained(f"{name}.bias", (3,), "fp32", 2 + i, moments) for i, name in enumerate("ab")]
+    names = [[one.name for one in members] for members in (weights, biases)]
+    groups = tuple(Group({"lr": 0.1}, tuple(members)) for members in names)
+    frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
+    source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
+    copy(source, writable("deepspeed"), Goal(tmp_path / "out", Degrees(dp=1, zero=0)), "", EFFORT)
+    with pytest.raises(BadRules, match=re.escape(said)):
+        open_checkpoint(tmp_path / "out", Options(order=tuple(change([*names[0], *names[1]]))))
 
 
 @settings(max_examples=20)

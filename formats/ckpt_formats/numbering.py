@@ -10,12 +10,15 @@ chooses: `one_way` refuses.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
 from ckpt_codecs import Rounded
+from ckpt_formats.errors import BadRules
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import slabs
+from ckpt_formats.naming import show
 from ckpt_formats.tensor import Array, Raw, Tensor, read
 
 _LOOK = 64
@@ -32,7 +35,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Slot:
-    """A numbered parameter: its master, if there is one, and other states of its shape."""
+    """A numbered parameter: its master, if there is one, and other states whose shapes tell of its own."""
 
     master: Tensor | None
     states: Mapping[str, Tensor]
@@ -40,7 +43,21 @@ class Slot:
     def fits(self, tensor: Tensor, reader: Reader) -> bool:
         if self.master is not None:
             return _looks(self.master, tensor, reader)
-        return all(state.shape == tensor.shape for state in self.states.values())
+        return all(is_state_of(name, state.shape, tensor.shape) for name, state in self.states.items())
+
+
+def is_state_of(state: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Can a parameter of shape `whole` have a state of this name and shape?
+
+    Factored second moments (Adafactor, Shazeer and Stern 2018; CAME) are means over the rows or the columns, which
+    PyTorch's own keeps as an axis of 1: `row_var`, `col_var`, `exp_avg_sq_row`, `exp_avg_sq_col`.
+    """
+    words = state.split("_")
+    if "row" in words and len(whole) > 1:
+        return shape in (whole[:-1], (*whole[:-1], 1))
+    if "col" in words and len(whole) > 1:
+        return shape in ((*whole[:-2], whole[-1]), (*whole[:-2], 1, whole[-1]))
+    return shape == whole
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,39 @@ def by_values(runs: Sequence[Run], module: Sequence[Named]) -> list[Match] | Non
                     return None
                 matches.append(Match(number, at, at + 1, alike[0]))
     return matches if len({match.name for match in matches}) == len(matches) else None
+
+
+def in_order(
+    runs: Sequence[Run], module: Sequence[Named], order: Sequence[str], where: Path, *, skips: bool = True
+) -> list[Match]:
+    """As the user says: the parameters of all runs, one run after another. Raises `BadRules` where one does not fit.
+
+    Names that the module does not have are those of other ranks. So are those
+    that are left at the end, unless `skips`: then the module is this rank's alone.
+    """
+    tensors = {one.name: one.tensor for one in module}
+    names = [name for name in order if name in tensors]
+    matches: list[Match] = []
+    with Reader(check=False) as reader:
+        for number, run in enumerate(runs):
+            at = 0
+            while at < run.end:
+                if len(matches) == len(names):
+                    raise BadRules(f"the order has too few names for group {number} of the optimizer", where=where)
+                name = names[len(matches)]
+                end = run.after(at, tensors[name], reader)
+                if end is None:
+                    raise BadRules(
+                        f"the order says that `{show(name)}` is next in group {number} of the optimizer, but its "
+                        f"shape {list(tensors[name].shape)} or its values are not those at {at:,}",
+                        where=where,
+                    )
+                matches.append(Match(number, at, end, name))
+                at = end
+    if skips and len(matches) < len(names):
+        left = show(names[len(matches)])
+        raise BadRules(f"the order names `{left}`, but the optimizer has no more parameters", where=where)
+    return matches
 
 
 def _looks(master: Tensor, copy: Tensor, reader: Reader) -> bool:

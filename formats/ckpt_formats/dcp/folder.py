@@ -54,7 +54,7 @@ class Found:
 def looks(path: Path) -> bool:
     """Is there a checkpoint here, whole or not, or one for each of several steps?"""
     try:
-        return _has_traces(path) or _is_pair(path) or bool(_steps(path))
+        return _is_one_file(path) or _has_traces(path) or _is_pair(path) or bool(_steps(path))
     except OSError:
         return False
 
@@ -62,6 +62,12 @@ def looks(path: Path) -> bool:
 def find(path: Path) -> Found:
     """The checkpoint at a path. Raises `Incomplete` if the save was broken off, `NotFound` if there are several."""
     try:
+        if _is_one_file(path):
+            raise NotFound(
+                "one file of a distributed checkpoint, which is a folder",
+                where=path,
+                hint=f"Name the folder: {show(str(path.parent))}",
+            )
         if _has_traces(path):
             return Found((_member(path),), (), _number(path.name))
         if _is_pair(path):
@@ -77,6 +83,12 @@ def rank_of(file: str) -> int | None:
     """The rank that wrote a file of data, by its name."""
     match = _DATA.fullmatch(file)
     return int(match[1]) if match else None
+
+
+def _is_one_file(path: Path) -> bool:
+    """Is it a file that means nothing alone? Torch saves its data as archives, so others would take it for theirs."""
+    named = path.name == METADATA or bool(_OF_RANK.fullmatch(path.name) or _DATA.fullmatch(path.name))
+    return named and path.is_file()
 
 
 def _has_traces(path: Path) -> bool:

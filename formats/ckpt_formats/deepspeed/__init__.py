@@ -65,7 +65,7 @@ class DeepSpeed(WritableFormat):
 
 
 def _read(path: Path, step: Step, options: Options) -> Checkpoint:
-    ranks = read_ranks(step)
+    ranks = read_ranks(step, options.order)
     stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
     parameters, tied = merge_stages(stages)
     check_one_run(parameters, step.folder.path)

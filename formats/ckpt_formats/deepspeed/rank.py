@@ -32,8 +32,8 @@ class Rank:
     aliases: Mapping[str, str]
 
 
-def read_ranks(step: Step) -> list[Rank]:
-    """All model-parallel ranks, in order."""
+def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
+    """All model-parallel ranks, in order. `order` names the parameters of an optimizer that numbers them."""
     modules = [read_module(step.models(mp), step.stage3) for mp in range(step.tp * step.pp)]
     experts = {key: step.files[path] for key, path in step.folder.experts.items()}
     layers = {key: step.files[path] for key, path in step.folder.layers.items()}
@@ -41,7 +41,7 @@ def read_ranks(step: Step) -> list[Rank]:
     for mp, module in enumerate(modules):
         module.tensors |= dict(read_experts(experts, mp))
         before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
-        optimized.append(_optimizer(step, mp, module, layers, before))
+        optimized.append(_optimizer(step, mp, module, layers, before, order))
     everywhere = {name for one in optimized for name in one.states}
     for mp, module in enumerate(modules):
         found = read_layers(layers, mp % step.tp, sorted(everywhere))
@@ -92,7 +92,9 @@ def _contradiction(step: Step, name: str, said: str, found: Shape) -> Corrupt:
     return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
-def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before: Container[str]) -> Optimized:
+def _optimizer(
+    step: Step, mp: int, module: Weights, layer_files: Layers, before: Container[str], order: Sequence[str]
+) -> Optimized:
     model, optims = step.models(mp)[0], step.optims(mp)
     if step.stage3:
         return read_sub_groups(model, optims)
@@ -110,10 +112,10 @@ def _optimizer(step: Step, mp: int, module: Weights, layer_files: Layers, before
     }
     named = [Named(name, tensor) for name, tensor in tensors.items() if name not in before]
     if step.folder.expert_optim:
-        return _by_expert_rank(step, mp, named)
+        return _by_expert_rank(step, mp, named, order)
     if model.root.get("optimizer") is None:
         return Optimized()
-    return read_whole(model, get(model.root, "optimizer", dict, model.path), named, skips=not layers)
+    return read_whole(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
 
 
 def _shapes(step: Step, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
@@ -125,7 +127,7 @@ def _shapes(step: Step, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
     return [{name: get(layers, name, Tensor, step.folder.path).shape for name in group} for group in names]
 
 
-def _by_expert_rank(step: Step, mp: int, named: Sequence[Named]) -> Optimized:
+def _by_expert_rank(step: Step, mp: int, named: Sequence[Named], order: Sequence[str]) -> Optimized:
     """Stage 0 with experts: each expert-parallel rank has the whole optimizer, with its own experts."""
     paths = [path for (rank, _), path in sorted(step.folder.expert_optim.items()) if rank == mp]
     common = [one for one in named if not is_expert(one.name)]
@@ -142,7 +144,7 @@ def _by_expert_rank(step: Step, mp: int, named: Sequence[Named]) -> Optimized:
             count = len(numbers) // len(paths)
             own += [one for number in numbers[e * count : (e + 1) * count] for one in by_number[number]]
         file = step.files[path]
-        found = read_whole(file, get(file.root, "optimizer", dict, path), [*common, *own])
+        found = read_whole(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
         for name, states in found.states.items():
             seen = merged.states.get(name)
             merged.states[name] = {s: with_replicas([seen[s], t]) for s, t in states.items()} if seen else states

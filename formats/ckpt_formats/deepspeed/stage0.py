@@ -7,19 +7,25 @@ from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.states import Optimized, Sorted, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, is_tensor, tensor, vector
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, one_way
+from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, in_order, one_way
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
 
 
 def read_whole(
-    file: TorchFile, optimizer: Mapping[Value, Value], named: Sequence[Named], *, skips: bool = True
+    file: TorchFile,
+    optimizer: Mapping[Value, Value],
+    named: Sequence[Named],
+    *,
+    order: Sequence[str] = (),
+    skips: bool = True,
 ) -> Optimized:
-    """Give the optimizer's parameters their names. Raises `Unsupported` if two ways fit, or none.
+    """Give the optimizer's parameters their names: as `order` says, or in the one way that fits.
 
     A pipeline stage, which is given the layers of later stages as well, takes
-    tensors from the first on without skipping.
+    tensors from the first on without skipping. Raises `Unsupported` if two ways
+    fit, or none, and `BadRules` if the order does not.
     """
     inner = (
         get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
@@ -27,12 +33,14 @@ def read_whole(
     listed = get(inner, "param_groups", list, file.path)
     groups = [_Numbered(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
     runs = [group.run for group in groups]
-    matches = one_way(runs, named, skips=skips) or by_values(runs, named)
+    told = in_order(runs, named, order, file.path, skips=skips) if order else None
+    matches = told or one_way(runs, named, skips=skips) or by_values(runs, named)
     if matches is None:
         raise Unsupported(
             "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",
             where=file.path,
-            hint="Save from ZeRO stage 1, where names are stored.",
+            hint="Name them, in the order of the optimizer's groups, with --param-order; "
+            "or save from ZeRO stage 1, where names are stored.",
         )
     found = Optimized()
     shapes = {one.name: one.tensor for one in named}

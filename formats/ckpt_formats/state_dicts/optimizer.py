@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ckpt_formats.base import Group
 from ckpt_formats.errors import BadRules
 from ckpt_formats.naming import show
-from ckpt_formats.numbering import Named, Run, Slot, one_way
+from ckpt_formats.numbering import Named, Run, Slot, is_state_of, one_way
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.typed_json import encode
@@ -144,7 +144,7 @@ def _by_order(
                 f"the order says that the optimizer's parameter {number} is `{show(name)}`, which is not there"
             )
         for state, tensor in _shaped(keyed.get(number, {})).items():
-            if tensor.shape not in ((), shapes[name]):
+            if tensor.shape and not is_state_of(state, tensor.shape, shapes[name]):
                 raise BadRules(
                     f"the order says that the optimizer's parameter {number} is `{show(name)}`, of shape "
                     f"{list(shapes[name])}, but its {state} has {list(tensor.shape)}"
@@ -153,7 +153,7 @@ def _by_order(
 
 
 def _shaped(state: Mapping[str, Value]) -> dict[str, Tensor]:
-    """Those states that have the parameter's shape: all but counters."""
+    """Those states whose shapes tell of the parameter's: all but counters."""
     tensors = {str(key): tensor_leaf(value) for key, value in state.items() if isinstance(value, Leaf)}
     return {key: tensor for key, tensor in tensors.items() if key != "step"}
 
