@@ -1,6 +1,6 @@
 """What `verify` checks: coverage, checksums, replicas, and masters against the model's copies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +16,11 @@ from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.errors import CkptError
 from ckpt_formats.files import Reader, Seal, holds
-from ckpt_formats.tensor import Decoded, Tensor
+from ckpt_formats.geometry import Box
+from ckpt_formats.tensor import Array, Decoded, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
+from ckpt_formats.universal.coded_state import flat
+from ckpt_formats.universal.replay import Replayed
 
 Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable"]
 
@@ -59,8 +62,8 @@ def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Findi
         if _compared(parameter) and (parameter.name,) not in damaged
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], state, digest, effort.slab, moved)
-        for (name, state), digest in checkpoint.digests.items()
+        partial(_values, checkpoint.parameters[name], digests, effort.slab, moved)
+        for name, digests in _together(checkpoint)
     ]
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
         found = [f for fs in results(pool, _call, work, 2 * effort.workers) for f in fs]
@@ -103,18 +106,52 @@ def _seal(seal: Seal, tensors: tuple[str, ...], moved: Moved) -> list[Finding]:
     return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
 
 
-def _values(parameter: Parameter, state: str, digest: int, slab: int, moved: Moved) -> list[Finding]:
+def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
+    """The checksums of values, by parameter: of states that are decoded together, all at once."""
+    found: dict[tuple[str, object], dict[str, int]] = {}
+    for (name, state), digest in checkpoint.digests.items():
+        blob = checkpoint.parameters[name].states[state].fragments[0].blob
+        key = id(blob.replay) if isinstance(blob, Replayed) else state
+        found.setdefault((name, key), {})[state] = digest
+    return ((name, digests) for (name, _), digests in found.items())
+
+
+def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: Moved) -> list[Finding]:
     """Is what comes out of a codec what the checkpoint says went in?"""
-    name, hashed = parameter.name, xxhash.xxh3_128()
+    name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
     with Reader(check=False) as reader:
+        transfer = Transfer(reader, slab, moved)
         try:
-            for chunk in Transfer(reader, slab, moved).chunks(parameter.states[state]):
-                hashed.update(chunk)
+            for state, values in _blocks(parameter, digests, transfer):
+                hashes[state].update(as_bytes(values).data)
         except CkptError as error:
             return [Finding("values", error.what, error.where or name, (name,))]
-    where = ", ".join(sorted({str(raw.path) for raw in parameter.states[state].sources()}))
-    what = f"{state}: the values that are decoded do not fit their checksum"
-    return [] if hashed.intdigest() == digest else [Finding("values", what, where, (name,))]
+    wrong = [state for state, digest in digests.items() if hashes[state].intdigest() != digest]
+    return [
+        Finding(
+            "values",
+            f"{state}: the values that are decoded do not fit their checksum",
+            ", ".join(sorted({str(raw.path) for raw in parameter.states[state].sources()})),
+            (name,),
+        )
+        for state in wrong
+    ]
+
+
+def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> Iterator[tuple[str, Array]]:
+    """Some states in storage order; if they are replayed, chunk by chunk, so that no chunk is replayed twice."""
+    tensors = {state: parameter.states[state] for state in states}
+    blob = next(iter(tensors.values())).fragments[0].blob
+    if not isinstance(blob, Replayed):
+        for state, tensor in tensors.items():
+            for _, values in transfer.slabs(tensor):
+                yield state, values
+        return
+    vectors = {state: flat(tensor) for state, tensor in tensors.items()}
+    for index in range(blob.replay.count):
+        start, stop = blob.replay.flat_range(index)
+        for state, vector in vectors.items():
+            yield state, transfer.fetch(vector, Box((start,), (stop,)))
 
 
 def _compared(parameter: Parameter) -> int:

@@ -1,5 +1,6 @@
 """What `compress` does: code every state, and say what it saved."""
 
+from pathlib import Path
 from typing import cast
 
 import click
@@ -9,14 +10,15 @@ from ckpt_cli.estimate import estimate
 from ckpt_cli.pipeline import Effort
 from ckpt_cli.savings import Row
 from ckpt_codecs import CodecError, Rounded, parse
-from ckpt_formats.base import Checkpoint, Goal, Options
+from ckpt_formats.base import Checkpoint, Goal, SavedAs, WritableFormat
 from ckpt_formats.coding import Coding, Level
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
-from ckpt_formats.registry import writable
+from ckpt_formats.registry import FORMATS, format_named, writable
 from ckpt_formats.universal import Universal
 
 AUTO = "auto"
+_BY_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
 _HINT = "Leave it out, and the best is taken for each state."
 
 
@@ -37,8 +39,9 @@ def coding_of(codec: str, level: str, check: bool) -> Coding:
 
 def run(source: Checkpoint, goal: Goal, choices: str, effort: Effort, as_json: bool) -> None:
     """Compress, with a bar, and print the table of what is stored now."""
-    outcome, seconds = work.write(source, writable(Universal.name), goal, choices, effort, "compressing")
-    rows = savings.rows(Universal().read(goal.target, Options()))
+    format = Universal()
+    outcome, seconds = work.write(source, format, goal, choices, effort, "compressing")
+    rows = savings.written_rows(() if format.written is None else format.written.entries)
     if as_json:
         report.data(report.outcome_json(outcome, seconds) | _json(rows))
         return
@@ -56,6 +59,36 @@ def foretell(source: Checkpoint, goal: Goal, as_json: bool) -> None:
         return
     _print(rows, "about")
     report.say(f"estimated for {show(str(goal.target))} from some chunks of each kind; nothing was written")
+
+
+def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[WritableFormat, Goal]:
+    """In which format a checkpoint is to be decompressed, and where: as it was, unless the user says otherwise.
+
+    What was a single file gets its old name in a folder that is there, and else its old ending if it is given none.
+    """
+    was = source.saved_as
+    asked = format_name or _BY_SUFFIX.get(target.suffix)
+    format = writable(asked or Universal.name) if asked or was is None else _former(source, was)
+    if was is not None and was.file is not None and was.format == format.name:
+        if target.is_dir():
+            target = target / was.file
+        elif asked is None and not target.suffix:
+            target = target.with_name(target.name + Path(was.file).suffix)
+    return format, Goal(target, as_it_was=True)
+
+
+def _former(source: Checkpoint, was: SavedAs) -> WritableFormat:
+    """The format that a checkpoint was in; universal, if that cannot be written, or not all of this."""
+    format = format_named(was.format) if was.format in FORMATS else None
+    if isinstance(format, WritableFormat):
+        try:
+            lost = format.losses(source, format.plan(source, Goal(Path(was.file or ""))))
+        except Unsupported as error:
+            lost = (error.what,)
+        if not lost:
+            return format
+        report.say(f"universal, since {format.name} cannot hold all of it: {'; '.join(lost)}")
+    return Universal()
 
 
 def _print(rows: list[Row], sizes: str) -> None:

@@ -137,9 +137,9 @@ def _write_all(
         moved(nbytes)
 
     def write(part: Part) -> Receipt:
-        with Reader(most_files=effort.files) as reader:
+        with Reader(most_files=effort.files) as reader, Transfer(reader, effort.slab, count) as transfer:
             try:
-                receipt = format.write(stage.data, part, Transfer(reader, effort.slab, count))
+                receipt = format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(show(p.name) for p in part.parameters[:1])}"

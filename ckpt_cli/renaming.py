@@ -2,23 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_formats.base import Checkpoint
-from ckpt_formats.hf.beside import config_of
-from ckpt_formats.hf.spelling import respelled
-from ckpt_formats.hf.write import beside_files
-from ckpt_formats.names import Naming, naming_of, table_for, to_core, to_hf, to_legacy, to_megatron
-from ckpt_formats.names.arguments import ARGUMENTS
-from ckpt_formats.names.config import CONFIG
 from ckpt_formats.values import Record
+
+if TYPE_CHECKING:
+    from ckpt_formats.names import Naming
 
 _MEGATRON = ("megatron", "megatron-legacy")
 
 
 def renamed(
     checkpoint: Checkpoint,
-    asked: Naming | None,
+    asked: "Naming | None",
     format_name: str,
     config: Path | None = None,
     *,
@@ -29,6 +26,15 @@ def renamed(
     `config` is the file or folder that the user names; `partial` says that tensors were left out. Nothing is read but
     the configuration. Raises `CkptError` of the kind that fits for a model that cannot have these names.
     """
+    if asked is None and config is None and format_name not in ("hf", *_MEGATRON):
+        return checkpoint
+    # Tables of many models: not to be imported for a copy from one format of ours to another.
+    from ckpt_formats.hf.beside import config_of
+    from ckpt_formats.hf.spelling import respelled
+    from ckpt_formats.hf.write import beside_files
+    from ckpt_formats.names import naming_of, to_core, to_hf, to_legacy, to_megatron
+    from ckpt_formats.names.config import CONFIG
+
     now = naming_of(checkpoint)
     said = config_of(beside_files(config)) if config is not None else config_of(checkpoint.extras, CONFIG)
     wanted = asked or _needed(checkpoint, now, format_name, said, config is not None)
@@ -45,9 +51,12 @@ def renamed(
 
 
 def _needed(
-    checkpoint: Checkpoint, now: Naming | None, format_name: str, config: Mapping[str, Any] | None, named: bool
-) -> Naming | None:
+    checkpoint: Checkpoint, now: "Naming | None", format_name: str, config: Mapping[str, Any] | None, named: bool
+) -> "Naming | None":
     """The names without which a checkpoint of this format is of no use, if they can be told."""
+    from ckpt_formats.names import table_for
+    from ckpt_formats.names.arguments import ARGUMENTS
+
     known = config is not None and table_for(config) is not None
     if format_name == "hf" and now in _MEGATRON:
         return "hf" if named or known or isinstance(checkpoint.extras.get(ARGUMENTS), Record) else None

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.base import Checkpoint, Parameter
 from ckpt_formats.coded import Coded
+from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Decoded, Tensor
+from ckpt_formats.universal.entry import Entry
 from ckpt_formats.universal.replay import Replayed
 
 PLAIN = "none"
@@ -54,6 +57,22 @@ def rows(checkpoint: Checkpoint) -> list[Row]:
     return merged(
         Row(kind(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
         for parameter, state, tensor in checkpoint.tensors()
+    )
+
+
+def written_rows(entries: Iterable[Entry]) -> list[Row]:
+    """The same of the entries of a manifest that has no deltas."""
+    return merged(
+        Row(
+            state if entry.role == "parameter" else entry.role,
+            made.dtype,
+            prod(made.shape),
+            prod(made.shape) * DTYPES[made.dtype].itemsize,
+            made.nbytes,
+            (PLAIN if made.codec is None else str(made.codec["name"]),),
+        )
+        for entry in entries
+        for state, made in entry.states.items()
     )
 
 

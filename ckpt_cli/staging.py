@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from ckpt_formats.files import Evidence, Reader, Seal, holds
 from ckpt_formats.naming import PARTIAL
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_LARGE = 1 << 20
+_LARGE = 8 << 20
 """Bytes from which a file is flushed as soon as it is written."""
+_FLUSHES = 8
+"""At a time: each waits for the disk, also for a file that is clean, and those that wait together wait once."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,8 @@ class Staging:
 
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then make it the target by one rename."""
-        for path in sorted(self.data.rglob("*"), reverse=True):
-            _flush(path)
-        _flush(self.data)
+        with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
+            list(pool.map(_flush, (*self.data.rglob("*"), self.data)))
         whole = self.data if product is None else self.data / product
         if os.path.lexists(self.target):
             raise exists(self.target)
@@ -109,7 +111,19 @@ class Staging:
 @contextmanager
 def staging(target: Path) -> Iterator[Staging]:
     """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
-    folder = target.parent / f".{target.name}{PARTIAL}"
+    folder = staging_folder(target)
+    with owned(folder, target):
+        yield Staging(target, folder)
+
+
+def staging_folder(target: Path) -> Path:
+    """Where a target grows."""
+    return target.parent / f".{target.name}{PARTIAL}"
+
+
+@contextmanager
+def owned(folder: Path, target: Path) -> Iterator[None]:
+    """A folder, made if need be, that nobody else has meanwhile. Raises `Locked`, which names the target."""
     try:
         folder.mkdir(exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
@@ -123,7 +137,7 @@ def staging(target: Path) -> Iterator[Staging]:
             raise _locked(target) from None
         if not _is(folder / "lock", lock):
             raise _locked(target)  # whoever held it has just removed the folder
-        yield Staging(target, folder)
+        yield
     finally:
         os.close(lock)
 

@@ -15,7 +15,8 @@ from torch import nn
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Parameter
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt
+from ckpt_formats.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.files import Reader
 from ckpt_formats.plain_torch import PlainTorch
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
@@ -72,6 +73,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda given: torch.optim.Adam(given, lr=0.01, amsgrad=True),
     "adamw": lambda given: torch.optim.AdamW(given, lr=0.01, betas=(0.8, 0.99)),
+    "adafactor": lambda given: torch.optim.Adafactor(given, lr=0.01),
     "adagrad": lambda given: torch.optim.Adagrad(given, lr=0.01),
     "rmsprop": lambda given: torch.optim.RMSprop(given, lr=0.01, centered=True, momentum=0.5),
 }
@@ -238,6 +240,24 @@ def test_training_goes_on_bit_for_bit_through_universal_and_back(name: str, grou
     assert train(fresh, resumed, range(3, 9)) == train(net, optimizer, range(3, 9))
     for (n, ours), theirs in zip(fresh.state_dict().items(), net.state_dict().values(), strict=True):
         assert raw(ours) == raw(theirs), n
+
+
+def test_a_complex_parameter_is_trained(tmp_path: Path) -> None:
+    net = nn.ParameterDict({"a": torch.zeros(3), "c": torch.ones(2, dtype=torch.complex64)})
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    (net["c"].abs().sum() + net["a"].sum()).backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    found = open_checkpoint(tmp_path / "c.pt").parameters["c"]
+    assert found.role == "parameter"
+    with Reader() as reader:
+        assert read(found.states["exp_avg"], reader).tobytes() == raw(optimizer.state[net["c"]]["exp_avg"])
+
+
+def test_a_pickle_without_tensors_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "values.pt").write_bytes(b"\x80\x02N.")
+    with pytest.raises(NotFound, match="no checkpoint"):
+        open_checkpoint(tmp_path / "values.pt")
 
 
 def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed(tmp_path: Path) -> None:

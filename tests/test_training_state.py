@@ -16,6 +16,7 @@ from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.state_dicts.record import KEY
 from ckpt_formats.state_dicts.write import added_options, state_tree
 from ckpt_formats.tensor import Tensor
+from ckpt_formats.values import TensorName
 from held import array, checkpoint, contents, everything, parameter, plain, tensor
 
 F32 = DTYPES["float32"]
@@ -210,6 +211,26 @@ def test_options_are_added_for_adam_of_other_engines_alone() -> None:
     assert options["decoupled_weight_decay"] is True
     ours = checkpoint([parameter("w", moments)], (group,), origin=Origin("dcp", layout={"keys": StateKeys().to_json()}))
     assert added_options(ours) == ()
+
+
+def test_what_lies_between_the_tensors_is_carried_where_the_model_has_no_dict_of_its_own() -> None:
+    one, other = tensor(array(F32, (2,))), tensor(array(F32, (3,)))
+    found = training_state({"a": {"w": one, "n": 5, "pair": (other, 7), "none": {"x": 1}}, "top": 5}, WHERE)
+    assert [name for name, p in found.parameters.items() if p.role != "extra"] == ["a.w"]
+    assert plain(found.extras) == plain({"top": 5, "a.n": 5, "a.pair": (TensorName("a.pair/0"), 7), "a.none": {"x": 1}})
+    assert found.parameters["a.pair/0"].weight is other
+
+
+def test_several_optimizers_are_carried_whole() -> None:
+    def optimizer() -> dict[str, Any]:
+        return {"state": {0: {"exp_avg": tensor(array(F32, (2,)))}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+    tree = {name: {"w": tensor(array(F32, (2,)))} for name in ("generator", "discriminator")}
+    found = training_state({**tree, "opt_g": optimizer(), "opt_d": optimizer()}, WHERE)
+    assert [n for n, p in found.parameters.items() if p.role != "extra"] == ["generator.w", "discriminator.w"]
+    for key in ("opt_g", "opt_d"):
+        assert found.extras[key]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+        assert found.extras[key]["state"] == {0: {"exp_avg": TensorName(f"{key}/state/0/exp_avg")}}
 
 
 @pytest.mark.parametrize("other", [None, 3, {}, {"model": 1, "optimizer": None, "flat": False}, {"model": "m"}])

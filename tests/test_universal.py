@@ -578,7 +578,7 @@ def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_p
         Universal().read(tmp_path, Options())
 
 
-@pytest.mark.parametrize("twice", [b'"version": 1,', b'"format": "ckpt-universal",', b'"name": "w",'])
+@pytest.mark.parametrize("twice", [b'"version": 1,', b'"format": "ckpt-universal",', b'"name":"w",'])
 def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_path: Path) -> None:
     good = (written / manifest.NAME).read_bytes()
     body = good[good.index(b"\n") + 1 :].replace(twice, twice * 2, 1)

@@ -8,7 +8,7 @@ from ckpt_cli.options import Reading, as_json, common, effort, reading, target_f
 @click.command()
 @click.argument("source", type=click.Path(readable=False))
 @click.argument("target", type=click.Path(readable=False))
-@target_format(None, "  [default: by its ending, .safetensors or .pt; else universal]")
+@target_format(None, "  [default: by its ending, .safetensors or .pt; else the one that it was in]")
 @effort
 @reading
 @as_json
@@ -22,25 +22,25 @@ def decompress(
     reading: Reading,
     as_json: bool,
 ) -> None:
-    """Write the compressed checkpoint SOURCE as TARGET, with its values stored as they are.
+    """Write the compressed checkpoint SOURCE as TARGET, as it was before.
 
-    The same as `ckpt convert`, which has more options: no command needs its
-    source decompressed first.
+    It has the format that was compressed, and a file of torch.save the same
+    keys in the same order. If that was a single file, TARGET may be a folder
+    that exists, and the file gets its old name. No command needs its source
+    decompressed first; `ckpt convert` has more options.
 
     \b
     Examples:
       ckpt decompress step1000.small step1000
       ckpt decompress model.small model.safetensors
+      ckpt decompress step1000.small step1000.pt
     """
     from pathlib import Path
 
-    from ckpt_cli import report, work
-    from ckpt_formats.base import Goal
-    from ckpt_formats.registry import writable
+    from ckpt_cli import compression, report, work
 
     checkpoint = work.open_source(source, reading)
     report.say_notices(checkpoint)
-    suffixes = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
-    format = writable(format_name or suffixes.get(Path(target).suffix, "universal"))
+    format, goal = compression.undo(checkpoint, Path(target), format_name)
     effort = work.effort_of(workers, memory)
-    work.run(checkpoint, format, Goal(Path(target)), work.choices(reading), effort, "decompressing", as_json)
+    work.run(checkpoint, format, goal, work.choices(reading, "decompress"), effort, "decompressing", as_json)

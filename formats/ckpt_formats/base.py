@@ -1,7 +1,7 @@
 """What a checkpoint is, and what a format must do."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -78,6 +78,17 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class SavedAs:
+    """What a checkpoint was before it was written in a format of ours, so that it can become that again."""
+
+    format: str
+    file: str | None = None
+    """The name of its file, if it was a single one."""
+    form: Callable[[], Value] | None = None
+    """Gives what the format notes of its own file beyond what a checkpoint says, and it alone reads."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The index of a checkpoint. Reading one opens headers, never tensor data.
 
@@ -89,7 +100,8 @@ class Checkpoint:
     is written of such a checkpoint. `layout` says how the ranks' tensors were cut.
     `digests` are the XXH3-128 hashes that are promised for values which are stored
     coded, by parameter and state. `losses` tells of the states that are approximate,
-    by the same; of a checkpoint with none every bit is as it was saved.
+    by the same; of a checkpoint with none every bit is as it was saved. `saved_as` is
+    what it was in, or was in before it was written in the universal format.
     """
 
     path: Path
@@ -105,6 +117,7 @@ class Checkpoint:
     layout: Layout = field(default_factory=Layout)
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
     losses: Mapping[tuple[str, str], Loss] = field(default_factory=dict)
+    saved_as: SavedAs | None = None
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""
@@ -171,6 +184,8 @@ class Goal:
     """How a tree of state dicts is to be keyed; None: as the source was."""
     coding: Coding | None = None
     """How states are to be coded, in formats that can; None: their values are stored as they are."""
+    as_it_was: bool = False
+    """Write what the source was (`Checkpoint.saved_as`), in formats that can; else what the format writes of all."""
 
 
 @dataclass(frozen=True)

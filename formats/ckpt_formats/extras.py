@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 from ckpt_formats.base import MODEL, Parameter
-from ckpt_formats.errors import Unsafe
+from ckpt_formats.errors import Unsafe, Unsupported
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.values import Record, Size, StdDict, TensorName, Value
@@ -104,7 +104,11 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
         (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
     )
     if storage.dtype is None:
-        raise Unsafe(f"storage {storage.key!r:.40} has no element type of its own")
+        raise Unsupported(
+            f"a tensor or storage ({storage.cls.name}) has an element type that is not supported",
+            where=storage.path,
+            hint="Save it as another type, such as float32 or uint8, or without it.",
+        )
     offset = storage.offset + start * storage.itemsize
     return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 

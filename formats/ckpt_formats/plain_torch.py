@@ -11,6 +11,7 @@ in the extras as typed JSON (`typed_json`), and read back as what it was.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -26,11 +27,13 @@ from ckpt_formats.base import (
     Part,
     Receipt,
     Role,
+    SavedAs,
     Shard,
     WritableFormat,
 )
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.errors import Corrupt, NotFound
 from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.torch_tree import apart, tree_part, write_tree
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
@@ -68,7 +71,11 @@ class PlainTorch(WritableFormat):
         return _read_foreign(file, options)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
-        return (tree_part(_FILE, _tree(source), source.parameters.values()),)
+        was = source.saved_as
+        known = goal.as_it_was and was is not None and was.format == self.name and was.form is not None
+        form = was.form() if was is not None and was.form is not None and known else None
+        tree = None if form is None else tree_of(form, source)
+        return (tree_part(_FILE, _tree(source) if tree is None else tree, source.parameters.values()),)
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         return write_tree(folder, part, transfer)
@@ -235,6 +242,9 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     found = training_state(root, file.path, options.order)
+    if file.kind == "pickle" and not found.parameters:
+        # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.
+        raise NotFound("a pickle without a tensor is no checkpoint", where=file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(
         file.path,
@@ -246,6 +256,7 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         _shards(file),
         file.seals(),
         found.notices,
+        saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
 
 

@@ -27,6 +27,8 @@ FORMATS: dict[str, str] = {
     "safetensors": "ckpt_formats.safetensors:Safetensors",
     "torch": "ckpt_formats.plain_torch:PlainTorch",
 }
+_OURS = ("universal", "chain")
+"""What is in these says itself what it was before."""
 
 
 def format_named(name: str) -> "Format":
@@ -74,9 +76,15 @@ def detect(path: Path) -> "Format":
 
 def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
     """The index of the checkpoint at a path, whatever its format. Reads headers only."""
-    from ckpt_formats.base import Options
+    from dataclasses import replace
 
-    return detect(path).read(path, options or Options())
+    from ckpt_formats.base import Options, SavedAs
+
+    format = detect(path)
+    found = format.read(path, options or Options())
+    if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
+        return found
+    return replace(found, saved_as=SavedAs(format.name, path.name if path.is_file() else None))
 
 
 def _listing(path: Path) -> str:

@@ -1,9 +1,22 @@
 """Model weights in safetensors: one file, or a folder of them with an index, as Hugging Face has them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Options, Origin, Parameter, Part, Receipt, WritableFormat
+from ckpt_formats.base import (
+    MODEL,
+    Checkpoint,
+    Goal,
+    Options,
+    Origin,
+    Parameter,
+    Part,
+    Receipt,
+    SavedAs,
+    WritableFormat,
+)
+from ckpt_formats.safetensors_file import MOST_HEADER, natural, read_header
 from ckpt_formats.safetensors_shards import (
     SAFETENSORS_INDEX,
     SUFFIX,
@@ -17,6 +30,7 @@ from ckpt_formats.safetensors_shards import (
 )
 from ckpt_formats.shard_index import index_text, numbered_names
 from ckpt_formats.transfer import Transfer
+from ckpt_formats.values import Value
 
 INDEX = f"model{SAFETENSORS_INDEX}"
 METADATA = {"format": "pt"}
@@ -36,13 +50,17 @@ class Safetensors(WritableFormat):
         parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in found.tensors.items()}
         aliases = found.aliases()
         extras = {key: value for key, value in found.metadata.items() if key not in aliases}
-        return Checkpoint(path, Origin("safetensors"), parameters, (), extras, aliases, found.shards)
+        single = path.name.endswith(SUFFIX) and path.is_file()
+        saved_as = SavedAs(self.name, path.name, partial(_form, path)) if single else None
+        return Checkpoint(path, Origin("safetensors"), parameters, (), extras, aliases, found.shards, saved_as=saved_as)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
         groups = cut(weights, goal.shard_nbytes if self.product(goal.target) is None else None)
+        form = _form_of(source)
+        header = form.get("header", 0)
         return tuple(
-            weights_part(name, group, {**METADATA, **_aliases(source, group)})
+            weights_part(name, group, _metadata(source, group, form), header if natural(header, MOST_HEADER) else 0)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
 
@@ -58,7 +76,36 @@ class Safetensors(WritableFormat):
 
     def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         lost = lost_states(source)
-        return (*lost, f"extras ({', '.join(source.extras)})") if source.extras else lost
+        kept = _metadata(source, (), _form_of(source))
+        extras = [key for key in source.extras if key not in kept]
+        return (*lost, f"extras ({', '.join(extras)})") if extras else lost
+
+
+def _form(path: Path) -> dict[str, Value]:
+    """What is noted of a file: the keys of its metadata, what that says of the format, and where the data begins."""
+    file = read_header(path)
+    begins = min((raw.offset for raw in file.tensors.values()), default=file.nbytes)
+    return {"metadata": list(file.metadata), "format": file.metadata.get("format"), "header": begins}
+
+
+def _form_of(source: Checkpoint) -> Mapping[str, Value]:
+    """What was noted of the file that a checkpoint once was; nothing, if it was something else."""
+    saved_as = source.saved_as
+    if saved_as is None or saved_as.form is None or saved_as.format != Safetensors.name:
+        return {}
+    form = saved_as.form()
+    return form if isinstance(form, dict) else {}
+
+
+def _metadata(source: Checkpoint, group: Sequence[Parameter], form: Mapping[str, Value]) -> dict[str, str]:
+    """The metadata of a file with these tensors: as it was, where it was one of safetensors."""
+    aliases = _aliases(source, group)
+    if not isinstance(form.get("metadata"), list):
+        return {**METADATA, **aliases}
+    texts = {key: value for key, value in source.extras.items() if isinstance(value, str)}
+    known = {"format": form.get("format"), **texts, **aliases}
+    kept = {key: known.get(key) for key in form["metadata"] if isinstance(key, str)}
+    return {key: value for key, value in kept.items() if isinstance(value, str)} | aliases
 
 
 def _aliases(source: Checkpoint, group: Sequence[Parameter]) -> dict[str, str]:

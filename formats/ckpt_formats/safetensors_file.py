@@ -86,13 +86,19 @@ def read_header(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, nbytes, tensors, metadata)
 
 
-def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0) -> bytes:
-    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all."""
+def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
+    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all.
+
+    `plain` is as the library of safetensors has it: to a multiple of 8 bytes, and all characters as they are.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for slot in slots:
         tag = SAFETENSORS_TAGS.get(slot.dtype.name)
         if tag is None:
-            raise Unsupported(f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}")
+            raise Unsupported(
+                f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}",
+                hint="`ckpt convert` leaves it out with --skip.",
+            )
         if slot.name == "__metadata__":
             raise Unsupported("safetensors has no room for a tensor called `__metadata__`")
         entries[slot.name] = {
@@ -101,11 +107,13 @@ def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int =
             "data_offsets": [slot.offset, slot.offset + slot.nbytes],
         }
     try:
-        json.dumps(entries, ensure_ascii=False).encode()
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Unsupported("safetensors has no room for a name with half a character") from None
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
-    text = text.ljust(max(room, -(-(len(text) + 8) // 64) * 64) - 8)
+    if not plain and not text.isascii():
+        text = json.dumps(entries, separators=(",", ":")).encode()
+    alignment = 8 if plain else 64
+    text = text.ljust(max(room, -(-(len(text) + 8) // alignment) * alignment) - 8)
     return struct.pack("<Q", len(text)) + text
 
 

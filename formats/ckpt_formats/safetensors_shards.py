@@ -90,16 +90,20 @@ def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Paramete
     return groups
 
 
-def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str]) -> Part:
-    """The part that writes a file of weights. Raises `Unsupported` for tensors that it cannot hold."""
+def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str], header: int = 0) -> Part:
+    """The part that writes a file of weights. Raises `Unsupported` for tensors that it cannot hold.
+
+    `header` is how many bytes the header had in the file that it once was, and has again if that is enough.
+    """
     header_bytes(_slots(parameters), metadata)
-    return Part(name, tuple(parameters), {"metadata": dict(metadata)}, role="model")
+    return Part(name, tuple(parameters), {"metadata": dict(metadata), "header": header}, role="model")
 
 
 def write_weights(folder: Path, part: Part, transfer: Transfer) -> Receipt:
     """Write the file, front to back. The receipt tells the bytes of every tensor."""
     slots = list(_slots(part.parameters))
-    head = header_bytes(slots, part.what["metadata"])
+    known = part.what["header"]
+    head = header_bytes(slots, part.what["metadata"], known, plain=known > 0)
     seal = write_sealed(folder, part.file, _stream(head, part.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
     return Receipt(part.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())

@@ -10,7 +10,7 @@ from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape, flat_boxes, slab
-from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, c_strides, join, packed
+from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, c_strides, join, packed, read
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,25 @@ class Unstacked(_Seen):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[None], reader)
+
+
+@dataclass(frozen=True)
+class Permuted(_Seen):
+    """A blob with its axes in another order: axis `i` is axis `axes[i]` of the base."""
+
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.base.shape[axis] for axis in self.axes)
+
+    def crop(self, box: Box) -> "Permuted":
+        back = [self.axes.index(axis) for axis in range(len(self.axes))]
+        inner = Box(tuple(box.start[i] for i in back), tuple(box.stop[i] for i in back))
+        return Permuted(self.base.crop(inner), self.axes)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        out[...] = read(self.base, reader).transpose(self.axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +189,11 @@ def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:
     """The tensor whose elements, in C order, are a vector's from `start` on."""
     cut = vector.crop(Box((start,), (start + prod(shape),)))
     return join(shape, _reshaped(cut, shape), vector.dtype)
+
+
+def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """The tensor with axis `axes[i]` of it as axis `i`."""
+    return Tensor.of(Permuted(tensor, tuple(axes)))
 
 
 def transposed(tensor: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] 
                 for i, group in enumerate(groups)
             )
     extras = {key: lift(value, key, parameters) for key, value in rest.items()}
-    for key, value in between(model) if inside is not None else ():
+    for key, value in between(model):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
     flat = optimizer is not None and is_flat(optimizer)
@@ -89,18 +89,20 @@ def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] 
 def role_of(one: Named) -> Role:
     """Integers are not trained, nor are the running statistics of PyTorch's normalisations."""
     statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-    return "buffer" if statistic or not is_float(one.tensor.dtype) else "parameter"
+    trained = is_float(one.tensor.dtype) or one.tensor.dtype.kind == "c"
+    return "parameter" if trained and not statistic else "buffer"
 
 
 def _top_level(root: Mapping[str, Value], beside_optimizer: bool) -> dict[str, Value]:
     """The model whose tensors have no dict of their own.
 
-    Where an optimizer is beside it, dicts with tensors belong to other things: to a data loader, an RNG.
+    Where an optimizer is beside it, dicts with tensors belong to other things: to a data loader, an RNG. Of several
+    optimizers nobody knows whose they are.
     """
     direct = {key: value for key, value in root.items() if isinstance(value, Leaf)}
     if beside_optimizer and direct:
         return direct
-    return {key: value for key, value in root.items() if has_tensor(value)}
+    return {key: value for key, value in root.items() if has_tensor(value) and not is_optimizer(value)}
 
 
 def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:

@@ -260,6 +260,8 @@ def _members(window: Bytes, directory: bytes, end: int, count: int) -> tuple[Mem
             nbytes, packed, header = _widened(extra, (nbytes, packed, header), window, name)
         at += extra_length + note_length
         if flags & _FORBIDDEN or method != 0 or packed != nbytes or disk or name in names:
+            if _is_program(name.partition("/")[2]):  # of which newer PyTorchs compress the code
+                raise _program(f"{window.path} ({name})")
             raise _unlike_torch(f"{window.path} ({name})", flags, method, name in names)
         names.add(name)
         found.append((header, name, name_length, nbytes, crc, flags))
@@ -339,10 +341,17 @@ def _stem(archive: Archive) -> str:
         folder, _, rest = member.name.partition("/")
         if folder != stem:
             raise Unsafe("lies outside of the archive's one folder", where=f"{archive.path} ({member.name})")
-        if rest == "constants.pkl" or rest.partition("/")[0] == "code":
-            raise Unsafe(
-                "is a TorchScript program, not a checkpoint",
-                where=f"{archive.path} ({member.name})",
-                hint="Save its state_dict() with torch.save instead.",
-            )
+        if _is_program(rest):
+            raise _program(f"{archive.path} ({member.name})")
     return stem
+
+
+def _is_program(name: str) -> bool:
+    """Does only TorchScript have this in its archives?"""
+    return name == "constants.pkl" or name.partition("/")[0] == "code"
+
+
+def _program(where: str) -> Unsafe:
+    return Unsafe(
+        "is a TorchScript program, not a checkpoint", where=where, hint="Save its state_dict() with torch.save instead."
+    )

@@ -53,6 +53,8 @@ class StorageView:
     requires_grad: bool = False
     is_parameter: bool = False
     attrs: Value = None
+    location: str = "cpu"
+    """The device of the storage, as the first view of it says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,14 +242,14 @@ class _Storages:
         if isinstance(value, Tensor):
             value = StorageView(value, 0, value.shape)
         if isinstance(value, StorageView):
-            return _tensor_record(self._of_tensor(value.base), value.base.dtype, value)
+            return _tensor_record(self._of_tensor(value.base, value.location), value.base.dtype, value)
         if isinstance(value, TensorRef):
             return _tensor_record(self._of_storage(value.storage), value.dtype, value)
         if isinstance(value, Storage):
             return self._of_storage(value).mark
         return None
 
-    def _of_tensor(self, base: Tensor) -> _Kept:
+    def _of_tensor(self, base: Tensor, location: str) -> _Kept:
         key = (id(base),)
         if key not in self.kept:
             name = base.dtype.name
@@ -255,7 +257,7 @@ class _Storages:
                 raise Unsupported(f"torch has no tensors of type {base.dtype}")
             cls = _CLASS_OF.get(name, _UNTYPED)
             numel = base.size if cls is not _UNTYPED else base.nbytes
-            self.kept[key] = _Kept(str(len(self.kept)), cls, numel, base.nbytes, "cpu", base, base)
+            self.kept[key] = _Kept(str(len(self.kept)), cls, numel, base.nbytes, location, base, base)
         return self.kept[key]
 
     def _of_storage(self, storage: Storage) -> _Kept:

@@ -13,7 +13,7 @@ from ckpt_formats.naming import file_stem, show
 from ckpt_formats.sealed_json import hash_number
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import manifest, parameter_file, stored_states
-from ckpt_formats.universal.delta_state import Against
+from ckpt_formats.universal.delta_plan import Against
 from ckpt_formats.universal.entry import Entry, entry_json, entry_of
 from ckpt_formats.universal.lineage import lineage
 from ckpt_formats.universal.manifest import Manifest, Parent
@@ -25,6 +25,8 @@ class Universal(WritableFormat):
     summary = "one safetensors file per parameter with all its states, and a JSON manifest"
     parent: Parent | None = None
     """What the deltas that are written are against."""
+    written: Manifest | None = None
+    """What was written, once it is."""
     content: str | None = None
     """The content id that is to come out, where it is known: that of the source, when nothing is to change."""
 
@@ -64,6 +66,7 @@ class Universal(WritableFormat):
                 if state.chunk is not None or (state.codec is None and state.offset is None)
             },
             losses=losses,
+            saved_as=said.saved_as,
         )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
@@ -100,12 +103,14 @@ class Universal(WritableFormat):
             source.extras,
             WRITTEN_BY,
             self.parent if stands else None,
+            source.saved_as,
         )
         if self.content not in (None, said.content):
             raise _changed(said, source)
         draft = folder / f"{manifest.NAME}.tmp"
         draft.write_bytes(manifest.dump(said))
         os.replace(draft, folder / manifest.NAME)
+        self.written = said
 
 
 def _parameter(folder: Path, entry: Entry, earlier: Parameter | None) -> Parameter:
@@ -135,6 +140,8 @@ def _changed(said: Manifest, source: Checkpoint) -> Corrupt:
 
 def _carried(entry: Entry, losses: Mapping[tuple[str, str], Loss]) -> Entry:
     """The entry with what its source says was lost before, where nothing more was."""
+    if not losses:
+        return entry
     states = {
         name: replace(state, loss=losses.get((entry.name, name))) if state.loss is None else state
         for name, state in entry.states.items()

@@ -97,7 +97,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "nbytes": entry.nbytes,
         "header": entry.header,
         "states": {name: _state_json(state) for name, state in entry.states.items()},
-        "values": encode(entry.values),
+        "values": encode(entry.values) if entry.values else {},
     }
     if entry.delta is not None:
         delta = entry.delta

@@ -8,16 +8,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from ckpt_formats import sealed_json
-from ckpt_formats.base import Group, Origin
-from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.base import Group, Origin, SavedAs
+from ckpt_formats.errors import CkptError, Corrupt, Unsupported
 from ckpt_formats.json_checks import Checks
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.typed_json import encode
+from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.universal.entry import Entry, entry_json, entry_of
 from ckpt_formats.values import Value, tensor_names
 
@@ -48,13 +50,14 @@ class Manifest:
     extras: Mapping[str, Value] = field(default_factory=dict)
     written_by: str = ""
     parent: Parent | None = None
+    saved_as: SavedAs | None = None
 
     @property
     def version(self) -> int:
         """Of the format: the lowest whose readers understand all of it."""
         return max((entry.version for entry in self.entries), default=1)
 
-    @property
+    @cached_property
     def content(self) -> str:
         """The content id: equal for equal names, types, shapes, values and extras, however they are stored."""
         said = {
@@ -97,6 +100,7 @@ def dump(manifest: Manifest) -> bytes:
             "step": manifest.origin.step,
             "layout": encode(manifest.origin.layout),
         },
+        **({} if manifest.saved_as is None else {"saved_as": _saved_as_json(manifest.saved_as)}),
         "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in manifest.groups],
         "aliases": dict(manifest.aliases),
         "extras": encode(manifest.extras),
@@ -133,6 +137,7 @@ def load(path: Path) -> Manifest:
         check.values(said, "extras"),
         check.text(said, "written_by"),
         _parent(said, check),
+        _saved_as(said, check),
     )
     if said["version"] < manifest.version:
         what = "deltas" if manifest.version == 3 else "coded states"
@@ -148,6 +153,32 @@ def load(path: Path) -> Manifest:
     check.true(len({entry.file for entry in manifest.entries}) == len(manifest.entries), "parameters: a file twice")
     check.true(said.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
+
+
+def _saved_as_json(saved_as: SavedAs) -> dict[str, Any]:
+    said = {"format": saved_as.format, "file": saved_as.file}
+    with suppress(CkptError):  # one that is too large or too odd is left out, and so is the way back
+        said["form"] = None if saved_as.form is None else encode(saved_as.form())
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _saved_as(said: Any, check: Checks) -> SavedAs | None:
+    if said.get("saved_as") is None:
+        return None
+    saved_as = check.mapping(said, "saved_as")
+    file = saved_as.get("file")
+    check.true(
+        file is None or (isinstance(file, str) and _is_file_name(file)), "saved_as.file is not the name of a file"
+    )
+    return SavedAs(check.text(saved_as, "format"), file, partial(decode, saved_as.get("form"), check.path))
+
+
+def _is_file_name(text: str) -> bool:
+    return (
+        0 < len(text.encode("utf-8", "surrogatepass")) <= 255
+        and not {"/", "\0"} & set(text)
+        and text not in (".", "..")
+    )
 
 
 def _parent(said: Any, check: Checks) -> Parent | None:

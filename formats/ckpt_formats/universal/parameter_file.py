@@ -22,9 +22,10 @@ from ckpt_formats.tensor import Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import choose, write_coded
 from ckpt_formats.universal.copies import Copy
-from ckpt_formats.universal.delta_state import Against, Plan, plan_delta, write_delta
+from ckpt_formats.universal.delta_plan import Against, Plan, plan_delta
+from ckpt_formats.universal.delta_state import write_delta
 from ckpt_formats.universal.entry import Entry, State
-from ckpt_formats.universal.joint import replay_of, spilled
+from ckpt_formats.universal.joint import replay_of, spilled, write_together
 from ckpt_formats.universal.stored_states import DELTA
 
 _ROOM = 64
@@ -52,6 +53,8 @@ def write_parameter(
                 return _write(folder, file, parameter, transfer, coding or Coding(), plan)
             except NotApplicable:  # though the codec held the chunks that were tried
                 pass
+    if coding is None:
+        return _write(folder, file, parameter, transfer, None, None)
     with _readable(folder / file, parameter, transfer) as source:
         return _write(folder, file, source, transfer, coding, None)
 
@@ -73,7 +76,11 @@ def _write(
         out.seek(room)
         if plan is not None and coding is not None:
             delta, written = write_delta(out, plan, copy, coding.check, transfer, f"tensor {show(parameter.name)}")
-        for slot in (slot for slot in raw if slot.name in alone):
+        elif coding is None and (replay := replay_of(parameter)) is not None:
+            written = write_together(out, room, raw, parameter, replay, copy, transfer)
+        for slot in (slot for slot in raw if slot.name in alone and slot.name not in written):
+            if coding is None:
+                out.seek(room + slot.offset)
             if slot.name == MODEL and copy is not None and copy.derived:
                 written[MODEL] = copy.state()
                 continue
