@@ -69,6 +69,8 @@ def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[Wri
     was = source.saved_as
     asked = format_name or _BY_SUFFIX.get(target.suffix)
     format = writable(asked or Universal.name) if asked or was is None else _former(source, was)
+    if was is not None and was.format == format.name and was.form is not None and was.form() is None:
+        report.say(f"note: the file's own form could not be noted; it gets that of `ckpt convert --to {format.name}`")
     if was is not None and was.file is not None and was.format == format.name:
         if target.is_dir():
             target = target / was.file

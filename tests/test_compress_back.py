@@ -74,6 +74,7 @@ def lightning() -> dict[str, Any]:
 FILES: dict[str, Callable[[], Any]] = {
     "flat": lambda: {name: value.clone() for name, value in net().state_dict().items()},
     "a module's own, with its versions": lambda: net().state_dict(),
+    "the same twice": lambda: (lambda sd: {"model": sd, "ema": dict(sd), "step": 3})(net().state_dict()),
     "model, optimizer, epoch": lambda: {
         "epoch": 3,
         "model": net().state_dict(),
@@ -323,3 +324,19 @@ def test_a_format_that_is_not_known_any_more_is_no_obstacle(tmp_path: Path) -> N
     path.write_bytes(sealed_json.dump(said))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     assert (tmp_path / "again" / manifest.NAME).is_file()
+
+
+def test_a_file_that_cannot_come_back_as_it_was_says_so(tmp_path: Path) -> None:
+    """A tensor and its conjugate are one storage, and only one of them is its values."""
+    values = torch.randn(4, dtype=torch.complex64)
+    torch.save({"w": values, "conjugate": values.conj()}, tmp_path / "file.pt")
+    said = back(tmp_path / "file.pt", tmp_path / "again.pt")
+    assert "note: the file's own form could not be noted" in said
+    assert torch.equal(torch.load(tmp_path / "again.pt", weights_only=True)["model"]["w"], values)
+
+
+def test_what_has_its_form_comes_back_without_a_note(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "file.pt")
+    done(ckpt("convert", tmp_path / "file.pt", tmp_path / "ours.pt", "--to", "torch"))
+    assert "note:" not in back(tmp_path / "ours.pt", tmp_path / "again.pt")
+    assert (tmp_path / "again.pt").read_bytes() == (tmp_path / "ours.pt").read_bytes()

@@ -1,10 +1,12 @@
 """The tree that a file of torch.save held, noted beside its tensors, and grown again from the note.
 
-    {'tree': value, 'extras': [key, ...], 'device': text, 'runs': [[tensor, ...], ...], 'views': [{...}, ...]}
+    {'tree': value, 'extras': [key, ...], 'device': text, 'runs': [[tensor, ...], ...], 'views': [{...}, ...],
+     'twins': [tensor, ...]}
 
 A tensor is called by its state and its parameter, `param/layers.0.weight`. In its place `tree` has a `TensorName` of
 that, or of `/3`: the view number 3. What the checkpoint's extras hold under the same key of the top level is not noted
-twice: `extras` lists such keys, and `tree` has None there. A view says what torch knows of a tensor beyond its values:
+twice: `extras` lists such keys, and `tree` has None there. `twins` are tensors that `tree` has under the name of
+another, which lay in the same place. A view says what torch knows of a tensor beyond its values:
 
     tensor      which has the values
     run, at     the tensors in whose storage it lies, end to end, and after how many of their elements it begins
@@ -34,7 +36,7 @@ def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mappin
 
 
 def _noted(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
-    known = names(parameters.values())
+    known, twins = names(parameters.values())
     found: dict[int, tuple[TensorRef, Place]] = {}
     others: list[Value] = []
 
@@ -70,7 +72,7 @@ def _noted(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping
     if isinstance(tree, dict):
         twice = [key for key in tree if isinstance(key, str) and key in extras and same(tree[key], extras[key])]
         tree.update(dict.fromkeys(twice))
-    return {"tree": tree, "extras": twice, "device": usual, "runs": runs, "views": views}
+    return {"tree": tree, "extras": twice, "device": usual, "runs": runs, "views": views, "twins": twins}
 
 
 def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
@@ -89,7 +91,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
 
 
 def _grown(form: Mapping[str, Value], source: Checkpoint) -> Value:
-    laid = Laid(source, form["runs"])
+    laid = Laid(source, form["runs"], form.get("twins", ()))
     done: dict[str, Value] = {}
 
     def leaf(value: Value) -> Value:

@@ -43,15 +43,16 @@ def place(tensor: Tensor) -> Place:
     return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, Raw) else NOWHERE
 
 
-def names(parameters: Iterable[Parameter]) -> dict[Place, str]:
-    """States of parameters by their places, called `state/parameter`."""
+def names(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
+    """States of parameters by their places, called `state/parameter`, and those that lie where another does."""
     found: dict[Place, str] = {}
+    twins: list[str] = []
     for parameter in parameters:
         for state, tensor in parameter.states.items():
-            if state and "/" not in state:
-                found.setdefault(place(tensor), f"{state}/{parameter.name}")
-    found.pop(NOWHERE, None)
-    return found
+            name, at = f"{state}/{parameter.name}", place(tensor)
+            if state and "/" not in state and at != NOWHERE and found.setdefault(at, name) != name:
+                twins.append(name)
+    return found, twins
 
 
 @dataclass
@@ -90,11 +91,11 @@ def shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dic
 class Laid:
     """The tensors of a checkpoint as they lay. Keeps which of them were asked for."""
 
-    def __init__(self, source: Checkpoint, runs: Sequence[Sequence[str]]) -> None:
+    def __init__(self, source: Checkpoint, runs: Sequence[Sequence[str]], twins: Iterable[str]) -> None:
         self._source = source
         self._runs = runs
         self._bases: dict[Value, Tensor] = {}
-        self._asked: set[str] = set()
+        self._asked = set(twins)
 
     @property
     def is_all(self) -> bool:

@@ -156,10 +156,14 @@ def load(path: Path) -> Manifest:
 
 
 def _saved_as_json(saved_as: SavedAs) -> dict[str, Any]:
-    said = {"format": saved_as.format, "file": saved_as.file}
-    with suppress(CkptError):  # one that is too large or too odd is left out, and so is the way back
-        said["form"] = None if saved_as.form is None else encode(saved_as.form())
-    return {key: value for key, value in said.items() if value is not None}
+    said: dict[str, Any] = {"format": saved_as.format}
+    if saved_as.file is not None:
+        said["file"] = saved_as.file
+    if saved_as.form is not None:
+        said["form"] = None
+        with suppress(CkptError):  # one that is too large or too odd is left out, and so is the way back
+            said["form"] = encode(saved_as.form())
+    return said
 
 
 def _saved_as(said: Any, check: Checks) -> SavedAs | None:
@@ -170,7 +174,8 @@ def _saved_as(said: Any, check: Checks) -> SavedAs | None:
     check.true(
         file is None or (isinstance(file, str) and _is_file_name(file)), "saved_as.file is not the name of a file"
     )
-    return SavedAs(check.text(saved_as, "format"), file, partial(decode, saved_as.get("form"), check.path))
+    form = partial(decode, saved_as["form"], check.path) if "form" in saved_as else None
+    return SavedAs(check.text(saved_as, "format"), file, form)
 
 
 def _is_file_name(text: str) -> bool:
