@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from ckpt_formats.registry import FORMATS
+from ckpt_formats.registry import FORMATS, ONLY_READ
 from ckpt_formats.state_dicts.keys import STYLES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -171,5 +171,5 @@ def target_format(default: str | None, said: str) -> Callable[[F], F]:
         metavar="FORMAT",
         default=default,
         show_default=default is not None,
-        help=f"Format of TARGET: {', '.join(FORMATS)}.{said}",
+        help=f"Format of TARGET: {', '.join(name for name in FORMATS if name not in ONLY_READ)}.{said}",
     )

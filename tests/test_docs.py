@@ -16,10 +16,10 @@ from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_cli.pipeline import Effort, copy, plan
 from ckpt_cli.selection import cast
 from ckpt_formats import registry
-from ckpt_formats.base import Goal
+from ckpt_formats.base import Goal, WritableFormat
 from ckpt_formats.errors import Unsafe, Unsupported
 from ckpt_formats.layout import Rule
-from ckpt_formats.registry import FORMATS, detect, open_checkpoint, writable
+from ckpt_formats.registry import FORMATS, ONLY_READ, detect, format_named, open_checkpoint, writable
 from ckpt_formats.rules import read_rules
 from ckpt_formats.tensor import read
 
@@ -111,6 +111,10 @@ def test_every_format_is_documented():
     told = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
     for name in FORMATS:
         assert f"`{name}`" in told, name
+
+
+def test_help_names_the_formats_that_can_be_written():
+    assert set(ONLY_READ) == {name for name in FORMATS if not isinstance(format_named(name), WritableFormat)}
 
 
 def test_every_module_has_its_place_in_the_architecture():

@@ -27,6 +27,8 @@ FORMATS: dict[str, str] = {
     "safetensors": "ckpt_formats.safetensors:Safetensors",
     "torch": "ckpt_formats.plain_torch:PlainTorch",
 }
+ONLY_READ = ("chain", "fsdp-ranks")
+"""What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
 _OURS = ("universal", "chain")
 """What is in these says itself what it was before."""
 

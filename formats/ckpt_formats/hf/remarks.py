@@ -16,7 +16,10 @@ def remarks(
     """What does not fit, and what was changed so that it fits. `named` are the tensors as they will be written."""
     names, tie = {parameter.name for parameter in named}, spelled.tie
     if config is None and not adapter:
-        yield "the source has no config.json, without which transformers cannot load a model: name one with --config"
+        yield (
+            "the source has no config.json, without which transformers cannot load a model: "
+            "name one with `ckpt convert --config`"
+        )
     elif config is not None and not spelled.known and "quantization_config" not in config:
         kind = config.get("model_type")
         yield f"the names of models of type {kind!r:.80} are not known here: they stay as they are"
