@@ -167,7 +167,7 @@ def _zstd(plane: Array) -> bytes:
 EXCP = Excp(alpha=1.0)
 """With its default `alpha` next to nothing is pruned of a small model; its published ratio needs the cap."""
 METHODS: dict[str, Entry] = {
-    **{f"subspace {s:g}": Entry(by_codec(Subspace(step=s))) for s in (1, 1.5, 2, 2.5, 3, 4, 6)},
+    **{f"subspace {s:g}": Entry(by_codec(Subspace(step=s))) for s in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6)},
     "subspace 2, no basis": Entry(by_codec(Subspace(step=2.0, rank=0))),
     "lc 2-bit": Entry(weights_alone(by_codec(LcCheckpoint(2))), False),
     "lc 2-bit packed": Entry(weights_alone(by_codec(LcCheckpoint(2, coder="packed"))), False),
@@ -184,8 +184,8 @@ DIGITS = (
 )
 SINGLE = tuple(name for name in METHODS if "packed" not in name)
 TEN = (
-    *("subspace 1", "subspace 1.5", "subspace 2", "lc 3-bit global", "excp", "subspace 3", "subspace 4"),
-    *("uniform + zstd", "subspace 2, no basis", "lc 2-bit", "top-k 3 %"),
+    *("subspace 1", "subspace 1.25", "subspace 1.5", "subspace 2", "subspace 3", "subspace 4"),
+    *("lc 3-bit global", "excp", "uniform + zstd", "subspace 2, no basis", "lc 2-bit", "top-k 3 %"),
 )
 
 
