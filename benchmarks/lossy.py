@@ -417,8 +417,27 @@ def lost_steps(part: dict[str, dict[str, float]], validation: float) -> float:
     return max(0.0, validation / slope) if slope > 0 else 0.0
 
 
-def table(results: Results) -> None:
-    for part, found in results.known.items():
+Parts = dict[str, dict[str, dict[str, float]]]
+
+
+def pooled(known: Parts) -> Parts:
+    """Means over the seeds of each part, and of how many there are."""
+    seeds: dict[str, list[dict[str, dict[str, float]]]] = {}
+    for part, found in known.items():
+        seeds.setdefault(part.partition(" seed ")[0], []).append(found)
+    return {part: _mean(found) for part, found in seeds.items()}
+
+
+def _mean(parts: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    made: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for found in parts for name in found):
+        rows = [found[name] for found in parts if name in found]
+        made[name] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]} | {"seeds": len(rows)}
+    return made
+
+
+def table(parts: Parts) -> None:
+    for part, found in parts.items():
         columns = list(dict.fromkeys(k for figures in found.values() for k in figures))
         calibrated = any(name.endswith("steps older") for name in found)
         print(f"\n{part}\n  {'':24}" + "".join(f"{c:>14}" for c in columns) + ("   lost steps" if calibrated else ""))
@@ -431,22 +450,24 @@ def table(results: Results) -> None:
 def _cell(column: str, value: float | None) -> str:
     if value is None:
         return f"{'':>14}"
+    if column == "seeds":
+        return f"{value:>14}"
     return f"{value:>+14.4f}" if column in ("train", "validation") else f"{value:>14.1f}"
 
 
-def plot(results: Results, path: Path) -> None:
+def plot(known: Parts, path: Path) -> None:
     """Ratio against loss, for every part where training went on from the GPT's restored states."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = sorted(part for part in results.known if part.startswith(("single", "ten")))
+    parts = sorted(part for part in known if part.startswith(("single", "ten")))
     figure, (row,) = plt.subplots(1, len(parts), figsize=(4.6 * len(parts), 4.4), squeeze=False)
     for axes, part in zip(row, parts, strict=True):
         key = "train" if part.startswith("ten") else "validation"
         ours = []
-        for name, found in results.known[part].items():
+        for name, found in known[part].items():
             if name.endswith("steps older"):
                 axes.axhline(found[key], color="grey", lw=0.6, ls=":")
                 axes.text(11, found[key], name, fontsize=6, color="grey", va="bottom")
@@ -463,7 +484,7 @@ def plot(results: Results, path: Path) -> None:
         axes.set_yscale("symlog", linthresh=0.01)
         axes.margins(y=0.15)
         axes.set(title=part, xlabel="ratio", ylabel=f"{key} loss above the uninterrupted run")
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -504,9 +525,9 @@ def main() -> None:
         for beta2 in given.beta2 if part in given.parts else ():
             for seed in range(1, 1 + given.seeds):
                 work(Trajectory(folder, beta2, seed, interval), beta2)
-    table(results)
+    table(pooled(results.known))
     if given.plot:
-        plot(results, given.plot)
+        plot(pooled(results.known), given.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Settings of all tests, and the zoo of real checkpoints. Shared arrays, checkpoints and strategies are in `held`."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from engines.kinds import KINDS
 
 collect_ignore_glob = ["*_jobs/*", "engines/*"]
 """Scripts for other processes: to look in them for doctests would import the engines here."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background, as some runners do; the programs that we start would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "ckpt", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -329,7 +329,8 @@ def test_objects_of_unknown_classes_are_carried_and_come_back_as_they_were(tmp_p
     assert root["scaler"].get("cur_scale") == 65536.0
     assert root["slots"].get("b") == [2]
     assert root["piece"].args == (10, 3)
-    assert root["enum"][0].args == (1,)
+    by_name = (3, 11) <= sys.version_info < (3, 11, 4)  # how these versions of Python pickle enums
+    assert (root["enum"][0].name if by_name else root["enum"][0].args) == ("Colour.RED" if by_name else (1,))
     assert root["class"].name == "Scaler"
     write_file(tmp_path / "b.pt", root, lambda tensor: iter(()))
     again = torch.load(tmp_path / "b.pt", weights_only=False)
