@@ -14,6 +14,7 @@ from ckpt_cli.report import data, say, say_notices, size
 from ckpt_formats.base import Checkpoint, Parameter, Part
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
+from ckpt_formats.notices import by_weight
 from ckpt_formats.registry import detect
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.typed_json import encode
@@ -57,7 +58,7 @@ def print_json(checkpoint: Checkpoint) -> None:
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
                 for s in checkpoint.shards
             ],
-            "notices": list(checkpoint.notices),
+            "notices": [notice.shown(len(notice.names)) for notice in by_weight(checkpoint.notices)],
         }
     )
 

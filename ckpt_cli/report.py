@@ -11,6 +11,7 @@ from ckpt_cli.checks import Finding
 from ckpt_cli.pipeline import Outcome, space_needed
 from ckpt_formats.base import Checkpoint, Part, WritableFormat
 from ckpt_formats.naming import show
+from ckpt_formats.notices import by_weight
 
 _MOST_ROWS = 20
 
@@ -39,8 +40,8 @@ def data(value: Any) -> None:
 
 
 def say_notices(checkpoint: Checkpoint) -> None:
-    for notice in checkpoint.notices:
-        say(f"note: {show(notice)}")
+    for notice in by_weight(checkpoint.notices):
+        say(f"note: {show(str(notice))}")
 
 
 def say_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:

@@ -21,6 +21,7 @@ from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import read_whole
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.rules import read_rules
 from ckpt_formats.state_dicts.keys import STYLES
@@ -35,7 +36,8 @@ _PATIENCE = 2.0
 def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
     found = open_checkpoint(Path(path), options_of(reading))
-    return replace(found, doubts=(), notices=(*found.notices, *found.doubts)) if accept_doubts else found
+    accepted = (Notice(doubt, weight=Weight.UNSURE) for doubt in found.doubts)
+    return replace(found, doubts=(), notices=(*found.notices, *accepted)) if accept_doubts else found
 
 
 def options_of(reading: Reading) -> Options:

@@ -351,11 +351,11 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
         save(state(seed=step), tmp_path / "run" / "checkpoint" / f"step-{step}")
     found = open_checkpoint(tmp_path / "run")
     assert_holds(found, state(seed=10))
-    assert found.notices == ("of 3 checkpoints here, step-10 is read, the newest",)
+    assert [str(notice) for notice in found.notices] == ["of 3 checkpoints here, step-10 is read, the newest"]
     (tmp_path / "run" / "checkpoint" / "step-10" / ".metadata").unlink()
     broken = open_checkpoint(tmp_path / "run" / "checkpoint")
     assert_holds(broken, state(seed=9))
-    assert "step-10: newer, but the save was broken off" in broken.notices
+    assert "newer, but the save was broken off: step-10" in map(str, broken.notices)
     shutil.move(tmp_path / "run" / "checkpoint" / "step-5", tmp_path / "run" / "checkpoint" / "best-1")
     with pytest.raises(CkptError, match=r"several checkpoints here: best-1, step-10, step-9|several checkpoints"):
         open_checkpoint(tmp_path / "run" / "checkpoint")
@@ -376,7 +376,7 @@ def test_what_lies_beside_a_checkpoint_and_is_not_read_is_named(tmp_path: Path) 
     (tmp_path / "pair" / "scheduler.bin").write_bytes(b"")
     (tmp_path / "pair" / "optimizer_0" / "meta.pt").write_bytes(b"")
     whole, half = (DCP().read(path, Options()) for path in (tmp_path / "pair", tmp_path / "pair" / "optimizer_0"))
-    assert whole.notices == ("beside the checkpoint, and not read: scheduler.bin",)
+    assert [str(notice) for notice in whole.notices] == ["beside the checkpoint, and not read: scheduler.bin"]
     assert "and not read: meta.pt" in half.notices[-1]
 
 

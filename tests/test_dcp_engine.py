@@ -177,7 +177,7 @@ def assert_is_the_truth(found: Checkpoint, truth: dict[str, Any], kind: Kind) ->
 def test_every_tensor_is_what_memory_held(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:
     assert_is_the_truth(found, truth, kind)
     left = ["__2_0.distcp, __3_0.distcp"] if kind.way.over else []
-    assert [said.rpartition(": ")[2] for said in found.notices] == left
+    assert [", ".join(notice.names) for notice in found.notices] == left
 
 
 def test_groups_are_what_the_optimizer_held(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
 def test_it_is_what_the_run_held(sample: Path) -> None:
     found = open_checkpoint(sample)
     assert_is_the_truth(found, sample / "truth.safetensors")
-    assert found.notices == (f"{BESIDE}: truth.safetensors",)
+    assert [str(notice) for notice in found.notices] == [f"{BESIDE}: truth.safetensors"]
     assert examine(found, Effort()) == []
 
 

@@ -151,7 +151,7 @@ def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path
     assert found.extras["hf/adapter_config.json"] == say(folder, "adapter_config.json")
     assert found.origin.step == STEPS
     assert found.groups == ()
-    assert "--param-order" in " ".join(found.notices)
+    assert "--param-order" in " ".join(map(str, found.notices))
     assert set(found.extras["hf/optimizer.pt"]["state"]) == set(range(8))
     expected = torch.load(folder.parent / "optimizer.truth.pt")
     for part in ("states", "weights"):
@@ -167,7 +167,7 @@ def test_without_a_configuration_the_order_is_never_guessed(made: Path) -> None:
     found, expected = open_checkpoint(made / "accelerate"), torch.load(made / "accelerate.0.truth.pt")
     assert found.groups == ()
     assert all(set(p.states) == {MODEL} for p in found.parameters.values())
-    assert "--param-order" in " ".join(found.notices)
+    assert "--param-order" in " ".join(map(str, found.notices))
     assert found.extras["hf/custom_checkpoint_0.pkl"]["count"] == 3
     assert found.extras["hf/scheduler.bin"]["last_epoch"] == 4
     order = tuple(expected["groups"][0]["names"])

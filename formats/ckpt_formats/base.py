@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from ckpt_formats.coding import Coding
 from ckpt_formats.files import Evidence, Seal
 from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.notices import Notice
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.transfer import Transfer
@@ -112,7 +113,7 @@ class Checkpoint:
     aliases: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[Shard, ...] = ()
     seals: Sequence[Seal] = ()
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     doubts: tuple[str, ...] = ()
     layout: Layout = field(default_factory=Layout)
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckpt_formats.errors import Incomplete, NotFound
 from ckpt_formats.files import unreadable
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 
 METADATA = ".metadata"
 DRAFT = ".metadata.tmp"
@@ -46,7 +47,7 @@ class Found:
     """The folders that together are a checkpoint, and what to tell the user about how they were chosen."""
 
     members: tuple[Member, ...]
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     step: int | None = None
     """In the folder's name."""
 
@@ -144,10 +145,10 @@ def _newest(path: Path) -> Found:
     later: list[str] = []
     for _, number, folder in sorted(steps, key=lambda step: -step[1]):
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
-            said = f"of {len(steps)} checkpoints here, {show(folder.name)} is read, the newest"
-            broken = (f"{', '.join(later)}: newer, but the save was broken off",) if later else ()
+            newest = Notice(f"of {len(steps)} checkpoints here, {show(folder.name)} is read, the newest")
+            broken = (Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE),) if later else ()
             found = find(folder)
-            return Found(found.members, (*((said,) if len(steps) > 1 else ()), *broken, *found.notices), number)
+            return Found(found.members, (*((newest,) if len(steps) > 1 else ()), *broken, *found.notices), number)
         later.append(show(folder.name))
     raise Incomplete(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
 

@@ -21,6 +21,7 @@ from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.files import read_whole
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.torchfile import Form, Formed, load_pickle
 from ckpt_formats.torchfile.storages import MOST_AXES, MOST_ELEMENTS
 from ckpt_formats.values import Global, Record, Value
@@ -73,7 +74,7 @@ class Metadata:
     files: tuple[str, ...]
     """All that it names, also those with nothing but empty shards."""
     items: Collection[Item]
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -169,11 +170,11 @@ class _Reading:
             raise Unsupported(f"tensor `{show(name)}` has elements of type {show(str(found))}", where=self._path)
         return DTYPES[found.name]
 
-    def _paths(self, said: Value, names: Iterable[str]) -> tuple[dict[str, Steps], tuple[str, ...]]:
+    def _paths(self, said: Value, names: Iterable[str]) -> tuple[dict[str, Steps], tuple[Notice, ...]]:
         """Each name's path in the state dict. Names are never taken apart: they have dots of their own."""
         if not said or not isinstance(said, dict):
-            unknown = ("the planner's data are of an unknown kind: names stay flat",) if said else ()
-            return {name: (name,) for name in names}, unknown
+            unknown = Notice("the planner's data are of an unknown kind: names stay flat", weight=Weight.UNSURE)
+            return {name: (name,) for name in names}, (unknown,) if said else ()
         paths: dict[str, Steps] = {}
         for name in names:
             path = said.get(name)

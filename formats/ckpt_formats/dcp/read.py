@@ -17,6 +17,7 @@ from ckpt_formats.files import Seal, unreadable
 from ckpt_formats.geometry import Box
 from ckpt_formats.layout import Rule, merge
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.keys import TORCHTITAN
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Fragment, Tensor, with_replicas
@@ -84,7 +85,7 @@ class _Part:
     shards: tuple[Shard, ...]
     blocks: list[Block] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
 
 def _read(member: Member, rules: Sequence[Rule]) -> _Part:
@@ -105,20 +106,17 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
     part.tree = nested(values, paths, folder)
     if apart:
         part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
-        part.notices.append(f"ranks saved values of their own under the same keys: carried under `{RANKS}`")
+        part.notices.append(Notice(f"ranks saved values of their own under the same keys: carried under `{RANKS}`"))
     if left := [*member.leftovers, *leftovers(folder, sizes)]:
-        part.notices.append(f"{show(folder.name)} has leftovers of another save, which no metadata name: {_few(left)}")
+        text = f"{show(folder.name)} has leftovers of another save, which no metadata name"
+        part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
     return part
 
 
-def _beside(path: Path, members: Sequence[Member]) -> Iterator[str]:
+def _beside(path: Path, members: Sequence[Member]) -> Iterator[Notice]:
     """What trainers keep in files of their own: schedulers, random states."""
     if others := list(strangers(path if len(members) > 1 else members[0].folder, members)):
-        yield f"{BESIDE}: {_few(others)}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(show, names[:5])) + (", …" if len(names) > 5 else "")
+        yield Notice(BESIDE, tuple(others), Weight.LOST)
 
 
 def _tensors(

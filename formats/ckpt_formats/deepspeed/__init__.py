@@ -26,6 +26,7 @@ from ckpt_formats.deepspeed.weights import tied_layers
 from ckpt_formats.deepspeed.write_parts import parts
 from ckpt_formats.errors import form_of
 from ckpt_formats.layout import Layout, Rule
+from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
@@ -93,11 +94,10 @@ def own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
     return rules_of(info, file.path) if isinstance(info, dict) and info else ()
 
 
-def notices_of(tied: list[str]) -> tuple[str, ...]:
+def notices_of(tied: list[str]) -> tuple[Notice, ...]:
     if not tied:
         return ()
-    names = ", ".join(f"`{name}`" for name in tied)
-    return (f"on several pipeline stages, where the first stage's copy counts: {names}",)
+    return (Notice("on several pipeline stages, where the first stage's copy counts", tuple(tied)),)
 
 
 def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:

@@ -29,6 +29,7 @@ from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.geometry import Shape
 from ckpt_formats.layout import Layout
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.torchfile import TorchFile, open_file
@@ -213,20 +214,21 @@ def _shards(
 
 def _notices(
     step: Step, shadows: Sequence[str], parameters: Mapping[str, Parameter], groups: Sequence[Group]
-) -> Iterator[str]:
+) -> Iterator[Notice]:
     if shadows:
-        names = ", ".join(f"`{show(name)}`" for name in shadows[:5])
-        more = f", and {len(shadows) - 5} more" if len(shadows) > 5 else ""
-        yield (
-            f"under zero/ are rounded or widened copies of buffers, frozen parameters or tied names ({names}{more}); "
-            "the model file's own values count"
+        yield Notice(
+            "the model file's own values count, not the rounded or widened copies under zero/ of these buffers, "
+            "frozen parameters or tied names",
+            tuple(shadows),
         )
     if any(group.options.get("amsgrad") for group in groups) and not any(
         "max_exp_avg_sq" in p.states for p in parameters.values()
     ):
-        yield "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+        text = "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+        yield Notice(text, weight=Weight.LOST)
     if not step.stage3 and not step.first.root.get("module"):
-        yield (
+        text = (
             "weights of pipeline layers are not in a universal folder: they are the masters, rounded; "
             "buffers and frozen parameters, if the layers have any, are missing"
         )
+        yield Notice(text, weight=Weight.LOST)

@@ -29,6 +29,7 @@ from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in
 from ckpt_formats.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.geometry import Shape
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.values import Value
@@ -65,7 +66,9 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     optimizers = {rank: unwrap.optimizer(file.root, file.path) for rank, file in files.get("optimizer", {}).items()}
     notices = list(folder.notices)
     if any(models[rank].keys() != file.root.keys() for rank, file in files["model"].items()):
-        notices.append("names are without what wrapped the modules: `_fsdp_wrapped_module.`, `_orig_mod.` and the like")
+        notices.append(
+            Notice("names are without what wrapped the modules: `_fsdp_wrapped_module.`, `_orig_mod.` and the like")
+        )
     shapes, listed = dict[str, Shape](), options.order
     if any(is_flat(name) for tree in models.values() for name in tree):
         shapes = shapes_stated(optimizers) | shapes_in(options.shapes)
@@ -77,7 +80,7 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     if optimizers:
         optimizer = merge_optimizer(optimizers, model, merge.spread, options.order)
         if optimizer is None:
-            notices.append(UNNAMED)
+            notices.append(Notice(UNNAMED, weight=Weight.LOST))
             extra = apart(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
         else:
             root["optim"] = optimizer

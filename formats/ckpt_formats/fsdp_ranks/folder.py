@@ -14,6 +14,7 @@ from pathlib import Path
 from ckpt_formats.errors import Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.files import unreadable
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 
 MOST_RANKS = 1 << 16
 
@@ -33,7 +34,7 @@ class Folder:
     path: Path
     world: int
     files: Mapping[str, Mapping[int, Path]] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
     @property
     def paths(self) -> Iterator[tuple[str, int, Path]]:
@@ -86,8 +87,8 @@ def _sized(path: Path, names: Mapping[str, re.Match[str]], others: Sequence[str]
     for name, match in names.items():
         _put(files, _ROLES.get(match[1], match[1]), int(match[3]), path / name)
     (world,) = worlds
-    said = ", ".join(map(show, others[:_MOST_NAMED])) + (", …" if len(others) > _MOST_NAMED else "")
-    return _checked(Folder(path, world, files, (f"also in the folder, and not read: {said}",) if others else ()))
+    unread = (Notice("also in the folder, and not read", tuple(others), Weight.LOST),) if others else ()
+    return _checked(Folder(path, world, files, unread))
 
 
 def _counted(path: Path, names: Mapping[str, re.Match[str]], random: Mapping[str, re.Match[str]]) -> Folder:
@@ -106,7 +107,9 @@ def _counted(path: Path, names: Mapping[str, re.Match[str]], random: Mapping[str
         _put(files, "extra", int(match[1]), path / name)
     world = 1 + max(rank for role, ranks in files.items() if role != "extra" for rank in ranks)
     files["extra"] = {rank: file for rank, file in files.get("extra", {}).items() if rank < world}
-    notices = tuple(f"files of model {number} are here too, and not read" for number in sorted(further))
+    notices = tuple(
+        Notice(f"files of model {number} are here too, and not read", weight=Weight.LOST) for number in sorted(further)
+    )
     return _checked(Folder(path, world, {role: ranks for role, ranks in files.items() if ranks}, notices))
 
 

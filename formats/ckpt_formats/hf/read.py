@@ -15,7 +15,7 @@ from ckpt_formats.hf.folder import TRAINER_STATE, Folder, sort_files
 from ckpt_formats.hf.order import UNTOLD, in_models_order, numbered_only
 from ckpt_formats.hf.weights import Model, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
-from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.registry import format_named
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.state_dicts.read import training_state
@@ -24,7 +24,6 @@ from ckpt_formats.values import Value
 
 _CUT_MODELS = ("dcp", "fsdp-ranks")
 """Formats of models that lie in such a folder cut over ranks."""
-_MOST_NAMED = 5
 
 
 def read_folder(path: Path, options: Options) -> Checkpoint:
@@ -64,14 +63,14 @@ def _with_model(
     state = {name: model.state[name] for name in order} if order else model.state
     optimizer = open_file(folder.optimizer) if folder.optimizer else None
     root: dict[str, Value] = {"model": state, **extras}
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     if optimizer is not None:
         key = f"{PREFIX}{optimizer.path.name}"
         if order or model.in_order or options.order or not numbered_only(optimizer.root):
             root["optimizer"] = optimizer.root
         else:
             root[key] = optimizer.root
-            notices = (UNTOLD,)
+            notices = (Notice(UNTOLD, weight=Weight.LOST),)
     found = training_state(root, folder.path, options.order)
     if optimizer is not None and "optimizer" in found.extras:
         found.extras[key] = found.extras.pop("optimizer")
@@ -129,13 +128,10 @@ def _cut_model(path: Path, options: Options) -> Checkpoint:
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
     parameters = dict(inner.parameters)
     lifted = {key: lift(value, key, parameters) for key, value in extras.items()}
-    notices = tuple(notice for notice in inner.notices if not notice.startswith(BESIDE))  # we do read it
+    notices = tuple(notice for notice in inner.notices if notice.text != BESIDE)  # we do read it
     return replace(inner, parameters=parameters, extras={**inner.extras, **lifted}, notices=notices)
 
 
-def _left(names: Sequence[str]) -> tuple[str, ...]:
-    if not names:
-        return ()
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    said = ", ".join(map(show, names[:_MOST_NAMED]))
-    return (f"not read, being weights in another form, folders or too large: {said}{more}",)
+def _left(names: Sequence[str]) -> tuple[Notice, ...]:
+    text = "not read, being weights in another form, folders or too large"
+    return (Notice(text, tuple(names), Weight.LOST),) if names else ()

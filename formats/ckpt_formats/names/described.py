@@ -15,6 +15,7 @@ from ckpt_formats.names.family import KNOWN, Family, families_of, pattern_of
 from ckpt_formats.names.shipped import table_for
 from ckpt_formats.names.table import Table
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.values import Record
 
 _WORD_TABLE = "embedding.word_embeddings.weight"
@@ -27,7 +28,7 @@ class Described:
     model: Architecture
     table: Table
     config: Mapping[str, Any]
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
 
 def described(source: Checkpoint, config: Mapping[str, Any] | None, partial: bool) -> Described:
@@ -83,8 +84,9 @@ def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) ->
         return Described(model, table, config)
     names = {pattern_of(line.names[0]) for line in table.lines(config) or ()}
     other = of_arguments(record, table, names, model.vocabulary, model, where)
-    differing = (f"config.json and the run's arguments differ: {one}" for one in model.differences(other))
-    return Described(model, table, config, tuple(differing))
+    differing = tuple(model.differences(other))
+    notice = Notice("config.json and the run's arguments differ", differing, Weight.UNSURE)
+    return Described(model, table, config, (notice,) if differing else ())
 
 
 def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> Described:
@@ -94,12 +96,13 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> Describe
     known = true_vocabulary(record, rows)
     family, model = _chosen(families, record, rows if known is None else known, source.path)
     config = to_config(model, family.table, family.flags, weights_dtype(source))
-    notices = [f"config.json is made of the run's arguments: a {family.table.family} model"]
+    notices = [Notice(f"config.json is made of the run's arguments: a {family.table.family} model")]
     if known is None:
-        notices.append(
+        text = (
             f"the true size of the vocabulary is not known: all {rows} rows are kept, padding too. A rule can say it "
             "(vocabulary = N), or --config"
         )
+        notices.append(Notice(text, weight=Weight.UNSURE))
     return Described(model, family.table, config, tuple(notices))
 
 

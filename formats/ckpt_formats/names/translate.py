@@ -23,6 +23,7 @@ from ckpt_formats.names.shipped import table_for, tables
 from ckpt_formats.names.table import Line
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice
 from ckpt_formats.tensor import Tensor
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
@@ -66,12 +67,13 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
             check_shape(line.names[0], shape, model, padded=True, what=name)
             padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
             changes.append(Change((name,), line.hf, _split(line, _sizes(model))))
-    said = (f"the last {padding} rows of the vocabulary's tables are padding, and are left out",) if padding else ()
+    text = f"the last {padding} rows of the vocabulary's tables are padding, and are left out"
+    padded = (Notice(text),) if padding else ()
     return replace(
         changed(source, changes, found.table.expected_names(found.config) or ()),
         aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
         extras={**source.extras, CONFIG: dict(found.config)},
-        notices=(*source.notices, *found.notices, *said),
+        notices=(*source.notices, *found.notices, *padded),
     )
 
 

@@ -14,6 +14,7 @@ from ckpt_formats.dtypes import is_float
 from ckpt_formats.errors import Corrupt, Unsafe
 from ckpt_formats.extras import lift, numbered
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.numbering import Named
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.state_dicts.keys import StateKeys
@@ -30,6 +31,10 @@ RESERVED = frozenset((*_MODEL_KEYS, *_OPTIMIZER_KEYS))
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")
 _MOST_NAMES = 500_000
+UNMATCHED = (
+    "the optimizer's states could not be matched to parameters; they are carried as they are. "
+    "If the optimizer numbers its parameters, --param-order names them"
+)
 
 
 def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] = ()) -> TrainingState:
@@ -52,17 +57,14 @@ def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] 
     aliases = ties(found)
     named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items() if name not in aliases]
     parameters = {one.name: Parameter(one.name, role_of(one), {MODEL: one.tensor}) for one in named}
-    notices: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     groups: tuple[Group, ...] = ()
     if optimizer is not None:
         trainable = [one for one in named if role_of(one) != "buffer"]
         matched = match(optimizer, found, trainable, order)
         if matched is None:
             rest[str(optimizer_key)] = optimizer
-            notices = (
-                "the optimizer's states could not be told to the parameters' names; they are carried as they are. "
-                "If it numbers them, name them with --param-order",
-            )
+            notices = (Notice(UNMATCHED, (str(optimizer_key),), Weight.LOST),)
         else:
             states, values = _untied(matched.states, aliases), _untied(matched.values, aliases)
             groups = tuple(Group(g.options, tuple(aliases.get(n, n) for n in g.names)) for g in matched.groups)

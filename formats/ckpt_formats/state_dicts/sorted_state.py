@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ckpt_formats.base import Group, Origin, Parameter
+from ckpt_formats.notices import Notice
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.values import Value
 
@@ -17,7 +18,7 @@ class TrainingState:
     extras: dict[str, Value]
     """All the rest, by the key it had at the top level; what lay inside the model's dict by its name there."""
     aliases: dict[str, str]
-    notices: tuple[str, ...]
+    notices: tuple[Notice, ...]
     step: int | None
     keys: StateKeys
     origin: Origin | None = None

@@ -10,6 +10,7 @@ from ckpt_formats.coding import Coding
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import unreadable
 from ckpt_formats.naming import file_stem, show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.sealed_json import hash_number
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import manifest, parameter_file, stored_states
@@ -149,11 +150,12 @@ def _carried(entry: Entry, losses: Mapping[tuple[str, str], Loss]) -> Entry:
     return replace(entry, states=states)
 
 
-def _notices(losses: Mapping[tuple[str, str], Loss]) -> tuple[str, ...]:
+def _notices(losses: Mapping[tuple[str, str], Loss]) -> tuple[Notice, ...]:
     if not losses:
         return ()
     kinds = ", ".join(sorted({state for _, state in losses}))
-    return (f"approximate: {len(losses)} states are not bit for bit what was saved ({kinds}); `--json` has the losses",)
+    text = f"approximate: {len(losses)} states are not bit for bit what was saved ({kinds}); `--json` has the losses"
+    return (Notice(text, weight=Weight.LOST),)
 
 
 def _folder(parameter: Parameter) -> str:
