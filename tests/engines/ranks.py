@@ -6,6 +6,7 @@ to itself, so any number of runs, of any size, can follow each other. Safe only 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -50,6 +51,9 @@ def run(
     join: Callable[[int, int, str], None] = join_deepspeed,
 ) -> None:
     """Call `work` in `world` processes joined in one process group; what rank r prints goes to `log`/rank{r}.log."""
+    import torch._dynamo  # noqa: F401 -- or each rank's first optimizer would, for seconds
+
+    gc.freeze()  # engines collect garbage often; none of it is among what was imported
     log.mkdir(parents=True, exist_ok=True)
     meeting = tempfile.mkdtemp(prefix="ranks-")
     children: dict[int, int] = {}
