@@ -2,20 +2,24 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import megatron_jobs.launch
 from engines import launch
 from engines.kinds import KINDS
-
-collect_ignore_glob = ["*_jobs/*", "engines/*"]
-"""Scripts for other processes: to look in them for doctests would import the engines here."""
+from trained import alone_in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background, as some runners do; the programs that we start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where this is set, every `ckpt` that a test starts would compile all modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile(
     "ckpt", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -24,22 +28,16 @@ settings.load_profile("ckpt")
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of every kind that real DeepSpeed has trained.
-
-    Set CKPT_ZOO to a folder to keep them between runs; otherwise they are made anew, in minutes.
-    """
-    kept = os.environ.get("CKPT_ZOO")
-    out = Path(kept) if kept else tmp_path_factory.mktemp("zoo")
-    launch.train(KINDS, out)
-    return out
+def zoo() -> Path:
+    """The folder of every kind that real DeepSpeed has trained."""
+    with alone_in("engines") as folder:
+        launch.train(KINDS, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def megatron_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `megatron_jobs.launch.save` puts kinds of runs of real Megatron, for all tests together.
-
-    Set CKPT_MEGATRON to a folder to keep them between runs; otherwise they are made anew, in minutes.
-    """
-    kept = os.environ.get("CKPT_MEGATRON")
-    return Path(kept) if kept else tmp_path_factory.mktemp("megatron")
+def megatron_folder() -> Path:
+    """The folder of every kind of run of real Megatron."""
+    with alone_in("megatron_jobs") as folder:
+        megatron_jobs.launch.save(megatron_jobs.launch.KINDS, folder)
+    return folder

@@ -1,10 +1,6 @@
-"""PyTorch's own distributed checkpoints: all that real jobs save is read, and real jobs go on from what we write.
-
-Set CKPT_TORCH_ZOO to a folder to keep what was trained between runs; otherwise it is made anew, in half a minute.
-"""
+"""PyTorch's own distributed checkpoints: all that real jobs save is read, and real jobs go on from what we write."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -30,6 +26,7 @@ from ckpt_formats.values import TensorName, Value
 from torch_jobs import launch
 from torch_jobs.kinds import KINDS, TRAININGS, Kind
 from torch_values import as_torch, same
+from trained import alone_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -117,12 +114,11 @@ JOBS = [*EVERY_LAYOUT, *BY_UNIVERSAL, *OTHER_KINDS]
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def zoo() -> Path:
     """The folder of all that real torch has trained and saved."""
-    kept = os.environ.get("CKPT_TORCH_ZOO")
-    out = Path(kept) if kept else tmp_path_factory.mktemp("torch_zoo")
-    launch.train(TRAININGS, out)
-    return out
+    with alone_in("torch_jobs") as folder:
+        launch.train(TRAININGS, folder)
+    return folder
 
 
 @pytest.fixture(scope="module", params=KINDS)

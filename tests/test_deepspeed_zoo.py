@@ -1,7 +1,4 @@
-"""Every kind of checkpoint that real DeepSpeed writes, against what its own memory held when it wrote them.
-
-Set CKPT_ZOO to a folder to keep the checkpoints between runs; otherwise they are made anew, in minutes.
-"""
+"""Every kind of checkpoint that real DeepSpeed writes, against what its own memory held when it wrote them."""
 
 from pathlib import Path
 

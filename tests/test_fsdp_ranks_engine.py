@@ -17,6 +17,7 @@ from ckpt_formats.tensor import read
 from rank_jobs import launch
 from rank_jobs.kinds import KINDS, Kind
 from torch_values import same
+from trained import alone_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -55,12 +56,11 @@ class Job:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of every kind. Set CKPT_RANK_JOBS to a folder to keep them between runs."""
-    kept = os.environ.get("CKPT_RANK_JOBS")
-    out = Path(kept) if kept else tmp_path_factory.mktemp("rank_jobs")
-    launch.train(KINDS, out)
-    return out
+def jobs() -> Path:
+    """The folder of every kind."""
+    with alone_in("rank_jobs") as folder:
+        launch.train(KINDS, folder)
+    return folder
 
 
 @pytest.fixture(params=KINDS)

@@ -20,6 +20,7 @@ from ckpt_formats.tensor import read
 from ckpt_formats.values import Record, TensorName
 from engines import launch
 from hf_jobs.models import MODELS, STEPS
+from trained import once
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -28,11 +29,9 @@ TRAINED = ("llama_tied", "gpt2", "qwen3")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made() -> Path:
     """What the libraries saved: see `hf_jobs/make.py`."""
-    out = tmp_path_factory.mktemp("hf")
-    launch.run_script(JOBS / "make.py", [str(out), "deepspeed"], 4)
-    return out
+    return once(JOBS.name, "made", lambda out: launch.run_script(JOBS / "make.py", [str(out), "deepspeed"], 4))
 
 
 def raw(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:

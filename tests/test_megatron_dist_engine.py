@@ -13,7 +13,7 @@ from ckpt_formats.dcp.metadata import read_metadata
 from ckpt_formats.tensor import read
 from held import bits
 from megatron_jobs.kinds import KINDS
-from megatron_jobs.launch import resume, save
+from megatron_jobs.launch import resume
 from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written, reshard
 
 pytestmark = [
@@ -41,7 +41,6 @@ OLD = sorted({kind for kind, *_ in CASES.values()})
 def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> Path:
     """What Megatron made of its own files, by kind, and of ours, which are in `written`, by case."""
     out = tmp_path_factory.mktemp("resumed_dist")
-    save(OLD, megatron_folder)
     own = {kind: "dp" if KINDS[kind].distributed else "plain" for kind in OLD}
     jobs = {kind: {"kind": kind, "changes": {}, "run": str(megatron_folder / kind / own[kind])} for kind in OLD}
     for case, (kind, container, changes, options) in CASES.items():
@@ -103,7 +102,6 @@ PAIRS: dict[tuple[str, str], str] = {
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
 def test_keys_blocks_and_all_else_are_as_megatron_has_them(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
-    save({name.partition("/")[0] for name in pair}, megatron_folder)
     reshard(megatron_folder / pair[0], tmp_path / "made", PAIRS[pair])
     assert listed(tmp_path / "made") == listed(megatron_folder / pair[1])
 

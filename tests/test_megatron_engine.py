@@ -15,7 +15,6 @@ from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
 from megatron_jobs.kinds import KINDS, Kind
-from megatron_jobs.launch import save
 from megatron_jobs.truth import read_truth
 
 pytestmark = [
@@ -26,12 +25,6 @@ pytestmark = [
 
 SHIFTED = {"gpt_dp3_buckets": "gpt", "llama_dp2_buckets": "llama", "gpt_tied_pp2": "gpt_tied"}
 """Buckets of these end at places that are no multiples of 128: Megatron saves `fully_reshardable` states shifted."""
-
-
-@pytest.fixture(scope="session")
-def runs(megatron_folder: Path) -> Path:
-    save(KINDS, megatron_folder)
-    return megatron_folder
 
 
 def containers(kind: Kind) -> list[str]:
@@ -52,12 +45,12 @@ def truth_of(file: Path) -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
-def test_everything_is_as_megatron_itself_reads_it(runs: Path, name: str, container: str) -> None:
+def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
-    found = open_checkpoint(runs / name / container)
+    found = open_checkpoint(megatron_folder / name / container)
     check_whole(found)
     check_sound(found)
-    truth = truth_of(runs / (kind.truth or name) / "truth.pt")
+    truth = truth_of(megatron_folder / (kind.truth or name) / "truth.pt")
     held = {(p.name, state): tensor for p, state, tensor in found.tensors() if p.role != "extra" and state != "step"}
     # The plain optimizer of an fp32 model updates the weights themselves: there are no masters.
     assert held.keys() == truth.keys()
@@ -77,10 +70,11 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
-def test_what_is_no_tensor_comes_along(runs: Path, name: str, container: str) -> None:
+def test_what_is_no_tensor_comes_along(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
-    found = open_checkpoint(runs / name / container)
-    assert detect(runs / name / container).name == ("megatron-legacy" if container == "legacy" else "megatron")
+    found = open_checkpoint(megatron_folder / name / container)
+    format_name = "megatron-legacy" if container == "legacy" else "megatron"
+    assert detect(megatron_folder / name / container).name == format_name
     assert found.origin.engine == "megatron"
     assert found.origin.step == 2
     said = {key: found.origin.layout[key] for key in ("tp", "pp", "vpp", "ep")}
@@ -104,10 +98,12 @@ def _check_groups(found: Checkpoint) -> None:
             assert int(step) == 2
 
 
-def test_a_run_looks_the_same_however_it_was_saved(runs: Path) -> None:
+def test_a_run_looks_the_same_however_it_was_saved(megatron_folder: Path) -> None:
     """Names, groups, roles and plain numbers do not depend on the layout."""
     kinds = ("llama", "llama_tp2_pp2", "llama_vpp", "llama_uneven")
-    many = [open_checkpoint(runs / name / container) for name in kinds for container in containers(KINDS[name])]
+    many = [
+        open_checkpoint(megatron_folder / name / container) for name in kinds for container in containers(KINDS[name])
+    ]
     first, *others = many
     for other in others:
         assert _plain_numbers(other) == _plain_numbers(first)
@@ -121,9 +117,9 @@ def _plain_numbers(found: Checkpoint) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SHIFTED)
-def test_optimizer_states_that_megatron_shifted_are_found_and_refused(runs: Path, name: str) -> None:
-    found = open_checkpoint(runs / name / "fully")
-    truth = truth_of(runs / SHIFTED[name] / "truth.pt")
+def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_folder: Path, name: str) -> None:
+    found = open_checkpoint(megatron_folder / name / "fully")
+    truth = truth_of(megatron_folder / SHIFTED[name] / "truth.pt")
     masters = {name: p.states["fp32"] for name, p in found.parameters.items() if "fp32" in p.states}
     wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "fp32"])]
     assert wrong  # or Megatron has mended it, and this test has had its day
@@ -134,20 +130,20 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(runs: Path
     assert any(finding.kind == "doubt" for finding in examine(found, Effort()))
 
 
-def _copied(runs: Path, tmp_path: Path) -> Path:
-    shutil.copytree(runs / "llama_tp2_pp2" / "dp", tmp_path / "run")
+def _copied(megatron_folder: Path, tmp_path: Path) -> Path:
+    shutil.copytree(megatron_folder / "llama_tp2_pp2" / "dp", tmp_path / "run")
     return tmp_path / "run" / "iter_0000002"
 
 
-def test_a_missing_file_of_a_distributed_checkpoint_is_named(runs: Path, tmp_path: Path) -> None:
-    folder = _copied(runs, tmp_path)
+def test_a_missing_file_of_a_distributed_checkpoint_is_named(megatron_folder: Path, tmp_path: Path) -> None:
+    folder = _copied(megatron_folder, tmp_path)
     (folder / "__2_0.distcp").unlink()
     with pytest.raises(Incomplete, match=r"__2_0\.distcp is missing"):
         open_checkpoint(folder)
 
 
-def test_containers_that_megatron_gave_up_are_named(runs: Path, tmp_path: Path) -> None:
-    folder = _copied(runs, tmp_path)
+def test_containers_that_megatron_gave_up_are_named(megatron_folder: Path, tmp_path: Path) -> None:
+    folder = _copied(megatron_folder, tmp_path)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
     with pytest.raises(Unsupported, match="zarr"):
         open_checkpoint(folder)
@@ -163,11 +159,11 @@ def test_containers_that_megatron_gave_up_are_named(runs: Path, tmp_path: Path) 
     ],
 )
 def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
-    runs: Path, tmp_path: Path, field: str, value: int, message: str
+    megatron_folder: Path, tmp_path: Path, field: str, value: int, message: str
 ) -> None:
     import torch
 
-    folder = _copied(runs, tmp_path)
+    folder = _copied(megatron_folder, tmp_path)
     root = torch.load(folder / "common.pt", weights_only=False)
     setattr(root["args"], field, value)
     torch.save(root, folder / "common.pt")
@@ -175,7 +171,7 @@ def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
         open_checkpoint(folder)
 
 
-def test_reading_needs_none_of_the_options(runs: Path) -> None:
+def test_reading_needs_none_of_the_options(megatron_folder: Path) -> None:
     from ckpt_formats.megatron import MegatronLegacy
 
-    assert MegatronLegacy().read(runs / "llama" / "legacy" / "iter_0000002", Options()).origin.step == 2
+    assert MegatronLegacy().read(megatron_folder / "llama" / "legacy" / "iter_0000002", Options()).origin.step == 2

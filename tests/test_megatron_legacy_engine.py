@@ -14,7 +14,7 @@ from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import read
 from held import bits
 from megatron_files import loaded
-from megatron_jobs.launch import resume, save
+from megatron_jobs.launch import resume
 from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written, reshard
 
 pytestmark = [
@@ -54,7 +54,6 @@ OLD = sorted({kind for kind, _, _ in CASES.values()})
 def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> Path:
     """What Megatron made of its own files, by kind, and of ours, which are in `written`, by case."""
     out = tmp_path_factory.mktemp("resumed")
-    save(OLD, megatron_folder)
     jobs = {kind: {"kind": kind, "changes": {}, "run": str(megatron_folder / kind / "legacy")} for kind in OLD}
     for case, (kind, changes, options) in CASES.items():
         written = out / "written" / case
@@ -97,7 +96,6 @@ PAIRS: dict[tuple[str, str], dict[str, Any]] = {
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
 def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
-    save(pair, megatron_folder)
     source, want = (megatron_folder / kind / "legacy" for kind in pair)
     found = open_checkpoint(source)
     # How large buckets are is no matter of the layout: the run's arguments say it.
@@ -111,7 +109,6 @@ def test_what_was_torch_dist_becomes_the_files_that_megatron_wrote(
     megatron_folder: Path, tmp_path: Path, name: str
 ) -> None:
     kind = name.split("/")[0]
-    save([kind], megatron_folder)
     reshard(megatron_folder / name, tmp_path / "made", "--to megatron-legacy")
     assert_same_files(tmp_path / "made", megatron_folder / kind / "legacy")
 

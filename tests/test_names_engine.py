@@ -14,6 +14,7 @@ from ckpt_cli.main import cli
 from engines.launch import run_script
 from hf_jobs.models import MODELS
 from megatron_jobs.families import EXPECTED, FAMILIES
+from trained import once
 
 pytestmark = [
     pytest.mark.engines,
@@ -59,11 +60,10 @@ def by_transformers(folders: Mapping[str, Path], out: Path) -> dict[str, dict[st
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron() -> Path:
     """Checkpoints of Megatron core, and what it computes: see `megatron_jobs/logits.py`."""
-    out = tmp_path_factory.mktemp("megatron")
-    run_script(TESTS / "megatron_jobs" / "logits.py", ["save", str(out)], 3)
-    return out
+    script = TESTS / "megatron_jobs" / "logits.py"
+    return once("megatron_jobs", "families", lambda out: run_script(script, ["save", str(out)], 3))
 
 
 @pytest.fixture(scope="module")
