@@ -13,8 +13,8 @@ of each area, evenly over its modules and their functions (`mutating/faults.py`)
 its faults in it, each behind a switch (`mutating/instrument.py`), and pytest collects once. One recorded run of the
 tests, in forked processes, shows which test reaches which fault, also through processes that a test starts and through
 fixtures that tests share. Then a process is forked for each fault, its switch is turned on, and the tests that reach it
-are run, those of `make quick` first, quick ones first, until one fails. A test that takes ten times as long as it should
-has failed. That the test passes without the fault, alone in a fork, is tried as well.
+are run, those of `make quick` first, short ones first, until one fails. A test that takes ten times as long as it
+should has failed. That the test passes without the fault, alone in a fork, is tried as well.
 
 What is not seen: code that Numba compiles, and code that runs while a module is imported.
 
@@ -149,6 +149,7 @@ class Results:
 
 def _measure(faults: list[Fault], results: Results, told: argparse.Namespace, pytest_options: list[str]) -> None:
     import pytest
+
     from mutating.session import Plugin
     from mutating.trials import measure
 

@@ -1,12 +1,13 @@
-"""Which faults are seeded: chosen by hash, so that the same code gives the same faults, and a change moves few of them."""
+"""Which faults are seeded. They are chosen by hash: the same code gives the same, and a change moves few of them."""
 
 import ast
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+
+import tomllib
 
 from mutating.operators import Change, Node, changes
 

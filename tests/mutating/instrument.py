@@ -1,4 +1,4 @@
-"""Modules with all their faults in them, each behind a switch: `a < b` becomes `a <= b if __ckpt_fault__(7) else a < b`."""
+"""Modules with all their faults, each behind a switch: `a < b` becomes `a <= b if __ckpt_fault__(7) else a < b`."""
 
 import ast
 import marshal
@@ -27,7 +27,7 @@ def write_modules(faults: Sequence[Fault], folder: Path) -> None:
 
 
 class _Switches(ast.NodeTransformer):
-    """Puts a switch around each node that a fault changes. The node is known by its place in the source and its kind."""
+    """Puts a switch around each node that a fault changes, known by its place in the source and its kind."""
 
     def __init__(self, faults: dict[int, Fault]) -> None:
         self.left = dict(faults)

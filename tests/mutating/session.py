@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,7 +61,7 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """After `conftest` has chosen its settings, before a test is imported: the same examples each time, none minimised."""
+        """After `conftest` has chosen its settings, before a test is imported: the same examples always, none minimised."""
         from hypothesis import Phase, settings
 
         settings.register_profile(
@@ -183,6 +184,9 @@ def stop(process: int) -> None:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
     for folder in Path(os.environ["CKPT_FAULTS"]).glob(f"fork-{process}-*"):
+        for mount in Path("/proc/mounts").read_text().splitlines():
+            if (where := mount.split()[1]).startswith(str(folder)):
+                subprocess.run(["umount", where], check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

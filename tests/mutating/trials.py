@@ -168,7 +168,7 @@ def _run_batch(
 ) -> None:
     folder = Path(os.environ["CKPT_FAULTS"])
     began = time.monotonic()
-    for i, names in enumerate(batch):
+    for i in range(len(batch)):
         for path in (folder / f"reach-{i}", folder / f"outcomes-{i}"):
             path.unlink(missing_ok=True)
         (folder / f"reach-{i}").touch()
