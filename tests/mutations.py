@@ -98,8 +98,10 @@ AREAS: dict[str, tuple[int, list[str]]] = {
 def main(arguments: Sequence[str]) -> int:
     told, pytest_options = _options(arguments)
     known = equivalents(HERE / "mutating" / "equivalent.toml")
-    faults = choose(AREAS, SEED, known)
-    chosen = [fault for fault in faults if not told.only or fault.area in told.only]
+    functions = choose(AREAS, SEED)
+    faults = [fault for of_one in functions for fault in of_one]
+    firsts = [next((fault for fault in of_one if fault.key not in known), None) for of_one in functions]
+    chosen = [fault for fault in firsts if fault and (not told.only or fault.area in told.only)]
     if told.list:
         for fault in chosen:
             print(f"{fault.area:12} {fault.place:55} {fault.function}: [{fault.change.operator}] {fault.change.text}")
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         import fault_switch
 
         fault_switch.install(folder)
-        _measure(faults, results, told, pytest_options)
+        _measure(faults, chosen, results, told, pytest_options)
     print(table(chosen, results))
     return 0
 
@@ -147,7 +149,9 @@ class Results:
         new.replace(self._path)
 
 
-def _measure(faults: list[Fault], results: Results, told: argparse.Namespace, pytest_options: list[str]) -> None:
+def _measure(
+    faults: list[Fault], chosen: list[Fault], results: Results, told: argparse.Namespace, pytest_options: list[str]
+) -> None:
     import pytest
 
     from mutating.session import Plugin
@@ -156,7 +160,7 @@ def _measure(faults: list[Fault], results: Results, told: argparse.Namespace, py
     if told.anew:
         results.known.clear()
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", *pytest_options]
-    plugin = Plugin(lambda collected: measure(faults, collected, results, told))
+    plugin = Plugin(lambda collected: measure(faults, chosen, collected, results, told))
     os.chdir(ROOT)
     code = pytest.main(options, plugins=[plugin])
     if code not in (0, 5):

@@ -17,6 +17,7 @@ _WORDS = {"Notice", "echo", "print", "warn", "note", "say"}
 """Calls whose arguments are words for people."""
 _LEAST = "arguments_swapped"
 """Mostly an error of types, which any test sees: chosen where nothing else can be wrong."""
+_SPARES = 4
 _SKIPPED_FUNCTIONS = {"__repr__", "__str__", "__hash__"}
 
 
@@ -45,11 +46,12 @@ class Fault:
         return f"{self.file.relative_to(ROOT)}:{self.line}"
 
 
-def choose(areas: Mapping[str, tuple[int, Sequence[str]]], seed: str, equivalent: Mapping[str, str]) -> list[Fault]:
-    """So many faults of each area, evenly over its modules and over the functions of each."""
-    return [
-        fault for area, (number, globs) in areas.items() for fault in _of_area(area, number, globs, seed, equivalent)
-    ]
+def choose(areas: Mapping[str, tuple[int, Sequence[str]]], seed: str) -> list[list[Fault]]:
+    """So many functions of each area, evenly over its modules, each with its fault.
+
+    After the fault come a few others of the same function, to be taken if it is no fault at all.
+    """
+    return [faults for area, (number, globs) in areas.items() for faults in _of_area(area, number, globs, seed)]
 
 
 def equivalents(path: Path) -> dict[str, str]:
@@ -72,10 +74,10 @@ def module_files(globs: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def _of_area(area: str, number: int, globs: Sequence[str], seed: str, equivalent: Mapping[str, str]) -> Iterator[Fault]:
+def _of_area(area: str, number: int, globs: Sequence[str], seed: str) -> Iterator[list[Fault]]:
     queues = []
     for name, path in module_files(globs).items():
-        functions = _functions(area, name, path, equivalent)
+        functions = _functions(area, name, path)
         queues.append(sorted(functions, key=lambda faults: _rank(seed, faults[0].module, faults[0].function)))
     queues = sorted(filter(None, queues), key=lambda queue: _rank(seed, queue[0][0].module))
     taken = 0
@@ -90,20 +92,21 @@ def _of_area(area: str, number: int, globs: Sequence[str], seed: str, equivalent
                 return
 
 
-def _pick(faults: Sequence[Fault], seed: str) -> Fault:
-    """One of a function's: first which operator, then where, so that numerous ones do not win."""
-    operators = sorted({fault.change.operator for fault in faults})
-    if _LEAST in operators and len(operators) > 1:
-        operators.remove(_LEAST)
-    operator = min(operators, key=lambda name: _rank(seed, faults[0].module, faults[0].function, name))
-    return min((f for f in faults if f.change.operator == operator), key=lambda fault: _rank(seed, fault.key))
+def _pick(faults: Sequence[Fault], seed: str) -> list[Fault]:
+    """A few of a function's: first which operator, then where, so that numerous ones do not win."""
+
+    def order(fault: Fault) -> tuple[bool, bytes, bytes]:
+        operator = fault.change.operator
+        return operator == _LEAST, _rank(seed, fault.module, fault.function, operator), _rank(seed, fault.key)
+
+    return sorted(faults, key=order)[:_SPARES]
 
 
 def _rank(*words: str) -> bytes:
     return sha256("\0".join(words).encode()).digest()
 
 
-def _functions(area: str, module: str, path: Path, equivalent: Mapping[str, str]) -> Iterator[list[Fault]]:
+def _functions(area: str, module: str, path: Path) -> Iterator[list[Fault]]:
     """The possible faults of each function. A module that Numba compiles has none: its code does not see a switch."""
     tree = ast.parse(path.read_text())
     if _imports_numba(tree):
@@ -115,8 +118,8 @@ def _functions(area: str, module: str, path: Path, equivalent: Mapping[str, str]
                 twin = next(n for n in count() if Fault(area, module, path, name, change, n).key not in faults)
                 fault = Fault(area, module, path, name, change, twin)
                 faults[fault.key] = fault
-        if possible := [fault for key, fault in faults.items() if key not in equivalent]:
-            yield possible
+        if faults:
+            yield list(faults.values())
 
 
 def _imports_numba(tree: ast.Module) -> bool:

@@ -61,7 +61,7 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """After `conftest` has chosen its settings, before a test is imported: the same examples always, none minimised."""
+        """After `conftest` has made its settings, before tests are imported: always the same examples, none shrunk."""
         from hypothesis import Phase, settings
 
         settings.register_profile(

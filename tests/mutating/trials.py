@@ -17,18 +17,19 @@ _FIRST = 4
 """So many tests of each file are run before the rest of any."""
 
 
-def measure(faults: Sequence[Fault], collected: Collected, results: Any, told: Namespace) -> None:
-    """Record, then try every fault that has no result yet."""
+def measure(
+    faults: Sequence[Fault], chosen: Sequence[Fault], collected: Collected, results: Any, told: Namespace
+) -> None:
+    """Record what the tests reach of all faults, then try every chosen one that has no result yet."""
     record = told.folder / "reach.json"
     tests = [t for t in _record(faults, collected, record, told) if t.quick or not told.quick]
-    todo = [n for n, fault in enumerate(faults) if _is_due(fault, results.known.get(fault.key), told)]
-    print(f"{len(tests)} tests, {len(todo)} of {len(faults)} faults to try", flush=True)
+    todo = [faults.index(fault) for fault in chosen if _is_due(results.known.get(fault.key), told)]
+    print(f"{len(tests)} tests, {len(todo)} of {len(chosen)} faults to try", flush=True)
     _Trials(faults, tests, collected, results, told).run(todo)
 
 
-def _is_due(fault: Fault, known: dict[str, Any] | None, told: Namespace) -> bool:
-    chosen = not told.only or fault.area in told.only
-    return chosen and (known is None or (told.again and not known["found_by"]))
+def _is_due(known: dict[str, Any] | None, told: Namespace) -> bool:
+    return known is None or (told.again and not known["found_by"])
 
 
 class _Trials:
