@@ -1,0 +1,1 @@
+"""Faults seeded into the product, to measure what the tests find: see `mutations.py`."""
