@@ -84,7 +84,8 @@ class Reading:
     """What the user says of the source: files, by the options that name them."""
 
     rules: str | None = None
-    param_order: str | None = None
+    param_order: tuple[str, ...] = ()
+    """Files, or `PLACE=FILE` for the optimizer at a place."""
     shapes: str | None = None
 
 
@@ -92,13 +93,18 @@ def reading(command: F) -> F:
     """The options of every command that reads a checkpoint, which it gets as one `Reading`."""
 
     @wraps(command)
-    def gathered(*args: Any, rules: str | None, param_order: str | None, shapes: str | None, **others: Any) -> Any:
+    def gathered(*args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **others: Any) -> Any:
         return command(*args, reading=Reading(rules, param_order, shapes), **others)
 
     file = click.Path(dir_okay=False, readable=False)
     for option in (
         click.option("--shapes", metavar="CHECKPOINT", help="Whose shapes to use, where files hold flat slices only."),
-        click.option("--param-order", type=file, help="File that names the optimizer's parameters in order."),
+        click.option(
+            "--param-order",
+            multiple=True,
+            metavar="[PLACE=]FILE",
+            help="File that names the optimizer's parameters in order; of several optimizers, with its place.",
+        ),
         click.option("--rules", type=file, help="TOML file that says how tensor-parallel tensors are cut."),
     ):
         gathered = option(gathered)

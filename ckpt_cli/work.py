@@ -42,7 +42,8 @@ def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Che
 
 def options_of(reading: Reading) -> Options:
     """What the user says that a reader may need."""
-    return Options(rules_of(reading), order_of(reading), Path(reading.shapes) if reading.shapes else None)
+    order, orders = orders_of(reading)
+    return Options(rules_of(reading), order, orders, Path(reading.shapes) if reading.shapes else None)
 
 
 def rules_of(reading: Reading) -> tuple[Rule, ...]:
@@ -61,11 +62,29 @@ def layout_of(checkpoint: Checkpoint, reading: Reading) -> Layout:
     return Layout(rules_of(reading))
 
 
-def order_of(reading: Reading) -> tuple[str, ...]:
-    """The names in the user's file, if there is one: a JSON list, or a name on each line."""
-    if not reading.param_order:
-        return ()
-    path = Path(reading.param_order)
+def orders_of(reading: Reading) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """The names in the user's files: of the one optimizer, and of those at the places that are named."""
+    order: tuple[str, ...] = ()
+    orders: dict[str, tuple[str, ...]] = {}
+    for said in reading.param_order:
+        place, file = _placed(said)
+        if place in orders or (place is None and order):
+            raise BadRules(f"--param-order names {'the optimizer' if place is None else show(place)} twice")
+        if place is None:
+            order = _order_in(file)
+        else:
+            orders[place] = _order_in(file)
+    return order, orders
+
+
+def _placed(said: str) -> tuple[str | None, Path]:
+    """A place and a file; a file whose own name has `=` in it stays one."""
+    place, mark, file = said.partition("=")
+    return (place, Path(file)) if mark and place and not Path(said).exists() else (None, Path(said))
+
+
+def _order_in(path: Path) -> tuple[str, ...]:
+    """The names in a file: a JSON list, or a name on each line."""
     try:
         text = read_whole(path, _MOST_ORDER).decode("utf-8")
         names = json.loads(text) if text.lstrip().startswith("[") else [name.strip() for name in text.splitlines()]
@@ -90,8 +109,8 @@ def effort_of(workers: int | None, memory: int) -> Effort:
 
 def choices(reading: Reading, *others: object) -> str:
     """What the user chose, as a text: another choice is another piece of work, which cannot go on with this one."""
-    files = (file and _text(Path(file)) for file in (reading.rules, reading.param_order))
-    return json.dumps([*files, reading.shapes, *others])
+    orders = [(place, _text(file)) for place, file in map(_placed, reading.param_order)]
+    return json.dumps([reading.rules and _text(Path(reading.rules)), orders, reading.shapes, *others])
 
 
 def marks(path: Path | None) -> list[tuple[str, int, int]]:

@@ -144,6 +144,8 @@ class Options:
     rules: tuple[Rule, ...] = ()
     order: tuple[str, ...] = ()
     """The names of the parameters that an optimizer knows by number, from 0 on."""
+    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for each of several optimizers, by their places in the file, such as `optimizer_states.0`."""
     shapes: Path | None = None
     """Another checkpoint of the same model, where the one to be read holds flat slices without their shapes."""
 

@@ -32,7 +32,8 @@ from ckpt_formats.base import (
     WritableFormat,
 )
 from ckpt_formats.errors import Corrupt, NotFound
-from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.leaves import has_tensor
+from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.torch_tree import apart, tree_part, write_tree
@@ -43,6 +44,8 @@ from ckpt_formats.values import Global, StdDict, TensorName, Value
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = "ckpt"
+_NOTED = {"roles", "aliases", "origin", "tensors"}
+"""What our entry among the extras says; one with none of these, or one, is somebody's own."""
 _FILE = "model.pt"
 _ORDERED = Global("collections", "OrderedDict")
 _MOST_BITS = 2000
@@ -66,8 +69,9 @@ class PlainTorch(WritableFormat):
     def read(self, path: Path, options: Options) -> Checkpoint:
         file = open_file(path)
         ours = file.root.get("extras") if isinstance(file.root, dict) else None
-        if isinstance(ours, dict) and isinstance(ours.get(_OURS), dict) and isinstance(file.root.get("model"), dict):
-            return _read_ours(file, ours[_OURS])
+        note = ours.get(_OURS) if isinstance(ours, dict) else None
+        if isinstance(note, dict) and len(note.keys() & _NOTED) > 1 and isinstance(file.root.get("model"), dict):
+            return _read_ours(file, note)
         return _read_foreign(file, options)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
@@ -237,14 +241,15 @@ class _Restore:
 
 
 def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
-    items = file.root.items() if isinstance(file.root, dict) else [("value", file.root)]
+    items = _entries(file.root)
     root: dict[str, Value] = {str(key): value for key, value in items}
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
-    found = training_state(root, file.path, options.order)
+    found = training_state(root, file.path, options.order, options.orders)
     if file.kind == "pickle" and not found.parameters:
         # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.
         raise NotFound("a pickle without a tensor is no checkpoint", where=file.path)
+    check_weights(found, root, file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(
         file.path,
@@ -258,6 +263,15 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         found.notices,
         saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
+
+
+def _entries(root: Value) -> list[tuple[Value, Value]]:
+    """Of the top level, by key; of a list, by number."""
+    if isinstance(root, dict):
+        return list(root.items())
+    if type(root) in (list, tuple) and has_tensor(root, lists=True):
+        return list(enumerate(root))
+    return [("value", root)]
 
 
 def _shards(file: TorchFile) -> tuple[Shard, ...]:

@@ -50,7 +50,7 @@ def _checkpoint(path: Path, options: Options) -> Checkpoint:
         if twice := next((key for key in part.tree if key in tree), None):
             raise Corrupt(f"two folders hold a state dict called `{show(twice)}`", where=path)
         tree |= part.tree
-    state = training_state(tree, path, options.order)
+    state = training_state(tree, path, options.order, options.orders)
     step = found.step if state.step is None else state.step
     ranks = [rank for part in parts for rank in part.ranks]
     layout = {

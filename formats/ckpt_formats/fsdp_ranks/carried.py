@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.fsdp_ranks.rank_file import RankFile
 from ckpt_formats.naming import show
-from ckpt_formats.state_dicts.optimizer import is_optimizer
+from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.typed_json import same
 from ckpt_formats.values import Value
 

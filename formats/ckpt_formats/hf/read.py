@@ -71,7 +71,7 @@ def _with_model(
         else:
             root[key] = optimizer.root
             notices = (Notice(UNTOLD, weight=Weight.LOST),)
-    found = training_state(root, folder.path, options.order)
+    found = training_state(root, folder.path, options.order, options.orders, in_order=order is not None)
     if optimizer is not None and "optimizer" in found.extras:
         found.extras[key] = found.extras.pop("optimizer")
     metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}

@@ -13,6 +13,7 @@ class StateKeys:
     With `flat`, the optimizer's dict has one level, `state.<FQN>.<state>` and
     `param_groups.<FQN>.<option>`, as `flatten_optimizer_state_dict` of
     `torch.distributed.checkpoint.state_dict` makes it, and TorchTitan saves it.
+    With `flat` and no `optimizer`, its entries are themselves at the top level.
     """
 
     model: str | None = "model"

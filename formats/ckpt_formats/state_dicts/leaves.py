@@ -19,16 +19,16 @@ def tensor_leaf(leaf: Leaf) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
 
 
-def has_tensor(value: Value) -> bool:
-    """In it or in dicts in it. On a stack of our own, and each dict once: a file may nest and share without end."""
+def has_tensor(value: Value, *, lists: bool = False) -> bool:
+    """In it or in dicts (and `lists`) in it. On a stack of our own, and each once: a file may nest and share at will."""
     seen, waiting = set(), [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, Leaf):
             return True
-        if isinstance(one, dict) and id(one) not in seen:
+        if isinstance(one, (dict, list, tuple) if lists else dict) and id(one) not in seen:
             seen.add(id(one))
-            waiting += one.values()
+            waiting += one.values() if isinstance(one, dict) else one
     return False
 
 

@@ -5,87 +5,177 @@ by what they are: the model is a dict of tensors, the optimizer one of states
 and groups, and all else is carried as it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import MODEL, Group, Parameter, Role
 from ckpt_formats.dtypes import is_float
-from ckpt_formats.errors import Corrupt, Unsafe
+from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.extras import lift, numbered
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.numbering import Named
-from ckpt_formats.safetensors_file import natural
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
-from ckpt_formats.state_dicts.optimizer import is_flat, is_optimizer, match
+from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
+from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
+from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.sorted_state import TrainingState
+from ckpt_formats.state_dicts.steps import contradictions, step_of
 from ckpt_formats.values import Value
 
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
-RESERVED = frozenset((*_MODEL_KEYS, *_OPTIMIZER_KEYS))
+RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that other things must not have, since they would be taken for the model or the optimizer."""
-_STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
-_STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")
 _MOST_NAMES = 500_000
-UNMATCHED = (
-    "the optimizer's states could not be matched to parameters; they are carried as they are. "
-    "If the optimizer numbers its parameters, --param-order names them"
-)
 
 
-def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] = ()) -> TrainingState:
+def training_state(
+    root: Mapping[str, Value],
+    where: Path,
+    order: Sequence[str] = (),
+    orders: Mapping[str, Sequence[str]] | None = None,
+    *,
+    in_order: bool = False,
+) -> TrainingState:
     """Sort a tree whose tensors are `TensorRef`s or `Tensor`s.
 
-    `order` names the parameters of an optimizer that numbers them. Raises
-    `Corrupt` if two tensors have one name.
+    `order` names the parameters of the one optimizer that numbers them, `orders` those of optimizers by their
+    places. `in_order`: the model's names are known to be in the order in which it registers them. Raises
+    `Corrupt` if two tensors have one name, `BadRules` for orders that cannot be.
     """
-    rest = dict(root)
-    if has_record(rest):
-        entry = rest.pop(KEY)
-        return with_record(training_state(rest, where, order), entry, where)
-    inside = next((key for key in _MODEL_KEYS if isinstance(rest.get(key), dict) and has_tensor(rest[key])), None)
-    optimizer_key = next((key for key in _OPTIMIZER_KEYS if key != inside and is_optimizer(rest.get(key))), None)
-    optimizer = rest.pop(optimizer_key) if optimizer_key else None
-    model = rest.pop(inside) if inside is not None else _top_level(rest, optimizer is not None)
-    if inside is None:
-        rest = {key: value for key, value in rest.items() if key not in model}
-    found = _by_name(model, where)
+    if has_record(root):
+        rest = {key: value for key, value in root.items() if key != KEY}
+        return with_record(training_state(rest, where, order, orders), root[KEY], where)
+    optimizers = optimizers_in(root)
+    model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
+    found = _by_name(model.tree, where)
     aliases = ties(found)
-    named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items() if name not in aliases]
-    parameters = {one.name: Parameter(one.name, role_of(one), {MODEL: one.tensor}) for one in named}
-    notices: tuple[Notice, ...] = ()
-    groups: tuple[Group, ...] = ()
-    if optimizer is not None:
-        trainable = [one for one in named if role_of(one) != "buffer"]
-        matched = match(optimizer, found, trainable, order)
-        if matched is None:
-            rest[str(optimizer_key)] = optimizer
-            notices = (Notice(UNMATCHED, (str(optimizer_key),), Weight.LOST),)
-        else:
-            states, values = _untied(matched.states, aliases), _untied(matched.values, aliases)
-            groups = tuple(Group(g.options, tuple(aliases.get(n, n) for n in g.names)) for g in matched.groups)
-            trained = {name for group in groups for name in group.names}
-            for name, parameter in parameters.items():
-                role: Role = "parameter" if name in trained else "buffer" if parameter.role == "buffer" else "frozen"
-                parameters[name] = Parameter(name, role, {**states.get(name, {}), MODEL: parameter.weight})
-            for name, said in values.items():
-                lifted = {key: lift(value, f"{name}/{key}", parameters) for key, value in said.items()}
-                parameters[name] = replace(parameters[name], values=lifted)
-            groups = tuple(
-                Group(lift(dict(group.options), f"{optimizer_key}/param_groups/{i}", parameters), group.names)
-                for i, group in enumerate(groups)
-            )
+    matched = _match(optimizers, found, aliases, Orders(order, orders or {}), in_order)
+    aliases = {alias: name for alias, name in aliases.items() if alias not in matched.untied}
+    parameters = _parameters(found, aliases, matched)
+    groups = tuple(
+        Group(
+            lift(dict(group.options), f"{place}/param_groups/{i}", parameters),
+            tuple(aliases.get(name, name) for name in group.names),
+        )
+        for i, (place, group) in enumerate(matched.groups)
+    )
+    unmatched = [one for one in optimizers if one not in matched.optimizers]
+    rest = _rest(root, model, matched.optimizers, unmatched)
     extras = {key: lift(value, key, parameters) for key, value in rest.items()}
-    for key, value in between(model):
+    for key, value in between(model.tree):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
-    flat = optimizer is not None and is_flat(optimizer)
-    keys = StateKeys(inside, optimizer_key, flat)
-    return TrainingState(parameters, groups, extras, aliases, notices, _step(root), keys)
+    notices = (
+        *matched.notices,
+        *_joined(matched),
+        *model.notices,
+        *_unknown_forms(rest, unmatched),
+        *contradictions(root),
+    )
+    return TrainingState(
+        parameters, groups, extras, aliases, notices, step_of(root), _keys(model, optimizers, matched.optimizers)
+    )
+
+
+def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) -> None:
+    """Raises `Unsupported` if a tree holds no model: what lies beside one is no checkpoint without it."""
+    if any(parameter.role != "extra" for parameter in state.parameters.values()):
+        return
+    optimizers = [one.title or "the file itself" for one in optimizers_in(root)]
+    held = ", ".join(show(key) for key in list(root)[:5]) or "nothing"
+    if optimizers:
+        raise Unsupported(
+            f"holds the state of an optimizer ({show(optimizers[0])}), and no weights of a model",
+            where=where,
+            hint="Name the folder or the file that holds the model, too: states mean nothing without their parameters.",
+        )
+    raise Unsupported(
+        f"holds no weights of a model: its entries are {held}",
+        where=where,
+        hint="Name the file that the model was saved to.",
+    )
+
+
+def _match(
+    optimizers: Sequence[Optimizer],
+    found: Mapping[str, Leaf],
+    aliases: Mapping[str, str],
+    orders: Orders,
+    in_order: bool,
+) -> Matched:
+    """Optimizers see a tied tensor once; but where two parameters only share their data, twice."""
+    named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items()] if optimizers else []
+    trainable = [one for one in named if role_of(one) != "buffer"]
+    once = [one for one in trainable if one.name not in aliases]
+    matched = match(optimizers, list(found), once, aliases, orders, in_order=in_order)
+    if len(matched.optimizers) == len(optimizers) or not aliases or orders.any:
+        return matched
+    twice = match(optimizers, list(found), trainable, aliases, orders, in_order=in_order)
+    return twice if len(twice.optimizers) == len(optimizers) else matched
+
+
+def _parameters(found: Mapping[str, Leaf], aliases: Mapping[str, str], matched: Matched) -> dict[str, Parameter]:
+    """The model's tensors with their states and values. What an optimizer keeps of a tied tensor is that tensor's."""
+    states = {aliases.get(name, name): kept for name, kept in matched.states.items()}
+    values = {aliases.get(name, name): kept for name, kept in matched.values.items()}
+    trained = {aliases.get(name, name) for _, group in matched.groups for name in group.names} | states.keys()
+    parameters: dict[str, Parameter] = {}
+    for name, leaf in found.items():
+        if name not in aliases:
+            one = Named(name, tensor_leaf(leaf))
+            role = role_of(one)
+            if matched.optimizers:
+                role = "parameter" if name in trained else "buffer" if role == "buffer" else "frozen"
+            parameters[name] = Parameter(name, role, {**states.get(name, {}), MODEL: one.tensor})
+    for name, said in values.items():
+        lifted = {key: lift(value, f"{name}/{key}", parameters) for key, value in said.items()}
+        parameters[name] = replace(parameters[name], values=lifted)
+    return parameters
+
+
+def _rest(
+    root: Mapping[str, Value], model: Model, matched: Sequence[Optimizer], unmatched: Sequence[Optimizer]
+) -> dict[str, Value]:
+    """All that is neither the model nor an optimizer whose states have found their parameters."""
+    rest = {str(key): value for key, value in beside(without(root, matched), model).items()}
+    for one in unmatched:
+        if one.place and model.holds(one.place):
+            free = next(name for name in numbered(one.title) if name not in rest)
+            rest[free] = {key: one.inside[key] for key in one.keys}
+    return rest
+
+
+def _joined(matched: Matched) -> Iterator[Notice]:
+    if len(matched.optimizers) > 1:
+        text = "several optimizers are read as one, whose groups are theirs, one after another"
+        yield Notice(text, tuple(one.title for one in matched.optimizers))
+    if matched.untied:
+        text = (
+            "these share their values with others, but have optimizer states of their own: read as separate parameters"
+        )
+        yield Notice(text, tuple(sorted(matched.untied)), Weight.UNSURE)
+
+
+def _unknown_forms(rest: Mapping[str, Value], unmatched: Sequence[Optimizer]) -> tuple[Notice, ...]:
+    """What is called an optimizer and has tensors, but looks like no optimizer's state."""
+    known = {one.place[0] for one in unmatched if one.place}
+    names = tuple(k for k, v in rest.items() if CALLED.search(k) and k not in known and has_tensor(v, lists=True))
+    text = "called an optimizer's, but of no form that is known: carried as extras, and matched to no parameters"
+    return (Notice(text, names, Weight.LOST),) if names else ()
+
+
+def _keys(model: Model, optimizers: Sequence[Optimizer], matched: Sequence[Optimizer]) -> StateKeys:
+    """How the tree is keyed, where that is a way in which one can be written."""
+    inside = None if model.place is None else str(model.place[0]) if len(model.place) == 1 else "model"
+    if len(optimizers) != 1:
+        return StateKeys(inside, "optim" if matched else None)
+    (one,) = optimizers
+    if one.flat and len(one.place) == 0:
+        return StateKeys(inside, None, True)
+    return StateKeys(inside, str(one.place[0]) if len(one.place) == 1 else "optim", one.flat)
 
 
 def role_of(one: Named) -> Role:
@@ -93,18 +183,6 @@ def role_of(one: Named) -> Role:
     statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
     trained = is_float(one.tensor.dtype) or one.tensor.dtype.kind == "c"
     return "parameter" if trained and not statistic else "buffer"
-
-
-def _top_level(root: Mapping[str, Value], beside_optimizer: bool) -> dict[str, Value]:
-    """The model whose tensors have no dict of their own.
-
-    Where an optimizer is beside it, dicts with tensors belong to other things: to a data loader, an RNG. Of several
-    optimizers nobody knows whose they are.
-    """
-    direct = {key: value for key, value in root.items() if isinstance(value, Leaf)}
-    if beside_optimizer and direct:
-        return direct
-    return {key: value for key, value in root.items() if has_tensor(value) and not is_optimizer(value)}
 
 
 def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
@@ -116,13 +194,3 @@ def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
         if len(found) > _MOST_NAMES:
             raise Unsafe(f"the file calls its tensors by more than {_MOST_NAMES:,} names", where=where)
     return found
-
-
-def _untied(by_name: Mapping[str, dict[str, Value]], aliases: Mapping[str, str]) -> dict[str, dict[str, Value]]:
-    """What an optimizer keeps under another name of a tied tensor is that tensor's."""
-    return {aliases.get(name, name): kept for name, kept in by_name.items()}
-
-
-def _step(root: Mapping[str, Value]) -> int | None:
-    places = (root, *(root[key] for key in _STEP_PLACES if isinstance(root.get(key), dict)))
-    return next((place[key] for place in places for key in _STEP_KEYS if natural(place.get(key))), None)

@@ -15,6 +15,7 @@ import numpy as np
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.extras import lower
 from ckpt_formats.state_dicts.keys import StateKeys, keys_of
+from ckpt_formats.state_dicts.optimizer_form import optimizers_in
 from ckpt_formats.state_dicts.read import RESERVED
 from ckpt_formats.state_dicts.record import KEY, record_of
 from ckpt_formats.tensor import Held, Tensor
@@ -38,7 +39,9 @@ def state_tree(source: Checkpoint, keys: StateKeys) -> dict[str, Value]:
     model = weights | {alias: weights[name] for alias, name in source.aliases.items() if name in weights}
     tree: dict[str, Value] = dict(model) if keys.model is None else {keys.model: model}
     optimizer = _flat(source) if keys.flat else _nested(source)
-    if optimizer:
+    if optimizer and keys.flat and keys.optimizer is None:
+        tree |= optimizer
+    elif optimizer:
         tree[keys.optimizer or "optim"] = optimizer
     taken, shown = set(_names(tree, "")), {}
     for key, value in source.extras.items():
@@ -102,7 +105,7 @@ def _flat(source: Checkpoint) -> dict[str, Value]:
 
 def _fits(key: str, value: Value, tree: Mapping[str, Value], keys: StateKeys) -> bool:
     """Can it stand at the top level, and be told from all else there?"""
-    if key in tree or key == KEY or key in RESERVED or not _is_plain(value):
+    if key in tree or key == KEY or key in RESERVED or not _is_plain(value) or optimizers_in({key: value}):
         return False
     bare = isinstance(value, TensorName) or (keys.optimizer is None and any(tensor_names(value)))
     return not (keys.model is None and bare)
