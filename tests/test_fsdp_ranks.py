@@ -281,7 +281,7 @@ def test_an_extra_state_that_looks_like_a_model_is_no_model(tmp_path):
 def test_what_else_lies_in_the_folder_is_named(folder):
     (folder / "fsdp_config.json").write_text("{}")
     assert [str(notice) for notice in open_checkpoint(folder).notices] == [
-        "also in the folder, and not read: fsdp_config.json"
+        "in the folder of the checkpoint, and not read: fsdp_config.json"
     ]
 
 

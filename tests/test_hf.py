@@ -96,7 +96,7 @@ def test_a_folder_is_known_by_its_files(file: str, beside: str | None, tmp_path:
     assert detect(tmp_path).name == "hf"
 
 
-@pytest.mark.parametrize("file", ["config.json", "trainer_state.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_folder_without_weights_is_none(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(NotFound):

@@ -4,15 +4,17 @@ Values are import paths, not classes, so that the names cost nothing to look at.
 The order is the order of detection: the more particular first.
 """
 
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_formats.errors import NotFound, Unsupported
+from ckpt_formats.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.naming import PARTIAL, show
 
 if TYPE_CHECKING:
     from ckpt_formats.base import Checkpoint, Format, Options, WritableFormat
+    from ckpt_formats.notices import Notice
 
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
@@ -51,7 +53,99 @@ def writable(name: str) -> "WritableFormat":
 
 
 def detect(path: Path) -> "Format":
-    """The first format that knows this path. Raises `NotFound` if none does."""
+    """The format of the checkpoint at this path, or of the one that is meant by it. Raises `NotFound` and its like."""
+    return _located(path).format
+
+
+def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
+    """The index of the checkpoint at a path, whatever its format. Reads headers only.
+
+    What lies in its folder and is not read is told by its notices.
+    """
+    from dataclasses import replace
+
+    from ckpt_formats.base import Options, SavedAs
+    from ckpt_formats.one_of_several import check_alone, parts_unread
+    from ckpt_formats.unread import unread
+
+    if is_file := path.is_file():
+        check_alone(path)
+    located = _located(path)
+    format = located.format
+    found = format.read(located.path, options or Options())
+    notices = (*located.notices, *found.notices)
+    if is_file:
+        notices = (*notices, *parts_unread(path))
+    elif format.name not in _OURS:
+        named = {name for notice in notices for name in notice.names}
+        notices = (*notices, *unread(path, (shard.path for shard in found.shards), named))
+    found = replace(found, notices=notices)
+    if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
+        return found
+    return replace(found, saved_as=SavedAs(format.name, path.name if is_file else None))
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A checkpoint, its format, and what to tell of how it was chosen."""
+
+    path: Path
+    format: "Format"
+    notices: "tuple[Notice, ...]" = ()
+
+
+def _located(path: Path) -> _Located:
+    """The checkpoint that is meant by a path. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
+    from ckpt_formats.parents import find_inside
+
+    _check_there(path)
+    if path.is_file():
+        return _Located(path, _of_file(path))
+    format = _of_folder(path)
+    if format is not None:
+        return _Located(path, format)
+    inside = find_inside(path, _is_checkpoint)
+    if inside is not None:
+        chosen, notice = inside
+        further = _located(chosen)
+        return _Located(further.path, further.format, (notice, *further.notices))
+    raise _unknown(path)
+
+
+def _of_file(path: Path) -> "Format":
+    from ckpt_formats.foreign import check_file
+
+    check_file(path)
+    format = _first(path)
+    if format is None:
+        raise _not_known(path, "")
+    return format
+
+
+def _of_folder(path: Path) -> "Format | None":
+    """The format of a folder. Raises `Incomplete` if it is what is left of a checkpoint of another."""
+    from ckpt_formats.traces import check_around, check_traces, names_in
+
+    format, names = _first(path), set(names_in(path))
+    check_traces(path, names, None if format is None else format.name)
+    if format is not None:
+        check_around(path, names, format.name)
+    return format
+
+
+def _first(path: Path) -> "Format | None":
+    return next((format for format in map(format_named, FORMATS) if format.detect(path)), None)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Is this folder a checkpoint, whole or not?"""
+    try:
+        return not path.name.endswith(PARTIAL) and _of_folder(path) is not None
+    except CkptError:
+        return True
+
+
+def _check_there(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
@@ -64,29 +158,28 @@ def detect(path: Path) -> "Format":
             where=show(str(path)),
             hint="Run the same command again to go on, or remove the folder.",
         )
-    for name in FORMATS:
-        format = format_named(name)
-        if format.detect(path):
-            return format
-    held = "" if path.is_file() else _listing(path)
-    raise NotFound(
+
+
+def _unknown(path: Path) -> CkptError:
+    """The error for a folder that no format knows, by what it holds."""
+    from ckpt_formats.foreign import check_folder
+    from ckpt_formats.traces import check_run, names_in
+
+    names = names_in(path)
+    try:
+        check_run(path, names)
+        check_folder(path, names)
+    except CkptError as error:
+        return error
+    return _not_known(path, _listing(path))
+
+
+def _not_known(path: Path, held: str) -> NotFound:
+    return NotFound(
         f"not a checkpoint that we know ({', '.join(FORMATS)}){held}",
         where=show(str(path)),
         hint="Name the folder that the engine wrote: the one of one step, or the one above that holds `latest`.",
     )
-
-
-def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
-    """The index of the checkpoint at a path, whatever its format. Reads headers only."""
-    from dataclasses import replace
-
-    from ckpt_formats.base import Options, SavedAs
-
-    format = detect(path)
-    found = format.read(path, options or Options())
-    if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
-        return found
-    return replace(found, saved_as=SavedAs(format.name, path.name if path.is_file() else None))
 
 
 def _listing(path: Path) -> str:

@@ -16,6 +16,8 @@ from ckpt_formats.base import (
     SavedAs,
     WritableFormat,
 )
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.naming import show
 from ckpt_formats.safetensors_file import MOST_HEADER, natural, read_header
 from ckpt_formats.safetensors_shards import (
     SAFETENSORS_INDEX,
@@ -47,12 +49,18 @@ class Safetensors(WritableFormat):
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         found = read_weights(*listed(path))
+        single = path.name.endswith(SUFFIX) and path.is_file()
+        if single and found.cut:
+            raise Unsupported(
+                "holds blocks of tensors, as one rank of several writes them",
+                where=path,
+                hint=f"Name the folder: {show(str(path.parent))}",
+            )
         parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in found.tensors.items()}
         aliases = found.aliases()
         extras = {key: value for key, value in found.metadata.items() if key not in aliases}
-        single = path.name.endswith(SUFFIX) and path.is_file()
         saved_as = SavedAs(self.name, path.name, partial(_form, path)) if single else None
-        return Checkpoint(path, Origin("safetensors"), parameters, (), extras, aliases, found.shards, saved_as=saved_as)
+        return Checkpoint(path, Origin("safetensors"), parameters, (), extras, aliases, found.shards, (), found.notices, saved_as=saved_as)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         weights = [p for p in source.parameters.values() if p.role != "extra"]

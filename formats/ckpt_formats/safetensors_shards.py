@@ -17,6 +17,7 @@ from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import write_sealed
 from ckpt_formats.geometry import Box
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_file import (
     SafetensorsFile,
     Slot,
@@ -25,7 +26,7 @@ from ckpt_formats.safetensors_file import (
     parse_json_object,
     read_header,
 )
-from ckpt_formats.shard_index import INDEX_SUFFIX, Index, all_numbered, read_index
+from ckpt_formats.shard_index import INDEX_SUFFIX, Index, one_set, read_index
 from ckpt_formats.tensor import Fragment, Raw, Tensor, join
 from ckpt_formats.transfer import Transfer
 
@@ -43,6 +44,9 @@ class Weights:
     metadata: dict[str, str]
     """Of all files together, without what only says that they are PyTorch's."""
     shards: tuple[Shard, ...]
+    notices: tuple[Notice, ...] = ()
+    cut: bool = False
+    """Whether files hold blocks of tensors."""
 
     def aliases(self) -> dict[str, str]:
         """Other names of tied tensors, which the ecosystem's own writer puts into the metadata."""
@@ -54,11 +58,11 @@ def listed(path: Path) -> tuple[list[Path], Index | None]:
     """The files of a model, and its index if it has one. `path` is a file, an index, or the folder of either."""
     if path.name.endswith(SUFFIX) and path.is_file():
         return [path], None
-    indices = [path] if path.is_file() else sorted(path.glob(f"*{SAFETENSORS_INDEX}"))
-    if not indices:
-        return all_numbered(sorted(path.glob(f"*{SUFFIX}"))), None
-    index = read_index(indices[0])
-    return index.files(), index
+    found = path if path.is_file() else one_set(path, SUFFIX)
+    if isinstance(found, Path):
+        index = read_index(found)
+        return index.files(), index
+    return found, None
 
 
 def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
@@ -74,7 +78,11 @@ def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
     said = {key: value for file in files for key, value in file.metadata.items() if key not in _OF_SHARDING}
     if said.get("format") == "pt":
         del said["format"]
-    return Weights(tensors, said, tuple(Shard(file.path, file.nbytes, "model") for file in files))
+    shards = [Shard(file.path, file.nbytes, "model") for file in files]
+    if index is None:
+        return Weights(tensors, said, tuple(shards), (), any(placed))
+    notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
+    return Weights(tensors, said, (*shards, index.shard()), notices)
 
 
 def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Parameter]]:

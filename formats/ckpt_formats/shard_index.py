@@ -3,14 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.errors import Corrupt, Incomplete, Unsafe
+from ckpt_formats.base import Shard
+from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsafe
 from ckpt_formats.files import read_whole
 from ckpt_formats.naming import show
-from ckpt_formats.safetensors_file import parse_json_object
+from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.safetensors_file import natural, parse_json_object
 
 INDEX_SUFFIX = ".index.json"
 _MOST_INDEX = 1 << 30
@@ -23,6 +25,8 @@ class Index:
 
     path: Path
     where: Mapping[str, str]
+    total: int | None = None
+    """Bytes of all tensors, as its metadata say."""
 
     def files(self) -> list[Path]:
         """The files it names, each once. Raises `Incomplete` if one is not there."""
@@ -31,6 +35,10 @@ class Index:
             if not os.path.isfile(file):  # unlike Path.is_file, it takes any name
                 raise Incomplete(f"the index names {show(file.name)!r}, which is not there", where=self.path)
         return files
+
+    def shard(self) -> Shard:
+        """The index itself, as a file of the checkpoint."""
+        return Shard(self.path, self.path.stat().st_size, "index")
 
     def check(self, found: Mapping[str, str]) -> None:
         """Raises `Incomplete` unless the tensors are in the files that it says: `found` is what is where."""
@@ -43,15 +51,80 @@ class Index:
                 )
 
 
+    def notices(self, nbytes: int) -> tuple[Notice, ...]:
+        """What to tell of an index whose tensors take so many bytes together."""
+        if self.total is None or self.total == nbytes:
+            return ()
+        text = f"{show(self.path.name)} says that the tensors take {self.total:,} bytes, but they take {nbytes:,}"
+        return (Notice(text, weight=Weight.UNSURE),)
+
+
 def read_index(path: Path) -> Index:
     """An index whose names are all names of files beside it. Raises `Corrupt` or `Unsafe`."""
-    where = parse_json_object(read_whole(path, _MOST_INDEX), path).get("weight_map")
+    said = parse_json_object(read_whole(path, _MOST_INDEX), path)
+    where, metadata = said.get("weight_map"), said.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise Corrupt("the index has no weight_map of file names", where=path)
     for name in where.values():
         if Path(name).name != name or name in (".", ".."):
             raise Unsafe(f"the index names {show(name)!r}, which is not a file beside it", where=path)
-    return Index(path, where)
+    return Index(path, where, total if natural(total, 1 << 62) else None)
+
+
+@dataclass(frozen=True)
+class Number:
+    """What the name of a file says: `model-00002-of-00003.safetensors` is file 2 of 3 of `model`."""
+
+    stem: str
+    place: int
+    count: int
+
+
+def number_of(name: str) -> Number | None:
+    """The number in a file's name; None if it has none."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else Number(match[1], int(match[2]), int(match[3]))
+
+
+def one_set(folder: Path, suffix: str) -> Path | list[Path]:
+    """The index of the model in a folder; or its files, where it has no index: one, or all of those that are numbered.
+
+    Raises `Incomplete` if a number is missing, `NotFound` if there are several models and none is called as
+    libraries call theirs.
+    """
+    sets: dict[str, Path | list[Path]] = {}
+    for file in sorted(folder.glob(f"*{suffix}")):
+        number = number_of(file.name)
+        key = file.name.removesuffix(suffix) if number is None else _OF_A_RANK.sub("shard", number.stem)
+        held = sets.setdefault(key, [])
+        if isinstance(held, list):
+            held.append(file)
+    sets |= {
+        index.name.removesuffix(f"{suffix}{INDEX_SUFFIX}"): index
+        for index in sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))
+    }
+    usual = next((name for name in _USUAL if name in sets), None)
+    if len(sets) > 1 and usual is None:
+        raise NotFound(
+            f"holds {len(sets)} models, and no index says which files belong together: {_shown(sets.values())}",
+            where=folder,
+            hint="Name one of the files, or put each model into a folder of its own.",
+        )
+    found = sets[next(iter(sets)) if usual is None else usual] if sets else []
+    return found if isinstance(found, Path) else all_numbered(found)
+
+
+_USUAL = ("model", "adapter_model", "diffusion_pytorch_model", "pytorch_model", "consolidated")
+"""What libraries call the files of the model that they load, in the order in which it counts."""
+_OF_A_RANK = re.compile(r"shard-\d+-model")
+_MOST_SHOWN = 8
+
+
+def _shown(sets: Collection[Path | list[Path]]) -> str:
+    names = [show((one if isinstance(one, Path) else one[0]).name) for one in sets]
+    more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(names[:_MOST_SHOWN]) + more
 
 
 def all_numbered(files: Sequence[Path]) -> list[Path]:

@@ -179,12 +179,3 @@ def leftovers(folder: Path, named: Collection[str]) -> Iterator[str]:
         # A rank that has nothing to save leaves an empty file.
         if entry.suffix == ".distcp" and entry.name not in named and entry.is_file() and entry.stat().st_size:
             yield entry.name
-
-
-def strangers(path: Path, members: Collection[Member]) -> Iterator[str]:
-    """Names of what else lies in the folder of a checkpoint, and is no part of it."""
-    folders = {member.folder for member in members}
-    for entry in sorted(path.iterdir()):
-        part = entry in folders or entry.suffix == ".distcp" or entry.name.endswith((METADATA, DRAFT))
-        if not part and not any(entry in folder.parents for folder in folders):
-            yield entry.name

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Options, Origin, Shard
-from ckpt_formats.dcp.folder import Member, find, leftovers, rank_of, strangers
+from ckpt_formats.dcp.folder import Member, find, leftovers, rank_of
 from ckpt_formats.dcp.garbage import uncollected
 from ckpt_formats.dcp.items import Block, Items, Seals
 from ckpt_formats.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
@@ -29,8 +29,6 @@ RANKS = "ranks"
 """The key, among the extras, of what ranks saved for themselves."""
 _COPIES = ("replicated", "averaged", "first")
 """Rules that speak of whole copies. All others are about shards, which the metadata know better."""
-
-BESIDE = "beside the checkpoint, and not read"
 
 
 def read(path: Path, options: Options) -> Checkpoint:
@@ -72,7 +70,7 @@ def _checkpoint(path: Path, options: Options) -> Checkpoint:
         state.aliases,
         tuple(shard for part in parts for shard in part.shards),
         Seals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
-        (*found.notices, *state.notices, *(n for part in parts for n in part.notices), *_beside(path, found.members)),
+        (*found.notices, *state.notices, *(n for part in parts for n in part.notices)),
     )
 
 
@@ -111,12 +109,6 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
         text = f"{show(folder.name)} has leftovers of another save, which no metadata name"
         part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
     return part
-
-
-def _beside(path: Path, members: Sequence[Member]) -> Iterator[Notice]:
-    """What trainers keep in files of their own: schedulers, random states."""
-    if others := list(strangers(path if len(members) > 1 else members[0].folder, members)):
-        yield Notice(BESIDE, tuple(others), Weight.LOST)
 
 
 def _tensors(

@@ -7,7 +7,7 @@ Accelerate      pytorch_model_fsdp[_<I>]_rank<R>.bin, optimizer[_<I>]_rank<R>.bi
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,11 +68,11 @@ def list_folder(path: Path) -> Folder:
             hint="Two runs were saved into one folder: separate them.",
         )
     if sized:
-        return _sized(path, sized, [name for name in names if name not in sized])
+        return _sized(path, sized)
     return _counted(path, counted, {name: match for name in names if (match := _RANDOM.fullmatch(name))})
 
 
-def _sized(path: Path, names: Mapping[str, re.Match[str]], others: Sequence[str]) -> Folder:
+def _sized(path: Path, names: Mapping[str, re.Match[str]]) -> Folder:
     worlds: dict[int, list[str]] = {}
     for name, match in names.items():
         worlds.setdefault(int(match[2]), []).append(name)
@@ -87,8 +87,7 @@ def _sized(path: Path, names: Mapping[str, re.Match[str]], others: Sequence[str]
     for name, match in names.items():
         _put(files, _ROLES.get(match[1], match[1]), int(match[3]), path / name)
     (world,) = worlds
-    unread = (Notice("also in the folder, and not read", tuple(others), Weight.LOST),) if others else ()
-    return _checked(Folder(path, world, files, unread))
+    return _checked(Folder(path, world, files))
 
 
 def _counted(path: Path, names: Mapping[str, re.Match[str]], random: Mapping[str, re.Match[str]]) -> Folder:

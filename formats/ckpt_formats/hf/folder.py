@@ -63,8 +63,6 @@ class Folder:
     """Further models, where Accelerate saved several."""
     others: tuple[Path, ...]
     """What lies beside a model: configurations, tokenizers, texts."""
-    left: tuple[str, ...]
-    """Names of what is not read: weights that are there twice, folders."""
 
     @property
     def by_ranks(self) -> bool:
@@ -96,8 +94,8 @@ def _is_around_a_cut_model(names: set[str]) -> bool:
 
 def sort_files(path: Path) -> Folder:
     """Tell the files of a folder by their names. Opens nothing."""
-    entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    names = {entry.name for entry in entries if entry.is_file()}
+    with os.scandir(path) as entries:
+        names = {entry.name for entry in entries if entry.is_file()}
     entry, container = _entry(path, names)
     told = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
     optimizer = next(told, None) if entry is not None else None
@@ -106,9 +104,6 @@ def sort_files(path: Path) -> Folder:
     known = {entry, optimizer, *training, *models}
     rest = [path / name for name in sorted(names) if not name.startswith(".")]
     others = [one for one in rest if one not in known and not _is_weights(one.name)]
-    shown = [one for one in entries if not one.name.startswith(".") and one.name not in names]
-    folders = [f"{one.name}/" if one.is_dir() else one.name for one in shown]  # and links to nowhere, pipes, ...
-    left = [one.name for one in rest if one not in known and _is_weights(one.name)]
     return Folder(
         path,
         entry,
@@ -117,7 +112,6 @@ def sort_files(path: Path) -> Folder:
         tuple(one for one in training if one != optimizer),
         tuple(models),
         tuple(others),
-        (*left, *(name for name in folders if path / name.rstrip("/") != entry)),
     )
 
 
@@ -127,9 +121,6 @@ def _entry(path: Path, names: set[str]) -> tuple[Path | None, Container]:
     for name, container in _ENTRIES:
         if name in names:
             return path / name, container
-    indices = [name for name in sorted(names) if name.endswith(".safetensors.index.json")]
-    if indices:
-        return path / indices[0], "safetensors"
     return (path, "safetensors") if any(name.endswith(".safetensors") for name in names) else (None, "safetensors")
 
 

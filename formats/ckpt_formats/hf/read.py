@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.base import Checkpoint, Options, Origin, Parameter, Shard
-from ckpt_formats.dcp.read import BESIDE
 from ckpt_formats.errors import Incomplete, form_of
 from ckpt_formats.extras import lift
 from ckpt_formats.files import Seal
@@ -43,8 +42,6 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         found = _around(inner, extras)
     else:
         found = _with_model(folder, read_model(folder), config, extras, options)
-    read = {shard.path.relative_to(path).parts[0] for shard in found.shards if shard.path.is_relative_to(path)}
-    left = [name for name in (*folder.left, *large) if name.rstrip("/") not in read]
     step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
     return replace(
         found,
@@ -52,7 +49,7 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         origin=replace(found.origin, step=step if natural(step) else found.origin.step),
         shards=(*found.shards, *shards, *more),
         seals=(*found.seals, *seals),
-        notices=(*found.notices, *_left(left)),
+        notices=(*found.notices, *_too_large(large)),
     )
 
 
@@ -86,7 +83,7 @@ def _with_model(
         aliases,
         (*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
         (*model.seals, *(optimizer.seals() if optimizer else ())),
-        (*found.notices, *notices),
+        (*model.notices, *found.notices, *notices),
     )
 
 
@@ -128,10 +125,8 @@ def _cut_model(path: Path, options: Options) -> Checkpoint:
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
     parameters = dict(inner.parameters)
     lifted = {key: lift(value, key, parameters) for key, value in extras.items()}
-    notices = tuple(notice for notice in inner.notices if notice.text != BESIDE)  # we do read it
-    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted}, notices=notices)
+    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
 
 
-def _left(names: Sequence[str]) -> tuple[Notice, ...]:
-    text = "not read, being weights in another form, folders or too large"
-    return (Notice(text, tuple(names), Weight.LOST),) if names else ()
+def _too_large(names: Sequence[str]) -> tuple[Notice, ...]:
+    return (Notice("not read, being too large to carry", tuple(names), Weight.LOST),) if names else ()

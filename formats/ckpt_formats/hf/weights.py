@@ -9,6 +9,7 @@ from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import Seal
 from ckpt_formats.hf.folder import Container, Folder
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_shards import listed, read_weights
 from ckpt_formats.shard_index import INDEX_SUFFIX, read_index
 from ckpt_formats.state_dicts.leaves import has_tensor
@@ -28,6 +29,7 @@ class Model:
     metadata: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[Shard, ...] = ()
     seals: tuple[Seal, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
 
 def read_model(folder: Folder) -> Model:
@@ -56,7 +58,7 @@ def _safetensors(entry: Path) -> Model:
     found = read_weights(*listed(entry))
     aliases = found.aliases()
     said = {key: value for key, value in found.metadata.items() if key not in aliases}
-    return Model(dict(found.tensors), False, aliases, said, found.shards)
+    return Model(dict(found.tensors), False, aliases, said, found.shards, (), found.notices)
 
 
 def _torch(entry: Path) -> Model:
@@ -73,7 +75,7 @@ def _torch(entry: Path) -> Model:
                 raise Corrupt(f"tensor `{show(name)}` is in two files", where=file.path)
             state[name], where[name] = value, file.path.name
     index.check(where)
-    shards = tuple(torch_shard(file, "model") for file in files)
+    shards = (*(torch_shard(file, "model") for file in files), index.shard())
     return Model(state, False, {}, {}, shards, tuple(seal for file in files for seal in file.seals()))
 
 

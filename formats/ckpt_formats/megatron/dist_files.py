@@ -89,7 +89,8 @@ def _tensor(key: str, stored: Stored, items: Items, blocks: list[Block]) -> Tens
 
 def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Shard]:
     yield Shard(common.path, common.path.stat().st_size, "common")
-    yield Shard(path / ".metadata", (path / ".metadata").stat().st_size, "metadata")
+    for name in (".metadata", "metadata.json"):
+        yield Shard(path / name, (path / name).stat().st_size, "metadata")
     for file in metadata.files:
         try:
             size = (path / file).stat().st_size

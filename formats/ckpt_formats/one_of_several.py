@@ -1,0 +1,64 @@
+"""A file that is one of several of a checkpoint, given alone: known by its name, its neighbours, its index."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.shard_index import INDEX_SUFFIX, number_of, read_index
+
+_OF_A_RANK = (
+    (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
+    (r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt", "DeepSpeed"),
+    (r"layer_\d+-model_\d+-model_states\.pt", "DeepSpeed's pipeline"),
+    (r"mp_rank_\d+(_\d+){0,2}/(model_optim_rng|distrib_optim|model_rng|optim)\.pt", "Megatron"),
+    (r"shard-\d+-model-\d+-of-\d+\.safetensors", "PyTorch's HuggingFaceStorageWriter"),
+)
+_META = re.compile(r"consolidated\.(\d\d)\.pth")
+_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
+_MOST_INDICES = 16
+
+
+def check_alone(path: Path) -> None:
+    """Raises `Unsupported` for a file that one rank of several wrote: alone it is nothing that can be named."""
+    named = f"{path.absolute().parent.name}/{path.name}"
+    for pattern, engine in _OF_A_RANK:
+        if re.fullmatch(pattern, path.name) or re.fullmatch(pattern, named):
+            folder = path.parent if "/" not in pattern else path.absolute().parent.parent
+            raise Unsupported(
+                f"one file of several of a checkpoint of {engine}",
+                where=show(str(path)),
+                hint=f"Name the folder: {show(str(folder))}",
+            )
+    if _META.fullmatch(path.name):
+        others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
+        if others != ["consolidated.00.pth"]:
+            raise Unsupported(
+                f"one of {len(others)} files over which tensor parallelism cut a model of Meta's",
+                where=show(str(path)),
+                hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
+            )
+
+
+def parts_unread(path: Path) -> Iterator[Notice]:
+    """What to tell of a file that can be read alone, though there are others of the same checkpoint."""
+    number = number_of(path.name)
+    if number is not None and number.count > 1:
+        text = f"this is file {number.place} of {number.count} of a model: the tensors of the others are not read"
+        yield Notice(f"{text}. Name the folder, or its index, to read all", weight=Weight.LOST)
+        return
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MOST_INDICES]:
+        try:
+            files = {file for file in read_index(index).where.values()}
+        except CkptError:
+            continue  # the index is not what was asked for
+        if path.name in files and len(files) > 1:
+            text = f"this is one of {len(files)} files of a model, as {show(index.name)} says: the others are not read"
+            yield Notice(text, tuple(sorted(files - {path.name})), Weight.LOST)
+            return
+    if _RANK.fullmatch(path.name):
+        yield Notice(
+            "by its name, one rank wrote this file: if others wrote files too, they are not read", weight=Weight.UNSURE
+        )
