@@ -83,7 +83,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     from ckpt_formats.base import Options, SavedAs
 
     format = detect(path)
-    found = format.read(path, options or Options())
+    found = format.open(path, options or Options())
     if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
         return found
     return replace(found, saved_as=SavedAs(format.name, path.name if path.is_file() else None))
