@@ -37,7 +37,7 @@ def coding_of(codec: str, level: str, check: bool) -> Coding:
     return Coding(parsed.config(), cast(Level, level), check)
 
 
-def run(source: Checkpoint, goal: Goal, choices: str, effort: Effort, as_json: bool) -> None:
+def run(source: Checkpoint, goal: Goal, choices: object, effort: Effort, as_json: bool) -> None:
     """Compress, with a bar, and print the table of what is stored now."""
     format = Universal()
     outcome, seconds = work.write(source, format, goal, choices, effort, "compressing")

@@ -72,6 +72,13 @@ def effort(command: F) -> F:
     return workers(memory(command))
 
 
+def no_lock(command: F) -> F:
+    """`--no-lock`, of every command that writes."""
+    return click.option(
+        "--no-lock", is_flag=True, help="Go on where the file system cannot lock files: nobody else may write TARGET."
+    )(command)
+
+
 def accept_doubts(command: F) -> F:
     """`--accept-doubts`, of every command that writes what it reads."""
     return click.option(

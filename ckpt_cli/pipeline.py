@@ -1,19 +1,22 @@
 """The one pipeline behind every command that writes: plan, write the parts, settle, commit, publish."""
 
-import hashlib
-import resource
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_cli import staging as points
 from ckpt_cli.executors import results
+from ckpt_cli.fingerprint import fingerprint
 from ckpt_cli.interrupts import deferred, heed
-from ckpt_cli.staging import FULL, Staging, check_target, staging
+from ckpt_cli.locking import FULL
+from ckpt_cli.staging import Staging, check_target, staging, sweep
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError
-from ckpt_formats.files import Reader, Seal, settle
+from ckpt_formats.files import Reader, Seal, files_each, settle, unreadable
+from ckpt_formats.identity import Identities, Identity, check_unchanged
 from ckpt_formats.naming import show
 from ckpt_formats.transfer import SLAB, Transfer
 from ckpt_formats.version import WRITTEN_BY
@@ -28,12 +31,13 @@ class Effort:
     workers: int = 2
     memory: int = 256 << 20
     """Bytes of tensor data held at once, by all workers together."""
+    locks: bool = True
+    """Refuse a target on a file system that cannot lock files; else trust that nobody else writes it."""
 
     @property
     def files(self) -> int:
-        """Files that one worker may keep open to read, so that all together stay within the process's limit."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return max(1, min(64, (limit - 24) // self.workers - 1)) if limit != resource.RLIM_INFINITY else 64
+        """Files that one worker may keep open to read, while it writes one."""
+        return max(1, files_each(self.workers) - 1)
 
     @property
     def slab(self) -> int:
@@ -64,39 +68,64 @@ def copy(
     source: Checkpoint,
     format: WritableFormat,
     goal: Goal,
-    choices: str,
+    choices: object,
     effort: Effort,
     moved: Moved = lambda n: None,
     parts: tuple[Part, ...] | None = None,
 ) -> Outcome:
-    """Write `source` again. `choices` tells this request from another on the same source.
+    """Write `source` again. `choices`, plain data, tells this request from another on the same files.
 
     `parts` are those of `plan`, from whoever has made it already.
     """
     parts, target = plan(source, format, goal) if parts is None else parts, goal.target
-    with staging(target) as stage, deferred() as stop:
+    identities = identities_of(source, format, goal)
+    sweep(target.parent)
+    with staging(target, effort.locks) as stage, deferred() as stop:
         try:
-            stage.begin(_plan_id(source, format, goal, choices))
+            stage.begin(job_id(source, identities, format, goal, choices))
             done = {receipt.file: receipt for receipt in stage.receipts()}
             todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
             resumed = len(done)
             moved(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, effort, stop, moved):
+            for receipt in _write_all(stage, format, todo, effort, identities, stop, moved):
                 stage.note(receipt)
                 done[receipt.file] = receipt
+                points.reached("journalled")
                 heed(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = _settle(receipts)
+            checksums = _settle(receipts, identities)
+            points.reached("settled")
             heed(stop)
             format.commit(stage.data, source, receipts)
+            points.reached("committed")
+            check_unchanged(identities)
             stage.publish(format.product(target))
         except OSError as error:
-            raise _output_error(error, stage) from error
+            raise _system_error(error, stage, identities) from error
         except CkptError as error:
-            if not isinstance(error, OutputError):
-                stage.discard()
+            if isinstance(error, OutputError):
+                raise
+            stage.discard()
+            check_unchanged(identities)  # says why rather than what came of it
             raise
     return Outcome(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, checksums)
+
+
+def identities_of(source: Checkpoint, format: WritableFormat, goal: Goal) -> Identities:
+    """Of all files that the result depends on."""
+    found = dict(source.identities)
+    for other in format.beside():
+        found |= other.identities
+    for file in _files_of(goal.config):
+        found.setdefault(file, Identity.of(file.stat()))
+    return found
+
+
+def _files_of(path: Path | None) -> list[Path]:
+    """A file that the user names, or those in the folder."""
+    if path is None or not path.exists():
+        return []
+    return [file for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
 
 
 def check_whole(source: Checkpoint) -> None:
@@ -130,20 +159,30 @@ def _least(part: Part) -> int:
 
 
 def _write_all(
-    stage: Staging, format: WritableFormat, parts: Iterable[Part], effort: Effort, stop: threading.Event, moved: Moved
+    stage: Staging,
+    format: WritableFormat,
+    parts: Iterable[Part],
+    effort: Effort,
+    identities: Identities,
+    stop: threading.Event,
+    moved: Moved,
 ) -> Iterable[Receipt]:
     def count(nbytes: int) -> None:
         heed(stop)
         moved(nbytes)
 
     def write(part: Part) -> Receipt:
-        with Reader(most_files=effort.files) as reader, Transfer(reader, effort.slab, count) as transfer:
+        with (
+            Reader(most_files=effort.files, identities=identities) as reader,
+            Transfer(reader, effort.slab, count) as transfer,
+        ):
             try:
                 receipt = format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(show(p.name) for p in part.parameters[:1])}"
                 raise
+        points.reached("written")
         stage.flush(receipt)  # while the other workers go on, rather than all at the end
         return receipt
 
@@ -155,10 +194,10 @@ def _write_all(
             raise
 
 
-def _settle(receipts: Iterable[Receipt]) -> int:
+def _settle(receipts: Iterable[Receipt], identities: Identities) -> int:
     """Hold what was read against every checksum that the source promised. Raises `Corrupt`."""
     evidence = [piece for receipt in receipts for piece in receipt.evidence]
-    broken = list(settle(evidence))
+    broken = list(settle(evidence, Reader(check=False, identities=identities)))
     if broken:
         raise broken_seals(broken)
     return len({piece.seal for piece in evidence})
@@ -175,19 +214,19 @@ def broken_seals(broken: list[Seal]) -> Corrupt:
     )
 
 
-def _plan_id(source: Checkpoint, format: WritableFormat, goal: Goal, choices: str) -> str:
-    """Names this very work, so that an interrupted run goes on only with what it would do again."""
-    said = [
-        WRITTEN_BY,
-        format.name,
-        choices,
-        f"{goal.degrees} {goal.vocab_rows} {goal.shard_nbytes}",
-        str(source.path.resolve()),
-    ]
-    for shard in source.shards:
-        stat = shard.path.stat()
-        said.append(f"{shard.path} {stat.st_size} {stat.st_mtime_ns}")
-    return hashlib.blake2b("\n".join(said).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+def job_id(source: Checkpoint, identities: Identities, format: WritableFormat, goal: Goal, choices: object) -> str:
+    """Names this very work, so that an interrupted run goes on only with what it would do again.
+
+    Devices may get other numbers when a machine starts again.
+    """
+    files = {path.absolute(): replace(identity, device=0) for path, identity in identities.items()}
+    return fingerprint((WRITTEN_BY, source.path, files, format.name, format.settings(), goal, choices))
+
+
+def _system_error(error: OSError, stage: Staging, identities: Identities) -> CkptError:
+    """What the system says, of a file of the source or of the target, whichever it speaks of."""
+    path = None if error.filename is None else Path(os.fsdecode(error.filename))
+    return unreadable(error, path) if path is not None and path in identities else _output_error(error, stage)
 
 
 def _output_error(error: OSError, stage: Staging) -> OutputError:

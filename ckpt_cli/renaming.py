@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_cli import selection
+from ckpt_cli.selection import Edits
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.values import Record
 
@@ -11,6 +13,16 @@ if TYPE_CHECKING:
     from ckpt_formats.names import Naming
 
 _MEGATRON = ("megatron", "megatron-legacy")
+
+
+def edited(source: Checkpoint, edits: Edits, format_name: str, config: Path | None = None) -> Checkpoint:
+    """The checkpoint with all changes that the user asks for, and under the names that the format needs."""
+    left_out = bool(edits.only or edits.skip)
+    found = selection.only(source, edits.only, edits.skip) if left_out else source
+    if edits.model_only:
+        found = selection.model_only(found)
+    found = renamed(found, edits.names, format_name, config, partial=left_out)
+    return selection.cast(found, edits.dtype) if edits.dtype else found
 
 
 def renamed(

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
@@ -12,8 +13,22 @@ from ckpt_formats.naming import show
 from ckpt_formats.rules import safe_pattern
 from ckpt_formats.tensor import Decoded, Tensor
 
+if TYPE_CHECKING:
+    from ckpt_formats.names import Naming
+
 _OF_THE_MODEL = ("args", "checkpoint_version", "hf/config.json")
 """Extras that say what the model is: Megatron's arguments, Hugging Face's configuration."""
+
+
+@dataclass(frozen=True)
+class Edits:
+    """How a checkpoint is to be changed on its way."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    model_only: bool = False
+    dtype: str | None = None
+    names: "Naming | None" = None
 
 
 def only(source: Checkpoint, keep: Sequence[str], drop: Sequence[str]) -> Checkpoint:

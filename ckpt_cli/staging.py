@@ -4,31 +4,44 @@
         lock            held while a process writes
         journal.jsonl   the plan's id, then the checksum and receipt of every finished part
         data/           what will be renamed to the target, last of all
+        published       from then on: if the target is there, the rest is to be removed
 
 A crash at any moment leaves the target absent or whole. What the journal lists
 and still verifies is not written again.
 """
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xxhash import xxh3_64_hexdigest
 
+from ckpt_cli.locking import lock, unwritable
+from ckpt_cli.publishing import rename_new
 from ckpt_formats.base import Receipt
-from ckpt_formats.errors import Locked, NoSpace, OutputError
+from ckpt_formats.errors import CkptError, Locked, OutputError
 from ckpt_formats.files import Evidence, Reader, Seal, holds
 from ckpt_formats.naming import PARTIAL
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
+"""The moments of a run between which a crash, or a change by another process, makes a difference."""
+
+
+def _nothing(point: Point) -> None:
+    pass
+
+
+reached: Callable[[Point], None] = _nothing
+"""Called at each of them, also by several threads at once. It does nothing; tests put their faults here."""
+
+_LOCK = "lock"
+_PUBLISHED = "published"
 _LARGE = 8 << 20
 """Bytes from which a file is flushed as soon as it is written."""
 _FLUSHES = 8
@@ -53,7 +66,8 @@ class Staging:
     def begin(self, plan_id: str) -> None:
         """Go on with the same plan, or start anew with another one."""
         if self._plan_id() != plan_id:
-            shutil.rmtree(self.data, ignore_errors=True)
+            if os.path.lexists(self.data):
+                shutil.rmtree(self.data)  # what would stay would be published
             with self.journal.open("w") as file:
                 file.write(json.dumps({"plan": plan_id}))
         with self.journal.open("a") as file:
@@ -89,15 +103,28 @@ class Staging:
         with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
             list(pool.map(_flush, (*self.data.rglob("*"), self.data)))
         whole = self.data if product is None else self.data / product
-        if os.path.lexists(self.target):
-            raise exists(self.target)
-        os.rename(whole, self.target)
+        self._published.touch()
+        reached("before rename")
+        try:
+            rename_new(whole, self.target)
+        except FileExistsError:
+            raise exists(self.target) from None
+        reached("renamed")
         _flush(self.target.parent)
         self.discard()
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+    @property
+    def left_over(self) -> bool:
+        """Has a run been killed after it had published the target?"""
+        return self._published.exists() and os.path.lexists(self.target)
+
+    @property
+    def _published(self) -> Path:
+        return self.folder / _PUBLISHED
 
     def _plan_id(self) -> str | None:
         try:
@@ -109,10 +136,10 @@ class Staging:
 
 
 @contextmanager
-def staging(target: Path) -> Iterator[Staging]:
+def staging(target: Path, locks: bool = True) -> Iterator[Staging]:
     """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
     folder = staging_folder(target)
-    with owned(folder, target):
+    with owned(folder, target, locks):
         yield Staging(target, folder)
 
 
@@ -122,29 +149,38 @@ def staging_folder(target: Path) -> Path:
 
 
 @contextmanager
-def owned(folder: Path, target: Path) -> Iterator[None]:
-    """A folder, made if need be, that nobody else has meanwhile. Raises `Locked`, which names the target."""
+def owned(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
+    """A folder, made if need be, that nobody else has meanwhile. Raises `Locked`, which names the target.
+
+    Without `locks`, a file system that cannot lock is trusted.
+    """
     try:
         folder.mkdir(exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError as error:
-        kind = NoSpace if error.errno in FULL else OutputError
-        raise kind(f"cannot be written: {error.strerror}", where=error.filename or target.parent) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise _locked(target) from None
-        if not _is(folder / "lock", lock):
-            raise _locked(target)  # whoever held it has just removed the folder
+        raise unwritable(error, target.parent) from error
+    if folder.is_symlink():
+        raise OutputError("is a link, where a folder of ours should be", where=folder, hint="Remove it.")
+    with lock(folder / _LOCK, _locked(target), locks):
         yield
-    finally:
-        os.close(lock)
+
+
+def sweep(place: Path) -> None:
+    """Remove what runs left behind in a folder that were killed after they had published their targets.
+
+    What another process holds, or cannot be removed, stays.
+    """
+    for folder in place.glob(f".?*{PARTIAL}"):
+        stage = Staging(place / folder.name[1 : -len(PARTIAL)], folder)
+        if stage.left_over:
+            with suppress(CkptError), owned(folder, stage.target):
+                if stage.left_over:
+                    stage.discard()
 
 
 def check_target(target: Path, source: Path) -> None:
     """Refuse a target that exists, or that lies inside the source or around it. Raises `OutputError`."""
     if os.path.lexists(target):
+        sweep(target.parent)
         raise exists(target)
     here, there = target.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
@@ -163,15 +199,19 @@ def _locked(target: Path) -> Locked:
     return Locked("another process is writing this target", where=target, hint="Wait for it to end.")
 
 
-def _is(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
-    except OSError:
-        return False
-
-
 def exists(target: Path) -> OutputError:
     return OutputError("the target exists already", where=target, hint="Choose another name, or remove it first.")
+
+
+def _remove(folder: Path) -> None:
+    """What says that it is to be removed goes last."""
+    with suppress(OSError):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name in (_PUBLISHED, _LOCK)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        folder.rmdir()
 
 
 def _flush(path: Path) -> None:

@@ -14,11 +14,12 @@ from ckpt_cli.options import Cut, Reading
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import progress
 from ckpt_cli.savings import delta_codecs, is_coded
+from ckpt_cli.selection import Edits
 from ckpt_codecs import warm_up
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
-from ckpt_formats.files import read_whole
+from ckpt_formats.files import most_workers, read_whole
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
@@ -99,31 +100,15 @@ def _order_in(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def effort_of(workers: int | None, memory: int) -> Effort:
-    """How much of the machine to use."""
-    return Effort(
-        workers or min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
-        memory,
-    )
+def effort_of(workers: int | None, memory: int, no_lock: bool = False) -> Effort:
+    """How much of the machine to use, and no more than the process may."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Effort(min(workers or min(8, cores), most_workers()), memory, not no_lock)
 
 
-def choices(reading: Reading, *others: object) -> str:
-    """What the user chose, as a text: another choice is another piece of work, which cannot go on with this one."""
-    orders = [(place, _text(file)) for place, file in map(_placed, reading.param_order)]
-    return json.dumps([reading.rules and _text(Path(reading.rules)), orders, reading.shapes, *others])
-
-
-def marks(path: Path | None) -> list[tuple[str, int, int]]:
-    """Name, size and time of a file that the user names, or of those in a folder: others are another choice."""
-    if path is None or not path.exists():
-        return []
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-
-
-def _text(path: Path) -> str:
-    """What a file says; of a shipped set of rules, its name."""
-    return path.read_text("utf-8") if path.exists() else str(path)
+def choices(reading: Reading, edits: Edits | None = None) -> object:
+    """How the source is read and changed: another way is another piece of work, which cannot go on with this one."""
+    return options_of(reading), edits
 
 
 def goal_of(target: str, cut: Cut, reading: Reading) -> Goal:
@@ -145,7 +130,7 @@ def check_degrees(format: WritableFormat, degrees: Degrees) -> None:
 
 
 def run(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, what: str, as_json: bool
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort, what: str, as_json: bool
 ) -> None:
     """Write, with a bar, and say what was written."""
     outcome, seconds = write(source, format, goal, choices, effort, what)
@@ -153,7 +138,7 @@ def run(
 
 
 def write(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort, what: str
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort, what: str
 ) -> tuple[Outcome, float]:
     """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)

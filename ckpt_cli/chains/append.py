@@ -37,7 +37,7 @@ def append(
     """Write a state into a chain, which then has it or is as it was. The first one begins the chain."""
     check_whole(source)
     check_sound(source)
-    with folder.locked(run, create=True) as chain:
+    with folder.locked(run, create=True, locks=effort.locks) as chain:
         step = _step(source, step, chain, run)
         name = folder_name(step)
         sweep(run, chain, name)

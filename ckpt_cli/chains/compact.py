@@ -68,7 +68,7 @@ def plan(run: Path, chain: Chain, keep: tuple[str, ...], anchors: Anchors) -> li
 
 def compact(run: Path, keep: tuple[str, ...], anchors: Anchors, manner: Manner, effort: Effort) -> Compacted:
     """Write anew what would lose its parent, then replace the list, then remove what it no longer names."""
-    with folder.locked(run) as chain:
+    with folder.locked(run, locks=effort.locks) as chain:
         assert chain is not None  # it was to be there
         sweep(run, chain)
         members: list[Member] = []

@@ -1,17 +1,16 @@
 """The folder of a chain: its lock, what crashes left in it, and how its list is replaced."""
 
-import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_cli.staging import FULL
+from ckpt_cli.locking import lock, unwritable
 from ckpt_formats.chain import index
 from ckpt_formats.chain.index import Chain
-from ckpt_formats.errors import Locked, NoSpace, OutputError
+from ckpt_formats.errors import Locked, OutputError
 from ckpt_formats.naming import PARTIAL
 
 LOCK = "chain.lock"
@@ -20,7 +19,7 @@ _STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
 
 
 @contextmanager
-def locked(run: Path, create: bool = False) -> Iterator[Chain | None]:
+def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chain | None]:
     """The chain in a folder, None if it is yet to begin; nobody else changes it meanwhile.
 
     Raises `Locked`, `NotFound` if it is none, `OutputError` if the folder holds anything else.
@@ -30,26 +29,24 @@ def locked(run: Path, create: bool = False) -> Iterator[Chain | None]:
     made = _make(run) if create else False
     if not made and not (run / index.NAME).is_file():
         _check_empty(run)
+    taken = Locked("another process is changing this chain", where=run, hint="Wait for it to end.")
     try:
-        lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        with lock(run / LOCK, taken, locks):
+            chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None
+            try:
+                yield chain
+            finally:
+                if made and os.listdir(run) == [LOCK]:  # nothing came of it
+                    os.unlink(run / LOCK)
+                    os.rmdir(run)
     except OSError as error:
-        raise _unwritable(error, run) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Locked("another process is changing this chain", where=run, hint="Wait for it to end.") from None
-        chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None
-        try:
-            yield chain
-        finally:
-            if made and os.listdir(run) == [LOCK]:  # nothing came of it
+        raise unwritable(error, run) from error
+    except OutputError:
+        if made:
+            with suppress(OSError):
                 os.unlink(run / LOCK)
                 os.rmdir(run)
-    except OSError as error:
-        raise _unwritable(error, run) from error
-    finally:
-        os.close(lock)
+        raise
 
 
 def peek(run: Path) -> Chain | None:
@@ -114,7 +111,7 @@ def _make(run: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise _unwritable(error, run) from error
+        raise unwritable(error, run) from error
     return True
 
 
@@ -127,8 +124,3 @@ def _check_empty(run: Path) -> None:
         raise OutputError(
             f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."
         )
-
-
-def _unwritable(error: OSError, run: Path) -> OutputError:
-    kind = NoSpace if error.errno in FULL else OutputError
-    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or run)

@@ -40,7 +40,7 @@ def open_step(path: Path, step: int | None, options: Options) -> State:
     return State(members.open_member(path, chain, member), path, chain, member)
 
 
-def write(state: State, format: WritableFormat, goal: Goal, choices: str, effort: Effort) -> tuple[Outcome, float]:
+def write(state: State, format: WritableFormat, goal: Goal, choices: object, effort: Effort) -> tuple[Outcome, float]:
     """Write the state. An error names the last good step where there is one."""
     check_target(goal.target, state.run)
     try:
@@ -52,7 +52,7 @@ def write(state: State, format: WritableFormat, goal: Goal, choices: str, effort
 
 
 def _write(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: str, effort: Effort
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort
 ) -> tuple[Outcome, float]:
     """What other formats would read state after state is replayed once, into a folder that goes with the staged one."""
     if isinstance(format, Universal):
@@ -69,7 +69,7 @@ def _write(
         raise
 
 
-def _replayed(source: Checkpoint, target: Path, more: int, choices: str, effort: Effort) -> Checkpoint:
+def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effort: Effort) -> Checkpoint:
     """The state, whole, in the folder where the target is to grow, so that both go together. Goes on where it is begun.
 
     Raises `NoSpace` unless there is room for it, and for `more` bytes that the target takes.

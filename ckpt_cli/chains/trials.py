@@ -58,7 +58,7 @@ def settle(
     Raises `Unsupported` if no step is, or if the command fails.
     """
     losses = dict[float, float]()
-    with _beside(evaluation.target) as folder:
+    with _beside(evaluation.target, effort.locks) as folder:
         exact = _loss_of(source, Universal(), evaluation, folder, effort)
         if not isfinite(exact):
             raise _refused(evaluation, f"says that the loss of the exact state is {exact}")
@@ -85,13 +85,13 @@ def settle(
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
+def _beside(target: Path, locks: bool) -> Iterator[Path]:
     """A folder for trials, which is removed. What a run that was killed left in it is removed before.
 
     Raises `Locked` if another process tries something for the same target.
     """
     folder = target.parent / f".{target.name}{_TRIAL}"
-    with owned(folder, target):
+    with owned(folder, target, locks):
         try:
             for left in folder.iterdir():
                 if left.is_dir():

@@ -1,6 +1,5 @@
 """Writing one state as a member of a chain, or as a delta on its own."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -173,8 +172,9 @@ def _write(
     choices: list[object],
 ) -> Written:
     goal = Goal(target, coding=manner.coding)
-    told = json.dumps([*choices, step, *manner.choices()], default=str)
-    outcome, seconds = work.write(source, format, goal, told, effort, f"writing step {step}")
+    outcome, seconds = work.write(
+        source, format, goal, (choices, step, manner.choices()), effort, f"writing step {step}"
+    )
     said = manifest.load(target / manifest.NAME)
     return Written(_member(target, said, step), outcome, seconds)
 

@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import as_json, common, effort
+from ckpt_cli.options import as_json, common, effort, no_lock
 
 
 @click.command()
@@ -18,6 +18,7 @@ from ckpt_cli.options import as_json, common, effort
 @click.option("--anchor-every", type=click.IntRange(1), metavar="N", help="Store each Nth state that stays whole.")
 @click.option("--dry-run", is_flag=True, help="Say what would become of each state, write nothing.")
 @effort
+@no_lock
 @as_json
 @common
 def compact(
@@ -27,6 +28,7 @@ def compact(
     dry_run: bool,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     as_json: bool,
 ) -> None:
     """Remove states from CHAIN, and fold the deltas that others stand on.
@@ -56,5 +58,5 @@ def compact(
         kept = compacting.plan(run, found, keep, anchors)
         compacting.say_plan(found, kept, as_json)
         return
-    done = compacting.compact(run, keep, anchors, Manner.of(), work.effort_of(workers, memory))
+    done = compacting.compact(run, keep, anchors, Manner.of(), work.effort_of(workers, memory, no_lock))
     compacting.say(done, as_json)

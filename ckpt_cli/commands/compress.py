@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Reading, accept_doubts, as_json, common, effort, reading
+from ckpt_cli.options import Reading, accept_doubts, as_json, common, effort, no_lock, reading
 from ckpt_formats.coding import LEVELS
 
 
@@ -23,6 +23,7 @@ from ckpt_formats.coding import LEVELS
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
 @accept_doubts
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -36,6 +37,7 @@ def compress(
     accept_doubts: bool,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -64,5 +66,5 @@ def compress(
     if dry_run:
         compression.foretell(checkpoint, goal, as_json)
         return
-    choices = work.choices(reading, "compress", codec, level)
-    compression.run(checkpoint, goal, choices, work.effort_of(workers, memory), as_json)
+    effort = work.effort_of(workers, memory, no_lock)
+    compression.run(checkpoint, goal, work.choices(reading), effort, as_json)

@@ -4,7 +4,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.options import NAMINGS, Bytes, Reading, accept_doubts, as_json, common, effort, reading, target_format
+from ckpt_cli.options import (
+    NAMINGS,
+    Bytes,
+    Reading,
+    accept_doubts,
+    as_json,
+    common,
+    effort,
+    no_lock,
+    reading,
+    target_format,
+)
 from ckpt_formats.state_dicts.keys import STYLES
 
 if TYPE_CHECKING:
@@ -44,6 +55,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 @accept_doubts
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -63,6 +75,7 @@ def convert(
     accept_doubts: bool,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -87,20 +100,14 @@ def convert(
     """
     from pathlib import Path
 
-    from ckpt_cli import pipeline, renaming, report, selection, work
+    from ckpt_cli import pipeline, renaming, report, work
+    from ckpt_cli.selection import Edits
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
 
     checkpoint = work.open_source(source, reading, accept_doubts)
-    if only or skip:
-        checkpoint = selection.only(checkpoint, only, skip)
-    if model_only:
-        checkpoint = selection.model_only(checkpoint)
-    checkpoint = renaming.renamed(
-        checkpoint, names, format_name, Path(config) if config else None, partial=bool(only or skip)
-    )
-    if dtype:
-        checkpoint = selection.cast(checkpoint, dtype)
+    edits = Edits(only, skip, model_only, dtype, names)
+    checkpoint = renaming.edited(checkpoint, edits, format_name, Path(config) if config else None)
     report.say_notices(checkpoint)
     format = writable(format_name)
     goal = Goal(
@@ -114,5 +121,5 @@ def convert(
         report.say_losses(format, checkpoint, parts)
         report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
-    choices = work.choices(reading, only, skip, model_only, dtype, work.marks(goal.config), keys, names)
-    work.run(checkpoint, format, goal, choices, work.effort_of(workers, memory), "converting", as_json)
+    effort = work.effort_of(workers, memory, no_lock)
+    work.run(checkpoint, format, goal, work.choices(reading, edits), effort, "converting", as_json)

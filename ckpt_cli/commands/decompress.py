@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, effort, reading, target_format
+from ckpt_cli.options import Reading, as_json, common, effort, no_lock, reading, target_format
 
 
 @click.command()
@@ -10,6 +10,7 @@ from ckpt_cli.options import Reading, as_json, common, effort, reading, target_f
 @click.argument("target", type=click.Path(readable=False))
 @target_format(None, "  [default: by its ending, .safetensors or .pt; else the one that it was in]")
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -19,6 +20,7 @@ def decompress(
     format_name: str | None,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -42,5 +44,5 @@ def decompress(
     checkpoint = work.open_source(source, reading)
     report.say_notices(checkpoint)
     format, goal = compression.undo(checkpoint, Path(target), format_name)
-    effort = work.effort_of(workers, memory)
-    work.run(checkpoint, format, goal, work.choices(reading, "decompress"), effort, "decompressing", as_json)
+    effort = work.effort_of(workers, memory, no_lock)
+    work.run(checkpoint, format, goal, work.choices(reading), effort, "decompressing", as_json)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.delta_options import Writing, check_together, writing
-from ckpt_cli.options import Reading, as_json, common, effort, reading
+from ckpt_cli.options import Reading, as_json, common, effort, no_lock, reading
 
 if TYPE_CHECKING:
     from ckpt_cli.pipeline import Effort
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page to look at in a browser.")
 @writing
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -52,6 +53,7 @@ def diff(
     writing: Writing,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -91,7 +93,7 @@ def diff(
 
     check_together(writing, click.get_current_context())
     if writing.asked:
-        _write(first, second, writing, work.effort_of(workers, memory), reading, as_json)
+        _write(first, second, writing, work.effort_of(workers, memory, no_lock), reading, as_json)
         return
     if second is None:
         raise click.UsageError("Missing argument 'SECOND'.")

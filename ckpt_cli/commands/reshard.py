@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Cut, Reading, accept_doubts, as_json, common, cut, effort, reading, target_format
+from ckpt_cli.options import Cut, Reading, accept_doubts, as_json, common, cut, effort, no_lock, reading, target_format
 
 
 @click.command()
@@ -13,6 +13,7 @@ from ckpt_cli.options import Cut, Reading, accept_doubts, as_json, common, cut, 
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
 @accept_doubts
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -25,6 +26,7 @@ def reshard(
     accept_doubts: bool,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -56,5 +58,5 @@ def reshard(
         report.say_losses(format, checkpoint, parts)
         picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
         return
-    effort = work.effort_of(workers, memory)
-    work.run(checkpoint, format, goal, work.choices(reading, cut.keys), effort, "resharding", as_json)
+    effort = work.effort_of(workers, memory, no_lock)
+    work.run(checkpoint, format, goal, work.choices(reading), effort, "resharding", as_json)

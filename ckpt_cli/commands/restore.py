@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Cut, Reading, as_json, common, cut, effort, reading, target_format
+from ckpt_cli.options import Cut, Reading, as_json, common, cut, effort, no_lock, reading, target_format
 
 
 @click.command()
@@ -13,6 +13,7 @@ from ckpt_cli.options import Cut, Reading, as_json, common, cut, effort, reading
 @cut
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 @effort
+@no_lock
 @reading
 @as_json
 @common
@@ -25,6 +26,7 @@ def restore(
     dry_run: bool,
     workers: int | None,
     memory: int,
+    no_lock: bool,
     reading: Reading,
     as_json: bool,
 ) -> None:
@@ -58,8 +60,7 @@ def restore(
         restoring.say_detour(state.checkpoint, format)
         report.plan(state.checkpoint, parts, goal.target, format.name, as_json)
         return
-    outcome, seconds = restoring.write(
-        state, format, goal, work.choices(reading, cut.keys), work.effort_of(workers, memory)
-    )
+    effort = work.effort_of(workers, memory, no_lock)
+    outcome, seconds = restoring.write(state, format, goal, work.choices(reading), effort)
     report.outcome(outcome, seconds, as_json)
     restoring.say_exactness(state.checkpoint)

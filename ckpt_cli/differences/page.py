@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_cli.differences.facts import facts, totals
 from ckpt_cli.differences.pairs import Differences
-from ckpt_cli.staging import FULL
+from ckpt_cli.locking import FULL
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.errors import NoSpace, OutputError
 from ckpt_formats.naming import PARTIAL

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ckpt_formats.coding import Coding
 from ckpt_formats.files import Evidence, Seal
+from ckpt_formats.identity import Identities, Identity, check_unchanged, recording
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.notices import Notice
 from ckpt_formats.state_dicts.keys import StateKeys
@@ -103,6 +105,7 @@ class Checkpoint:
     coded, by parameter and state. `losses` tells of the states that are approximate,
     by the same; of a checkpoint with none every bit is as it was saved. `saved_as` is
     what it was in, or was in before it was written in the universal format.
+    `identities` are those of all its files, as they were when they were first opened.
     """
 
     path: Path
@@ -119,6 +122,7 @@ class Checkpoint:
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
     losses: Mapping[tuple[str, str], Loss] = field(default_factory=dict)
     saved_as: SavedAs | None = None
+    identities: Identities = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""
@@ -237,6 +241,23 @@ class Format(ABC):
     def read(self, path: Path, options: Options) -> Checkpoint:
         """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
 
+    def open(self, path: Path, options: Options) -> Checkpoint:
+        """The same, with the identities of all files that it is in. Raises `Corrupt` if one was changed meanwhile."""
+        with recording() as identities:
+            found = self.read(path, options)
+        for file in dict.fromkeys(_files(found)):
+            if file not in identities:
+                with suppress(OSError):  # who reads it says that it is missing
+                    identities[file] = Identity.of(file.stat())
+        check_unchanged(identities)
+        return replace(found, identities=identities)
+
+
+def _files(checkpoint: Checkpoint) -> Iterator[Path]:
+    yield from (shard.path for shard in checkpoint.shards)
+    yield from (seal.path for seal in checkpoint.seals)
+    yield from (raw.path for *_, tensor in checkpoint.tensors() for raw in tensor.sources())
+
 
 class WritableFormat(Format):
     """A format that can also be written, in three steps: plan, write each part, commit.
@@ -265,6 +286,14 @@ class WritableFormat(Format):
     def product(self, target: Path) -> str | None:
         """The name, within the folder, of the one file that is the checkpoint; None if the folder is."""
         return None
+
+    def settings(self) -> object:
+        """Plain data that tells this object from others of its class which write other bytes."""
+        return ()
+
+    def beside(self) -> tuple[Checkpoint, ...]:
+        """Checkpoints that are read besides the source."""
+        return ()
 
     def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         """What of the source the format has no place for, in words."""

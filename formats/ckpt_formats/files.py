@@ -9,6 +9,7 @@ and names the seals that do not hold. So bytes are read once, not twice.
 
 import errno
 import os
+import resource
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -24,6 +25,7 @@ from isal import isal_zlib
 
 from ckpt_codecs.scratch import give, take
 from ckpt_formats.errors import Corrupt, NotFound, Unsafe
+from ckpt_formats.identity import Identities, note
 
 Kind = Literal["crc32", "xxh3-128"]
 
@@ -32,6 +34,10 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 1 << 22
 _MOST_PIECES = 4096
 _MOST_KEPT = 8 << 20
+_RESERVED = 32
+"""Files that the process may need besides those that it reads: its streams, libraries, what it writes."""
+_MOST_READERS = 16
+"""That are thought to be open at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,13 @@ class Evidence:
 class Reader:
     """Reads ranges of files, and gathers evidence of what it read. Not for sharing between threads."""
 
-    def __init__(self, *, check: bool = True, most_files: int = 64) -> None:
+    def __init__(
+        self, *, check: bool = True, most_files: int | None = None, identities: Identities | None = None
+    ) -> None:
+        """`identities` are those of the files when they were first opened: another file in their place is refused."""
         self._check = check
-        self._most_files = most_files
+        self._most_files = files_each(_MOST_READERS) if most_files is None else most_files
+        self._identities = identities or {}
         self._files: dict[Path, int] = {}
         self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
         self._kept: OrderedDict[Hashable, _Array] = OrderedDict()
@@ -139,9 +149,9 @@ class Reader:
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
-            if len(self._files) >= self._most_files:
+            while len(self._files) >= self._most_files:
                 os.close(self._files.pop(next(iter(self._files))))
-            self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
     def _tally(self, seal: Seal) -> "_CrcTally | _HashTally":
@@ -170,16 +180,44 @@ def holds(seal: Seal, reader: Reader) -> bool:
     return _digest(seal, [], reader) == seal.digest
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read. Raises `NotFound` if it cannot be read, or is none: a pipe would be waited for."""
+def files_each(sharers: int) -> int:
+    """Files that each of so many may keep open to read, so that all together stay within the process's limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 64 if limit == resource.RLIM_INFINITY else max(1, min(64, (limit - _RESERVED) // sharers))
+
+
+def most_workers() -> int:
+    """Threads that may work at a time within the process's limit: each reads a file and writes one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if limit == resource.RLIM_INFINITY else max(1, (limit - _RESERVED) // 2)
+
+
+def open_to_read(path: Path, identities: Identities | None = None) -> int:
+    """A descriptor of a regular file, which is recorded (`identity.recording`).
+
+    Raises `NotFound` if it cannot be read, or is none: a pipe would be waited for; `Corrupt` if it is not the file
+    that was opened before.
+    """
     try:
         file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         raise unreadable(error, path) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    except ValueError as error:
+        raise NotFound("no file can have this name: it holds a NUL character") from error
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFound("is not a regular file", where=path)
+        note(path, found, identities or {})
+    except BaseException:
         os.close(file)
-        raise NotFound("is not a regular file", where=path)
-    return os.fdopen(file, "rb")
+        raise
+    return file
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises as `open_to_read`."""
+    return os.fdopen(open_to_read(path), "rb")
 
 
 def read_whole(path: Path, most: int) -> bytes:
@@ -222,11 +260,18 @@ def crc32_combine(first: int, second: int, nbytes: int) -> int:
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
+_HINTS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Check its permissions."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Allow more: `ulimit -n 1024`; or give fewer --workers."),
+    errno.ESTALE: "It was removed or replaced on the server while it was read.",
+}
+
+
 def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """Say why the system would not let us read this file."""
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
-    hint = "Check its permissions." if error.errno in (errno.EACCES, errno.EPERM) else None
+    hint = _HINTS.get(error.errno or 0)
     return NotFound(f"cannot be read: {os.strerror(error.errno or 0)}", where=path, hint=hint)
 
 

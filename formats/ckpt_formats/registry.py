@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
         check_alone(path)
     located = _located(path)
     format = located.format
-    found = format.read(located.path, options or Options())
+    found = format.open(located.path, options or Options())
     notices = (*located.notices, *found.notices)
     if is_file:
         notices = (*notices, *parts_unread(path))

@@ -50,7 +50,6 @@ class Index:
                     where=self.path,
                 )
 
-
     def notices(self, nbytes: int) -> tuple[Notice, ...]:
         """What to tell of an index whose tensors take so many bytes together."""
         if self.total is None or self.total == nbytes:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ckpt_formats import sealed_json
 from ckpt_formats.base import Loss
 from ckpt_formats.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.identity import unrecorded
 from ckpt_formats.json_checks import Checks
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.typed_json import encode
@@ -91,7 +92,8 @@ def dump(chain: Chain) -> bytes:
 
 def load(path: Path) -> Chain:
     """Read and check a `chain.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
-    said = sealed_json.load(path, _MOST_BYTES, "the list of a chain")
+    with unrecorded():  # it grows while its states are read
+        said = sealed_json.load(path, _MOST_BYTES, "the list of a chain")
     check = Checks(path)
     check.true(said.get("format") == "ckpt-chain", "format")
     if not natural(said.get("version")) or not 1 <= said["version"] <= VERSION:

@@ -76,7 +76,7 @@ def _open(run: Path, member: Member) -> Checkpoint:
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
-    return Universal().read(folder, Options())
+    return Universal().open(folder, Options())
 
 
 def _speaks_of(where: str, folder: Path) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.files import open_regular, unreadable
+from ckpt_formats.identity import unrecorded
 from ckpt_formats.naming import show
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -71,7 +72,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
         return path
     latest = path / pointer
     try:
-        with open_regular(latest) as file:
+        with unrecorded(), open_regular(latest) as file:
             raw = file.read(_MOST_LATEST + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
     except OSError as error:

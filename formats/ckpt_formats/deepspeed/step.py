@@ -1,13 +1,13 @@
 """One step of a DeepSpeed run with all its files opened: headers only."""
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.base import Shard
 from ckpt_formats.deepspeed.folder import Folder
 from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt_formats.identity import in_threads
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value
@@ -49,8 +49,7 @@ class Step:
 def open_step(folder: Folder) -> Step:
     """Open all files. Raises `Incomplete`, `Corrupt` if they are not of one step and one run."""
     paths = [path for path, *_ in _roles(folder)]
-    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
-        files = dict(zip(paths, pool.map(open_file, paths), strict=True))
+    files = dict(zip(paths, in_threads(open_file, paths), strict=True))
     for path, file in files.items():
         if not isinstance(file.root, dict):
             raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)

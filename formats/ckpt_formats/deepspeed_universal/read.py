@@ -5,7 +5,6 @@ tied names, rounded and as floats. What the model's files hold of them counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from ckpt_formats.deepspeed_universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.deepspeed_universal.states import read_states
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.geometry import Shape
+from ckpt_formats.identity import in_threads
 from ckpt_formats.layout import Layout
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
@@ -149,8 +149,7 @@ def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str
                 hint="The conversion did not finish, or files were lost: convert again.",
             )
     paths = [path for name in trained for path in folder.states.get(name, {}).values()]
-    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
-        opened = dict(zip(paths, pool.map(open_file, paths), strict=True))
+    opened = dict(zip(paths, in_threads(open_file, paths), strict=True))
     return {name: {state: opened[p] for state, p in folder.states.get(name, {}).items()} for name in trained}
 
 

@@ -13,7 +13,6 @@ names            names without wrappers
 carried          everything else
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Format, Options, Origin, Shard
@@ -28,6 +27,7 @@ from ckpt_formats.fsdp_ranks.names import unwrapping
 from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups
 from ckpt_formats.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.geometry import Shape
+from ckpt_formats.identity import in_threads
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.read import training_state
@@ -113,9 +113,8 @@ def _opened(folder: Folder, known: Known) -> Files:
         return open_rank(path, role, rank, folder.world, known)
 
     files: Files = {}
-    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
-        for (role, rank, _), file in zip(folder.paths, pool.map(opened, folder.paths), strict=True):
-            files.setdefault(role, {})[rank] = file
+    for (role, rank, _), file in zip(folder.paths, in_threads(opened, folder.paths), strict=True):
+        files.setdefault(role, {})[rank] = file
     return files
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ckpt_formats.errors import Corrupt, NotFound
 from ckpt_formats.files import open_regular, unreadable
+from ckpt_formats.identity import unrecorded
 from ckpt_formats.naming import show
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -102,7 +103,7 @@ def _latest(path: Path) -> str:
     """The name of the folder that the run's pointer names."""
     pointer = path / POINTER
     try:
-        with open_regular(pointer) as file:
+        with unrecorded(), open_regular(pointer) as file:
             said = file.read(_MOST_POINTER + 1).decode("utf-8", "replace").strip()
     except OSError as error:
         raise unreadable(error, pointer) from error

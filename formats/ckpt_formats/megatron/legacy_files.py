@@ -1,13 +1,13 @@
 """The opened files of one legacy iteration, each with the ranks whose tensors it holds."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from ckpt_formats.base import Shard
 from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt_formats.identity import in_threads
 from ckpt_formats.megatron.arguments import Arguments, Parallel, arguments_of, parallel_of
 from ckpt_formats.megatron.folder import RankFolder, rank_folders
 from ckpt_formats.torchfile import TorchFile, open_file
@@ -92,10 +92,9 @@ def open_legacy(path: Path) -> Legacy:
     for folder in folders:
         if not folder.model.is_file():
             raise Incomplete(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
-    with ThreadPoolExecutor(8) as pool:  # on a shared file system, opening is waiting
-        models = list(pool.map(open_file, [folder.model for folder in folders]))
-        found = [folder.optimizer for folder in folders]
-        optimizers = list(pool.map(lambda file: None if file is None else open_file(file), found))
+    models = in_threads(open_file, [folder.model for folder in folders])
+    found = [folder.optimizer for folder in folders]
+    optimizers = in_threads(lambda file: None if file is None else open_file(file), found)
     for file in models:
         if not isinstance(file.root, dict):
             raise Corrupt("a file of a Megatron checkpoint holds a mapping", where=file.path)

@@ -1,13 +1,12 @@
 """Bytes of a range of a file, by offset. Every read of this package before the tensors' own is one of these."""
 
 import os
-import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from ckpt_formats.errors import Corrupt, NotFound
-from ckpt_formats.files import unreadable
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.files import open_to_read, unreadable
 
 
 class Bytes(Protocol):
@@ -32,17 +31,9 @@ class Window:
     def __init__(self, path: Path, base: int = 0, length: int | None = None, edges: int = 0) -> None:
         self.path, self.base = path, base
         self._head = self._tail = b""
-        try:
-            # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
-        except OSError as error:
-            raise unreadable(error, path) from error
-        except ValueError as error:
-            raise NotFound("no file can have this name: it holds a NUL character") from error
+        self._file = open_to_read(path)
         try:
             found = os.fstat(self._file)
-            if not stat.S_ISREG(found.st_mode):
-                raise NotFound("is not a regular file", where=path)
             self.length = found.st_size - base if length is None else length
             if base < 0 or self.length < 0 or base + self.length > found.st_size:
                 raise Corrupt(

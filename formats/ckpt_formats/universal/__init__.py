@@ -70,6 +70,9 @@ class Universal(WritableFormat):
             saved_as=said.saved_as,
         )
 
+    def settings(self) -> object:
+        return self.content
+
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         for parameter in source.parameters.values():
             parameter_file.check_storable(parameter)

@@ -39,6 +39,12 @@ class Delta(Universal):
         """What it codes with: one of each kind."""
         return list({codec.name: codec for codec in self._codecs.values()}.values())
 
+    def settings(self) -> object:
+        return self.content, self.parent, {name: codec.config() for name, codec in self._codecs.items()}
+
+    def beside(self) -> tuple[Checkpoint, ...]:
+        return () if self.earlier is None else (self.earlier,)
+
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(self._part(part, source) for part in super().plan(source, goal))
 
