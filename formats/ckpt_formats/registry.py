@@ -81,9 +81,12 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     from dataclasses import replace
 
     from ckpt_formats.base import Options, SavedAs
+    from ckpt_formats.torchfile import check_repeated
 
     format = detect(path)
     found = format.read(path, options or Options())
+    written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
+    check_repeated(written, show(str(path)))  # here, so that every command says the same
     if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
         return found
     return replace(found, saved_as=SavedAs(format.name, path.name if path.is_file() else None))
