@@ -1,6 +1,5 @@
 """What `inspect` shows: a checkpoint's index, for people and for programs."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,7 +17,7 @@ from ckpt_formats.notices import by_weight
 from ckpt_formats.registry import detect
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.typed_json import encode
-from ckpt_formats.values import Record, TensorName, Value
+from ckpt_formats.values import brief
 
 _COLUMNS = 48
 _MOST_FILES = 40
@@ -92,11 +91,11 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            click.echo(f"  {i}: {len(group.names)} parameters, {_short(options, 200)}")
+            click.echo(f"  {i}: {len(group.names)} parameters, {show(brief(options, 200))}")
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
-            click.echo(f"  {show(key)}: {_short(value, 1 << 20 if extras else _MOST_VALUE)}")
+            click.echo(f"  {show(key)}: {show(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
     if any(shard.rank for shard in checkpoint.shards):
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
@@ -286,7 +285,7 @@ def _leaf(parameter: Parameter) -> str:
 def _said(parameter: Parameter) -> str:
     weight = parameter.weight
     states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
-    values = " ".join(f"{key}={value}" for key, value in parameter.values.items())
+    values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
     role = "" if parameter.role == "parameter" else f" ({parameter.role})"
     return show("  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part))
 
@@ -306,23 +305,6 @@ def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
         step = prod(shape[axis + 1 :])
         low, high = low + a * step, high + (b - 1) * step
     return low, high + 1
-
-
-def _short(value: Value, most: int) -> str:
-    text = show(re.sub(r"\s+", " ", _plain(value, 0)))
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
-def _plain(value: Value, depth: int) -> str:
-    if depth > 6:
-        return "…"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_plain(item, depth + 1)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_plain(item, depth + 1) for item in value[:100]) + (", …]" if len(value) > 100 else "]")
-    if isinstance(value, Record):
-        return f"<{value.cls}> " + _plain(value.state if value.state is not None else list(value.args), depth + 1)
-    return f"tensor {value.name}" if isinstance(value, TensorName) else str(value)
 
 
 def _tensors(count: int) -> str:

@@ -322,6 +322,14 @@ STRUCTURE = {
     "frozensets in each other": b"()\x91" + b"".join([b"q\x00(h\x00\x91"] * 10),
     "wide tuple squared as a key": b"}(" + b"K\x01" * 300 + b"tq\x00" + b"(" + b"h\x00" * 300 + b"t" + b"K\x01s",
     "laughing tuple as a key": b"})q\x00" + b"".join(b"0(" + b"h\x00" * 40 + b"tq\x00" for _ in range(5)) + b"K\x01s",
+    "laughing list": b"]q\x00" + b"".join(b"0](" + b"h\x00" * 10 + b"eq\x00" for _ in range(60)),
+    "laughing tuple": b")q\x00" + b"".join(b"0(" + b"h\x00" * 10 + b"tq\x00" for _ in range(60)),
+    "laughing dict": b"}q\x00" + b"".join(b"0}(K\x01h\x00K\x02h\x00uq\x00" for _ in range(60)),
+    "laughing objects": b"Nq\x00" + b"".join(b"0" + named("a.B") + b")\x81h\x00h\x00\x86bq\x00" for _ in range(60)),
+    "laughing ordered dict": b"Nq\x00"
+    + b"".join(
+        b"0" + call(named("collections.OrderedDict")) + b"}(X\1\0\0\0ah\x00X\1\0\0\0bh\x00ubq\x00" for _ in range(60)
+    ),
     "stack of a million": b"N" * 1_200_000,
     "marks of a hundred thousand": b"(" * 100_000,
     "names of five thousand classes": b"".join(b"cpkg\nC%d\n0" % i for i in range(5000)) + b"N",
@@ -367,8 +375,6 @@ HARMLESS = {
     "list that holds itself": (b"]q\x00h\x00a", list),
     "dict that holds itself": (b"}q\x00K\x01h\x00s", dict),
     "memo with holes": (b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff\x86", tuple),
-    "a laughing list": (b"]q\x00" + b"".join(b"0](" + b"h\x00" * 10 + b"eq\x00" for _ in range(60)), list),
-    "a laughing tuple": (b")q\x00" + b"".join(b"0(" + b"h\x00" * 10 + b"tq\x00" for _ in range(60)), tuple),
     "a tuple 400000 deep": (b")" + b"\x85" * 400_000, tuple),
     "a number of 1024 bytes": (b"\x8b" + struct.pack("<i", 1024) + b"\x01" * 1024, int),
     "an unknown class called": (call(named("my_package.load_everything"), text("rm -rf /")), Record),

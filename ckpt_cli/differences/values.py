@@ -7,9 +7,8 @@ from ckpt_formats.base import Checkpoint
 from ckpt_formats.files import Reader
 from ckpt_formats.tensor import read
 from ckpt_formats.typed_json import encode
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, brief
 
-_MOST_SHOWN = 60
 """Characters of a value."""
 
 
@@ -30,7 +29,7 @@ def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
                 apart.setdefault(key, []).append(name)
     for key, names in sorted(apart.items()):
         name = min(names)
-        values = f"{_short(encode(ours[name][key]))} -> {_short(encode(theirs[name][key]))}"
+        values = f"{brief(encode(ours[name][key]))} -> {brief(encode(theirs[name][key]))}"
         yield f"{key} of {len(names)} parameters, such as `{name}`: {values}"
 
 
@@ -61,7 +60,7 @@ def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         for key in sorted(ours[name].keys() & theirs[name].keys()):
             a, b = encode(ours[name][key]), encode(theirs[name][key])
             if a != b and _listed(a) != _listed(b):
-                said.setdefault(f"{key}: {_short(a)} -> {_short(b)}", []).append(name)
+                said.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
     for what, names in sorted(said.items()):
         yield f"option of the optimizer for {len(names)} parameters, {what}"
 
@@ -76,22 +75,17 @@ def _apart(a: Any, b: Any, place: str) -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() & b.keys():
         for key in sorted(a.keys() | b.keys()):
             if key not in b:
-                yield f"{place}/{key}: only in the first, {_short(a[key])}"
+                yield f"{place}/{key}: only in the first, {brief(a[key])}"
             elif key not in a:
-                yield f"{place}/{key}: only in the second, {_short(b[key])}"
+                yield f"{place}/{key}: only in the second, {brief(b[key])}"
             else:
                 yield from _apart(a[key], b[key], f"{place}/{key}")
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _are_trees(a) and _are_trees(b):
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _apart(one, other, f"{place}/{i}")
     elif a != b:
-        yield f"{place}: {_short(a)} -> {_short(b)}"
+        yield f"{place}: {brief(a)} -> {brief(b)}"
 
 
 def _are_trees(items: list[Any]) -> bool:
     return any(isinstance(item, dict) for item in items)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"

@@ -66,6 +66,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
 
     from ckpt_formats.base import Options, SavedAs
     from ckpt_formats.one_of_several import check_alone, parts_unread
+    from ckpt_formats.torchfile import check_repeated
     from ckpt_formats.unread import unread
 
     if is_file := path.is_file():
@@ -73,6 +74,8 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     located = _located(path)
     format = located.format
     found = format.open(located.path, options or Options())
+    written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
+    check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
     if is_file:
         notices = (*notices, *parts_unread(path))

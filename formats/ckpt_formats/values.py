@@ -5,9 +5,12 @@ set, frozenset, a NumPy array or scalar, or one of the inert stand-ins below
 for what a pickle names. Nothing here imports or calls what it names.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 Value = Any  # a recursive union; mypy gains nothing from spelling it out
 
@@ -95,3 +98,71 @@ def tensor_names(value: Value) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensor_names(item)
+
+
+def brief(value: Value, most: int = 60) -> str:
+    """A value for people, in one line of at most `most` characters and one more for what is left out.
+
+    It is bounded before it is made: the rest of a large value is never looked at.
+
+    >>> brief({"betas": (0.9, 0.95), "name": "x" * 100}, 30)
+    '{betas: [0.9, 0.95], name: xxx…'
+    """
+    text = ""
+    for piece in _pieces(value, most, 0):
+        text += _SPACES.sub(" ", piece)
+        if len(text) > most:
+            return text[:most] + "…"
+    return text
+
+
+_SPACES = re.compile(r"\s+")
+_MOST_NESTED = 6
+_MOST_BITS = 2000
+
+
+def _pieces(value: Value, most: int, depth: int) -> Iterator[str]:
+    """The text of a value, piece by piece, so that whoever has enough can stop."""
+    if depth > _MOST_NESTED:
+        yield "…"
+    elif isinstance(value, Record):
+        yield f"<{value.cls}> "
+        yield from _pieces(value.state if value.state is not None else value.args, most, depth + 1)
+    elif isinstance(value, dict):
+        yield from _joined("{", _pairs(value, most, depth), "}")
+    elif isinstance(value, (list, tuple)):
+        yield from _joined("[", (_pieces(item, most, depth + 1) for item in value), "]")
+    elif isinstance(value, (set, frozenset)):
+        yield from _joined("{", (_pieces(item, most, depth + 1) for item in value), "}")
+    elif isinstance(value, str):
+        yield value[: most + 1]
+    elif isinstance(value, (bytes, bytearray)):
+        yield repr(bytes(value[: most + 1]))
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        yield f"an integer of {value.bit_length():,} bits"
+    elif isinstance(value, np.ndarray):
+        yield f"an array of shape {list(value.shape)} and type {value.dtype.name}"
+    elif isinstance(value, TensorName):
+        yield f"tensor {value.name[:most]}"
+    elif value is None or isinstance(value, (bool, int, float, complex, Global, np.generic)):
+        yield str(value)
+    else:
+        yield f"a {type(value).__name__}"
+
+
+def _pairs(value: dict[Value, Value], most: int, depth: int) -> Iterator[Iterator[str]]:
+    def pair(key: Value, item: Value) -> Iterator[str]:
+        yield from _pieces(key, most, depth + 1)
+        yield ": "
+        yield from _pieces(item, most, depth + 1)
+
+    return (pair(key, item) for key, item in value.items())
+
+
+def _joined(left: str, items: Iterable[Iterator[str]], right: str) -> Iterator[str]:
+    yield left
+    for i, item in enumerate(items):
+        if i:
+            yield ", "
+        yield from item
+    yield right

@@ -3,6 +3,7 @@
 window          bytes of a file
 policy          names that may appear, and why others may not
 interpreter     pickle opcodes -> values   (keys, builders, arrays, forms)
+sharing         values that repeat their parts without end are refused
 storages        tensors as views of storages
 archive         the zip container; legacy: the one before it; alike: archives of one form
 reading         open_file, load_pickle
@@ -14,6 +15,7 @@ from ckpt_formats.torchfile.alike import Alike
 from ckpt_formats.torchfile.emit import emit
 from ckpt_formats.torchfile.forms import Form, Formed
 from ckpt_formats.torchfile.reading import TorchFile, load_pickle, open_file, open_item
+from ckpt_formats.torchfile.sharing import check_repeated
 from ckpt_formats.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.torchfile.window import Bytes, Window
 from ckpt_formats.torchfile.write import (
@@ -38,6 +40,7 @@ __all__ = [
     "TensorRef",
     "TorchFile",
     "Window",
+    "check_repeated",
     "emit",
     "layout_file",
     "load_pickle",

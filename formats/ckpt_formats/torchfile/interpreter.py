@@ -1,11 +1,12 @@
 """The pickle machine: opcodes in, inert values out.
 
 All of protocols 0 to 5, except what only serves to run code or needs another
-program's tables. Three properties make it safe, and none of them depends on
+program's tables. Four properties make it safe, and none of them depends on
 the policy of names:
 
 * no name is ever imported, and only our own builders are ever called;
 * every length is compared with the bytes that are there before it is used;
+* what a value would take where its shared parts are written out is counted before anybody sees it;
 * whatever the bytes are, the outcome is a value, `Corrupt` or `Unsafe`.
 
 Opcodes as in CPython's `pickletools`. The loop in `load` has the frequent ones,
@@ -26,6 +27,7 @@ from ckpt_formats.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
 from ckpt_formats.torchfile.forms import SKIPPED, Form, Former
 from ckpt_formats.torchfile.keys import hashable
 from ckpt_formats.torchfile.policy import NOTHING_RAN, refusal
+from ckpt_formats.torchfile.sharing import check_repeated
 from ckpt_formats.values import Global, Record, StdDict, Value
 
 MOST_BYTES = 512 << 20
@@ -127,7 +129,9 @@ class Interpreter:
         self._formers = {id(name): Former(form) for name, form in known if name is not None}
         self._beginnings = {}
         try:
-            return self._run(), self._pos
+            made = self._run()
+            check_repeated(made, self.where, self._pos - start)
+            return made, self._pos
         except _Respelled:
             pass
         except (
