@@ -1,10 +1,15 @@
-# `make demo` installs and does the main job on a real checkpoint; `make check` is what CI runs.
+# `make demo` installs and does the main job on a real checkpoint; `make quick` is for after each edit; `make check` is what CI runs.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
+# A worker for each core, up to four; a file's tests stay together, since they share what is made for them.
+PYTEST := $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile
 
-.PHONY: demo check test lint docs samples install clean
+# Where this is set, each `ckpt` that a test starts would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo quick check lint style types docs kernels test samples clean
 
 demo: $(VENV)/.installed  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -12,19 +17,32 @@ demo: $(VENV)/.installed  ## install, then convert, inspect and verify a real De
 	$(BIN)/ckpt inspect demo-universal --depth 2
 	$(BIN)/ckpt verify demo-universal
 
-check: $(VENV)/.tested lint docs test  ## everything that CI runs
+quick: $(VENV)/.tested  ## what finds most mistakes, in two minutes: all but the engines and what is slow
+	$(MAKE) --jobs 2 lint docs kernels
+	$(PYTEST) -m "not engines and not slow"
 
-lint: $(VENV)/.tested
+check: $(VENV)/.tested  ## everything that CI runs
+	$(MAKE) --jobs 2 lint docs kernels
+	$(PYTEST)
+
+lint: style types
+
+style: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(VENV)/.tested
-	$(BIN)/pytest
+types: $(VENV)/.tested
+	$(BIN)/mypy
 
 docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 	$(BIN)/python docs/make_cli.py --check
+
+kernels: $(VENV)/.tested  ## compiled once, or the tests' workers would each do it
+	$(BIN)/python -c "import ckpt_codecs.kernels, ckpt_codecs.deltas.kernels, ckpt_codecs.lossy.kernels"
+
+test: $(VENV)/.tested
+	$(PYTEST)
 
 samples: $(VENV)/.tested  ## make sample_checkpoints/ again, with the real engines
 	$(BIN)/python sample_checkpoints/make.py

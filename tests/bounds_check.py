@@ -1,25 +1,26 @@
-"""Run a fuzzing script in a process where Numba checks every index, those of loads of whole words included."""
+"""Fuzz all kernels in a process where Numba checks every index, those of loads of whole words included.
 
-import os
-import subprocess
+`NUMBA_BOUNDSCHECK=1 python bounds_check.py SEED TIMES`; prints whether kernels were compiled, and what came of it.
+"""
+
 import sys
-from pathlib import Path
 
-PATIENCE = 800
-"""Seconds: all kernels are compiled anew."""
+import codec_fuzz
+import delta_fuzz
+import lossy_fuzz
+from ckpt_codecs.engine import engine, warm_up
+from ckpt_codecs.kernels import memory
 
 
-def assert_within_bounds(script: str, cache: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "NUMBA_BOUNDSCHECK": "1",
-            "NUMBA_CACHE_DIR": str(cache),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def main() -> None:
+    seed, times = int(sys.argv[1]), int(sys.argv[2])
+    assert engine().NAME == "kernels"
+    assert memory.CHECKED
+    print(warm_up())
+    print(codec_fuzz.some(seed, 2000 * times))
+    print(delta_fuzz.some(seed, 25 * times))
+    print(lossy_fuzz.some(seed, 60 * times))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import megatron_jobs.launch
+from effort import TIMES
 from engines import launch
 from engines.kinds import KINDS
 from trained import alone_in
@@ -22,7 +23,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 settings.register_profile(
-    "ckpt", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "ckpt",
+    deadline=None,
+    max_examples=60 * TIMES,
+    derandomize=TIMES == 1,  # a check that fails, fails again; campaigns look elsewhere each time
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ckpt")
 

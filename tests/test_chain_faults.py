@@ -25,7 +25,7 @@ LOCKED, UNSUPPORTED, FULL, OUTPUT, INTERRUPTED = 11, 22, 28, 30, 130
 STEPS = 4
 ROOM = 100 << 10
 """Bytes, less than a delta or a base takes."""
-INTERRUPTS = 5
+INTERRUPTS = 2
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Killed at random moments, a chain is whole, at its old state or at the new one."""
+"""Killed at any point, a chain is whole, at its old state or at the new one."""
 
 import json
 import random
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,17 @@ from ckpt_formats.chain import index
 from ckpt_formats.registry import open_checkpoint
 from damage import ckpt
 from held import contents
+from killing import killed, points, spread
 from training import save_run
 
-pytestmark = pytest.mark.slow
-
-KILLS = 50
+POINTS = 14
+KILLS = 2
+"""By the clock, in a process of its own, of each command."""
+COMMANDS = {
+    "into": (("diff", "--into", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
+    "compact": (("compact", "RUN", "--keep", "2,4"), [2, 4]),
+}
+BOTH = pytest.mark.parametrize("name", COMMANDS)
 
 
 @pytest.fixture(scope="module")
@@ -40,51 +47,72 @@ def assert_whole(run: Path, whole: Path) -> None:
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / f"step{steps(run)[-1]}"))
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("command", "after"),
-    [
-        (("diff", "--into", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
-        (("compact", "RUN", "--keep", "2,4"), [2, 4]),
-    ],
-    ids=["into", "compact"],
-)
-def test_killed_at_any_moment_the_chain_is_the_old_or_the_new(
-    command: tuple[str, ...], after: list[int], whole: Path, tmp_path: Path
-) -> None:
-    run, generator = tmp_path / "run", random.Random(command[0])
-    places = {"RUN": str(run), "NEXT": str(whole / "step5")}
-    told = [sys.executable, "-m", "ckpt_cli", *(places.get(word, word) for word in command), "--json"]
-    shutil.copytree(whole / "run", run)
-    before = steps(run)
+class Killed:
+    """A command that changes a chain, killed and run again; what was seen of the chain in between."""
+
+    def __init__(self, name: str, whole: Path, folder: Path) -> None:
+        command, self.after = COMMANDS[name]
+        self.run, self.whole, self.before = folder / "run", whole, steps(whole / "run")
+        places = {"RUN": str(self.run), "NEXT": str(whole / "step5")}
+        self.told = [*(places.get(word, word) for word in command), "--json"]
+        self.appends = name == "into"
+        self.old = self.left = 0
+
+    def renew(self) -> None:
+        shutil.rmtree(self.run, ignore_errors=True)
+        shutil.copytree(self.whole / "run", self.run)
+
+    def work(self) -> None:
+        assert ckpt(*self.told).code == 0
+
+    def kill_and_look(self, kill: Callable[[], object], thorough: bool) -> None:
+        self.renew()
+        kill()
+        found = steps(self.run)
+        assert found in (self.before, self.after)
+        self.old += found == self.before
+        self.left += len(list(self.run.iterdir())) > 2 + len(found)
+        if thorough or found == self.after:
+            assert_whole(self.run, self.whole)
+        if found == self.before:
+            done = ckpt(*self.told)
+            assert done.code == 0, done.err
+            assert json.loads(done.out)
+            if thorough:
+                assert_whole(self.run, self.whole)
+        assert steps(self.run) == self.after
+        names = {"chain.json", "chain.lock", *(member.folder for member in index.read(self.run).members)}
+        if self.appends or found == self.before:
+            assert {path.name for path in self.run.iterdir()} == names
+
+
+@BOTH
+def test_killed_at_any_point_the_chain_is_the_old_or_the_new(name: str, whole: Path, tmp_path: Path) -> None:
+    one = Killed(name, whole, tmp_path)
+    one.renew()
+    many = points(one.work, tmp_path)
+    for number, point in enumerate(spread(many, POINTS)):
+        one.kill_and_look(lambda point=point: killed(one.work, tmp_path, point), number % 5 == 0)
+    assert one.old > POINTS // 2
+    assert one.left > 0
+
+
+@pytest.mark.slow
+@BOTH
+def test_killed_by_the_clock_as_well(name: str, whole: Path, tmp_path: Path) -> None:
+    one, generator = Killed(name, whole, tmp_path), random.Random(name)
+    told = [sys.executable, "-m", "ckpt_cli", *one.told]
+    one.renew()
     began = time.monotonic()
     assert subprocess.run(told, capture_output=True, timeout=120).returncode == 0
     seconds = time.monotonic() - began
-    assert steps(run) == after
-    old = left = 0
-    for i in range(KILLS):
-        shutil.rmtree(run)
-        shutil.copytree(whole / "run", run)
-        running = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        began = time.monotonic()
+
+    def kill(number: int) -> None:
+        running = subprocess.Popen(told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         # Most of the time goes into starting up: nothing can break there.
-        time.sleep(seconds * (0.3 + 0.75 * (i + generator.random()) / KILLS))
+        time.sleep(seconds * (0.4 + 0.6 * (number + generator.random()) / KILLS))
         running.kill()
-        running.communicate()
-        found = steps(run)
-        assert found in (before, after)
-        old += found == before
-        left += len(list(run.iterdir())) > 2 + len(found)
-        if i % 5 == 0 or found == after:
-            assert_whole(run, whole)
-        if found == before:
-            done = ckpt(*told[3:])
-            assert done.code == 0, done.err
-            assert json.loads(done.out)
-        assert steps(run) == after
-        assert_whole(run, whole)
-        names = {"chain.json", "chain.lock", *(member.folder for member in index.read(run).members)}
-        if command[0] == "diff" or found == before:
-            assert {path.name for path in run.iterdir()} == names
-    assert old > KILLS // 4
-    assert left > 0
+        running.wait()
+
+    for number in range(KILLS):
+        one.kill_and_look(lambda number=number: kill(number), True)

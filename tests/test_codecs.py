@@ -313,12 +313,6 @@ def test_no_numba_is_needed() -> None:
     assert run(hidden)[1] == "portable"
 
 
-@pytest.mark.slow
-def test_kernels_compile_where_nothing_can_be_written(tmp_path: Path) -> None:
-    assert run(REPORT, NUMBA_CACHE_DIR=str(tmp_path))[-1] is True
-    assert run(REPORT, NUMBA_CACHE_DIR=str(tmp_path))[-1] is False
-
-
 PEAK = """
 import resource, json, numpy as np, ckpt_codecs as c
 {warm}

@@ -22,6 +22,7 @@ from ckpt_formats.errors import CkptError
 from ckpt_formats.registry import open_checkpoint
 from damage import Ran, ckpt
 from dcp_states import loaded, save, state
+from effort import TIMES
 from held import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -329,6 +330,9 @@ def assert_typed(done: Ran) -> None:
     assert "fault of ckpt" not in done.err
 
 
+FLIPS = 120 * TIMES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".metadata", "*.distcp"])
 def test_one_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path, damaged: Path) -> None:
@@ -336,7 +340,7 @@ def test_one_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path,
     good = open_checkpoint(whole)
     expected, extras = contents(good), dict(good.extras)
     refusals = 0
-    for _ in range(400):
+    for _ in range(FLIPS):
         file = rng.choice(sorted(damaged.glob(kind)))
         at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
         data = bytearray(file.read_bytes())
@@ -353,7 +357,7 @@ def test_one_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path,
             refusals += 1
         data[at] ^= 1 << bit
         file.write_bytes(data)
-    assert refusals > 100
+    assert refusals > FLIPS // 4
 
 
 @pytest.mark.slow
@@ -361,7 +365,7 @@ def test_a_file_cut_anywhere_is_refused(whole: Path, damaged: Path) -> None:
     rng = random.Random(0)
     for file in sorted(damaged.iterdir()):
         data = file.read_bytes()
-        for _ in range(60):
+        for _ in range(20 * TIMES):
             file.write_bytes(data[: rng.randrange(len(data))])
             done = ckpt("verify", damaged)
             assert_typed(done)

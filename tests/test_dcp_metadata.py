@@ -176,8 +176,8 @@ print(sum(len(one.blocks) for one in found.tensors.values()), seconds, int(peak[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensors", "ranks"), [(31250, 8), (1000, 250)])
-def test_a_quarter_of_a_million_chunks_take_seconds_and_little_memory(tensors: int, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tensors", "ranks"), [(6250, 8), (200, 250)])
+def test_fifty_thousand_chunks_take_little_time_and_memory(tensors: int, ranks: int, tmp_path: Path) -> None:
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for i in range(tensors):
@@ -195,5 +195,5 @@ def test_a_quarter_of_a_million_chunks_take_seconds_and_little_memory(tensors: i
     count, seconds, megabytes = map(float, done.stdout.split())
     assert count == tensors * ranks
     # Half of it on an idle machine; tests run beside others.
-    assert seconds < 10
-    assert megabytes < 500
+    assert seconds < 2
+    assert megabytes < 150

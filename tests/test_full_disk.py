@@ -142,7 +142,7 @@ def test_little_memory_is_enough_for_an_index(tmp_path: Path) -> None:
 
 Calls = dict[tuple[str, str], list[int]]
 STRACE = shutil.which("strace")
-POINTS = 6
+POINTS = 3
 """Of each system call, this many places in a run."""
 CASES = [
     (call, fault) for call in ("write", "pwrite64", "fsync", "rename", "mkdir", "openat") for fault in ("ENOSPC", "EIO")
@@ -185,12 +185,13 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("call", "fault"), CASES)
-@pytest.mark.parametrize("form", ["universal", "torch"])
+@pytest.mark.parametrize(
+    ("call", "fault", "form"), [(*case, ("universal", "torch")[i % 4 in (1, 2)]) for i, case in enumerate(CASES)]
+)
 def test_a_system_call_that_fails_is_no_wrong_result(
-    form: str,
     call: str,
     fault: str,
+    form: str,
     calls: dict[tuple[str, str], list[int]],
     good: dict[str, dict[str, bytes]],
     tmp_path: Path,

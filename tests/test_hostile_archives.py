@@ -335,25 +335,24 @@ def test_every_truncation_of_a_file_is_corrupt(tmp_path: Path, legacy: bool) -> 
     assert {outcome(path, data[:stop]) for stop in range(len(data))} == {"Corrupt"}
 
 
-@pytest.mark.parametrize("bit", range(8))
-def test_every_flipped_bit_of_an_archive_is_found_or_changes_nothing(tmp_path: Path, bit: int) -> None:
+def test_a_flipped_bit_of_any_byte_of_an_archive_is_found_or_changes_nothing(tmp_path: Path) -> None:
     data, path = saved(), tmp_path / "x.pt"
     seen = set()
     for i in range(len(data)):
         bad = bytearray(data)
-        bad[i] ^= 1 << bit
+        bad[i] ^= 1 << i % 8
         seen.add(outcome(path, bytes(bad)))
     # "same": dates, padding and other fields that mean nothing to anybody.
     assert seen <= {"same", "Corrupt", "Unsafe", "Unsupported", "broken seal"}
     assert {"same", "Corrupt", "broken seal"} <= seen
 
 
-def test_every_flipped_bit_of_a_legacy_file_gives_a_value_or_a_typed_error(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_any_byte_of_a_legacy_file_gives_a_value_or_a_typed_error(tmp_path: Path) -> None:
     data, path = saved(legacy=True), tmp_path / "x.pt"
     seen = set()
-    for i in range(8 * len(data)):
+    for i in range(len(data)):
         bad = bytearray(data)
-        bad[i // 8] ^= 1 << i % 8
+        bad[i] ^= 1 << i % 8
         seen.add(outcome(path, bytes(bad)))
     assert seen <= {"same", "changed", "Corrupt", "Unsafe", "Unsupported"}
 

@@ -1,4 +1,4 @@
-"""Killed at random moments: the target is absent or whole, and a second run goes on where the first one was."""
+"""Killed at any point: the target is absent or whole, and a second run goes on where the first one was."""
 
 import hashlib
 import json
@@ -21,21 +21,31 @@ from ckpt_formats.registry import detect
 from ckpt_formats.tensor import Held, Tensor
 from ckpt_formats.torchfile import write_file
 from damage import ckpt
+from killing import killed, points, spread
 
-pytestmark = pytest.mark.slow
-
-TENSORS, ELEMENTS = 500, 16_000
-KILLS = {"universal": 50, "torch": 15, "safetensors": 15}
+TENSORS, SMALLER, ELEMENTS = 500, 40, 16_000
+POINTS = {"universal": 24, "torch": 8, "safetensors": 8}
+KILLS, MOMENTS = 4, 3
+"""Kills and interrupts by the clock, in a process of its own."""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of torch of 32 MB."""
-    path = tmp_path_factory.mktemp("source") / "model.pt"
+    return model(tmp_path_factory.mktemp("source") / "model.pt", TENSORS)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with fewer tensors."""
+    return model(tmp_path_factory.mktemp("smaller") / "model.pt", SMALLER)
+
+
+def model(path: Path, tensors: int) -> Path:
     rng = np.random.default_rng(1)
     held = {
         f"layers.{i}.weight": Tensor.of(Held(rng.standard_normal(ELEMENTS).astype(DTYPES["float32"])))
-        for i in range(TENSORS)
+        for i in range(tensors)
     }
     write_file(path, {"model": held, "step": 7}, lambda tensor: [memoryview(tensor.fragments[0].blob.array.tobytes())])
     return path
@@ -47,18 +57,22 @@ class Work:
     def __init__(self, source: Path, folder: Path, form: str) -> None:
         self.target = folder / ("out.safetensors" if form == "safetensors" else "out")
         self.stage = folder / f".{self.target.name}.ckpt-partial"
-        told = ["convert", source, self.target, "--to", form, "--workers", "2", "--json"]
-        self._command = [sys.executable, "-m", "ckpt_cli", *map(str, told)]
+        self._told = ["convert", str(source), str(self.target), "--to", form, "--workers", "2", "--json"]
+        self._command = [sys.executable, "-m", "ckpt_cli", *self._told]
+
+    def do(self) -> None:
+        """In this process."""
+        assert ckpt(*self._told).code == 0
 
     def begin(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self) -> int:
         """Run to the end; the number of files that an earlier run had written."""
-        done = subprocess.run(self._command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        done = ckpt(*self._told)
+        assert done.code == 0, done.err
         assert not self.stage.exists()
-        return int(json.loads(done.stdout)["resumed_files"])
+        return int(json.loads(done.out)["resumed_files"])
 
     def content(self) -> dict[str, str]:
         files = [self.target] if self.target.is_file() else [p for p in self.target.rglob("*") if p.is_file()]
@@ -101,37 +115,47 @@ def assert_absent_or_whole(work: Work, good: dict[str, str]) -> bool:
     return whole
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", KILLS)
-def test_killed_at_any_moment_the_target_is_absent_or_whole(form: str, source: Path, tmp_path: Path) -> None:
-    rng, work = random.Random(form), Work(source, tmp_path, form)
+@pytest.mark.parametrize("form", POINTS)
+def test_killed_at_any_point_the_target_is_absent_or_whole(form: str, smaller: Path, tmp_path: Path) -> None:
+    work = Work(smaller, tmp_path, form)
+    count = points(work.do, tmp_path)
+    good, resumed, unfinished = work.content(), [], 0
+    for number, point in enumerate(spread(count, POINTS[form])):
+        work.remove()
+        for again in range(1 + number % 2):  # every other run is killed twice
+            if not work.target.exists():
+                killed(work.do, tmp_path, point // (1 + again))
+                unfinished += not assert_absent_or_whole(work, good)
+        if not work.target.exists():
+            resumed.append(work.finish())
+        assert work.content() == good
+    assert unfinished > POINTS[form] // 2
+    if form == "universal":
+        assert sum(count > 0 for count in resumed) > POINTS[form] // 3
+        assert max(resumed) > SMALLER // 2
+
+
+@pytest.mark.slow
+def test_killed_by_the_clock_as_well(source: Path, tmp_path: Path) -> None:
+    work, rng = Work(source, tmp_path, "universal"), random.Random(1)
     began = time.monotonic()
     assert work.finish() == 0
-    seconds = time.monotonic() - began
-    good = work.content()
-    resumed, unfinished = [], 0
-    for i in range(KILLS[form]):
+    seconds, good = time.monotonic() - began, work.content()
+    for number in range(KILLS):
         work.remove()
-        for _ in range(1 + i % 2):  # every other run is killed twice
-            running, began = work.begin(), time.monotonic()
-            time.sleep(seconds * (i + rng.random()) / KILLS[form])
-            running.kill()
-            running.communicate()
-            if assert_absent_or_whole(work, good):
-                seconds = min(seconds, time.monotonic() - began)  # the machine is faster than it was at first
-                break
-            unfinished += 1
-        else:
-            resumed.append(work.finish())
+        running = work.begin_until(work.stage.exists)
+        time.sleep(seconds * 0.6 * (number + rng.random()) / KILLS)
+        running.kill()
+        running.communicate()
+        if not assert_absent_or_whole(work, good):
+            work.finish()
             assert work.content() == good
-    assert unfinished > KILLS[form] // 2
-    if form == "universal":
-        assert sum(count > 0 for count in resumed) > 10
-        assert max(resumed) > TENSORS // 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "share"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.3), (signal.SIGINT, 0.7), (signal.SIGTERM, 0.7)]
+)
 def test_an_interrupt_leaves_nothing_that_looks_whole(
     sent: signal.Signals, share: float, source: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +175,7 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(
     assert ckpt("verify", work.target).code == 0
 
 
+@pytest.mark.slow
 def test_an_impatient_interrupt_is_heeded_too(source: Path, tmp_path: Path) -> None:
     work = Work(source, tmp_path, "universal")
     running = work.begin_until(lambda: work.lines() > 10)
@@ -163,6 +188,7 @@ def test_an_impatient_interrupt_is_heeded_too(source: Path, tmp_path: Path) -> N
     assert work.finish() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_at_random_moments_the_target_is_absent_or_whole(
     sent: signal.Signals, source: Path, tmp_path: Path
@@ -172,10 +198,10 @@ def test_interrupted_at_random_moments_the_target_is_absent_or_whole(
     assert work.finish() == 0
     seconds, good = time.monotonic() - began, work.content()
     codes = []
-    for i in range(12):
+    for i in range(MOMENTS):
         work.remove()
         running = work.begin_until(work.stage.exists)
-        time.sleep(seconds * 0.8 * (i + rng.random()) / 12)
+        time.sleep(seconds * 0.6 * (i + rng.random()) / MOMENTS)
         running.send_signal(sent)
         _, err = running.communicate(timeout=120)
         codes.append(running.returncode)
@@ -187,24 +213,27 @@ def test_interrupted_at_random_moments_the_target_is_absent_or_whole(
     assert 130 in codes
 
 
-def test_a_changed_source_is_not_mixed_with_what_was_written(source: Path, tmp_path: Path) -> None:
+def test_a_changed_source_is_not_mixed_with_what_was_written(smaller: Path, tmp_path: Path) -> None:
     own = tmp_path / "model.pt"
-    shutil.copyfile(source, own)
-    work = Work(own, tmp_path, "universal")
-    running = work.begin_until(lambda: work.lines() > TENSORS // 3)
-    running.kill()
-    running.communicate()
-    assert not work.target.exists()
-    shutil.copyfile(source, own)  # the same bytes at another time: it could have been others
+    shutil.copyfile(smaller, own)
+    work = half_done(Work(own, tmp_path, "universal"))
+    shutil.copyfile(smaller, own)  # the same bytes at another time: it could have been others
     assert work.finish() == 0
 
 
-def test_another_request_does_not_go_on_with_this_one(source: Path, tmp_path: Path) -> None:
-    work = Work(source, tmp_path, "universal")
-    running = work.begin_until(lambda: work.lines() > TENSORS // 3)
-    running.kill()
-    running.communicate()
-    done = ckpt("convert", source, work.target, "--dtype", "bf16", "--json")
+def test_another_request_does_not_go_on_with_this_one(smaller: Path, tmp_path: Path) -> None:
+    work = half_done(Work(smaller, tmp_path, "universal"))
+    done = ckpt("convert", smaller, work.target, "--dtype", "bf16", "--json")
     assert done.code == 0
     assert json.loads(done.out)["resumed_files"] == 0
     assert not work.stage.exists()
+
+
+def half_done(work: Work) -> Work:
+    """Killed when a part of the files is written."""
+    count = points(work.do, work.target.parent)
+    work.remove()
+    assert killed(work.do, work.target.parent, count * 2 // 3)
+    assert work.lines() > 0
+    assert not work.target.exists()
+    return work

@@ -45,7 +45,7 @@ def same(a: States, b: States) -> bool:
 
 @EACH
 def test_each_engine_reads_the_same_from_what_either_wrote(codec: DeltaCodec) -> None:
-    for name, change in CHANGES[::3]:
+    for name, change in CHANGES[::7]:
         found = []
         for engine in ENGINES:
             with using(engine):

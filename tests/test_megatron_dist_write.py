@@ -27,6 +27,7 @@ from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
 from ckpt_formats.tensor_views import Pile
 from ckpt_formats.values import Record
+from effort import TIMES
 from held import array, bits, boxes, folder, parameter, plain, tensor
 from megatron_models import FAMILIES, args_of, model
 
@@ -79,7 +80,7 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=5)
+@settings(max_examples=3 * TIMES)
 @given(data=st.data())
 def test_any_degrees_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
     unit = data.draw(st.sampled_from([2, 3]))

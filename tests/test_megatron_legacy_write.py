@@ -15,6 +15,7 @@ from ckpt_formats.base import Checkpoint, Degrees, Goal
 from ckpt_formats.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.registry import detect, open_checkpoint, writable
 from ckpt_formats.tensor import read
+from effort import TIMES
 from held import contents, folder, parameter, plain
 from megatron_files import loaded, write
 from megatron_models import FAMILIES, args_of, model
@@ -44,7 +45,7 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     return made
 
 
-@settings(max_examples=12)
+@settings(max_examples=6 * TIMES)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from damage import SOURCES, Ran, ckpt, make_sources
+from effort import TIMES
 
 SEALED = ("zero1", "zero3", "pipeline", "universal", "model.pt")
 """Sources whose files hold checksums: safetensors and the legacy files of torch have none."""
 
 REFUSED = {10, 20, 21, 22, 23}
-TRIALS = 80
+TRIALS = 25 * TIMES
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,7 @@ def test_values_without_end_are_refused_quickly(kind: str) -> None:
         encode(ABSURD[kind]())
 
 
+@pytest.mark.slow
 def test_large_honest_values_pass() -> None:
     """A sampler's order of a million samples, a hundred thousand options, a vocabulary."""
     assert through_text(list(range(1_000_000)))[-1] == 999_999

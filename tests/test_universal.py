@@ -324,7 +324,7 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     Universal().read(tmp_path / "target", Options())
 
 
-def test_every_flipped_bit_of_a_parameter_file_is_found_and_never_copied(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied(tmp_path: Path) -> None:
     master = np.arange(3, dtype=np.float32)
     source = checkpoint(
         [
@@ -339,16 +339,16 @@ def test_every_flipped_bit_of_a_parameter_file_is_found_and_never_copied(tmp_pat
     for shard in made.shards:
         name = next(p.name for p, _, t in made.tensors() for raw in t.sources() if raw.path == shard.path)
         data = min(raw.offset for t in made.parameters[name].states.values() for raw in t.sources())
-        for bit in range(8 * shard.nbytes):
-            flip(shard.path, bit // 8, bit % 8)
+        for byte in range(shard.nbytes):
+            flip(shard.path, byte, byte % 8)
             (found,) = [finding for finding in examine(made, EFFORT) if finding.kind == "checksum"]
             assert found.where == str(shard.path)
-            assert found.tensors == ((name,) if bit // 8 >= data else ())
-            if bit // 8 >= data:
+            assert found.tensors == ((name,) if byte >= data else ())
+            if byte >= data:
                 with pytest.raises(Corrupt, match="checksum"):
                     copy(made, Universal(), Goal(tmp_path / "copied"), "", EFFORT)
                 assert not (tmp_path / "copied").exists()
-            flip(shard.path, bit // 8, bit % 8)
+            flip(shard.path, byte, byte % 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
 
 
