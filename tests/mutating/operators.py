@@ -170,7 +170,7 @@ def _guard_dropped(node: ast.If) -> Iterator[list[ast.stmt]]:
         yield node.orelse
 
 
-def _else_dropped(node: ast.If) -> Iterator[list[ast.stmt]]:
+def _always(node: ast.If) -> Iterator[list[ast.stmt]]:
     if not isinstance(node.body[-1], ast.Raise):
         yield node.body
 
@@ -223,7 +223,7 @@ _OPERATORS: dict[type[ast.AST], tuple[Callable[..., Iterator[ast.expr | list[ast
     ast.SetComp: _COMPREHENSIONS,
     ast.DictComp: _COMPREHENSIONS,
     ast.GeneratorExp: _COMPREHENSIONS,
-    ast.If: (_guard_dropped, _else_dropped),
+    ast.If: (_guard_dropped, _always),
     ast.For: (_last_round_left_out,),
     ast.Expr: (_call_dropped,),
     ast.Assign: (_assignment_dropped,),

@@ -23,6 +23,8 @@ def measure(
     """Record what the tests reach of all faults, then try every chosen one that has no result yet."""
     record = told.folder / "reach.json"
     tests = [t for t in _record(faults, collected, record, told) if t.quick or not told.quick]
+    if told.record_only:
+        return
     todo = [faults.index(fault) for fault in chosen if _is_due(results.known.get(fault.key), told)]
     print(f"{len(tests)} tests, {len(todo)} of {len(chosen)} faults to try", flush=True)
     _Trials(faults, tests, collected, results, told).run(todo)
