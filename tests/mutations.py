@@ -66,6 +66,7 @@ AREAS: dict[str, tuple[int, list[str]]] = {
         18,
         [
             "ckpt_formats/*/write*.py",
+            "!ckpt_formats/state_dicts/write.py",
             "ckpt_formats/torchfile/emit.py",
             "ckpt_formats/torch_tree.py",
             "ckpt_formats/transfer.py",
