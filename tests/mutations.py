@@ -134,6 +134,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--quick", action="store_true", help="only the tests of make quick")
     parser.add_argument("--list", action="store_true", help="print the faults")
     parser.add_argument("--record", action="store_true", help="record anew what the tests reach")
+    parser.add_argument("--cases", type=int, help="at most so many cases of each test: a look, no measure")
     parser.add_argument("--record-only", action="store_true", help="try no fault")
     parser.add_argument("--again", action="store_true", help="try again what was not found")
     parser.add_argument("--anew", action="store_true", help="forget all results")
@@ -168,7 +169,7 @@ def _measure(
     if told.anew:
         results.known.clear()
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", *pytest_options]
-    plugin = Plugin(lambda collected: measure(faults, chosen, collected, results, told))
+    plugin = Plugin(told.cases, lambda collected: measure(faults, chosen, collected, results, told))
     os.chdir(ROOT)
     code = pytest.main(options, plugins=[plugin])
     if code not in (0, 5):

@@ -160,8 +160,8 @@ def _changed(file: str) -> float:
 
 
 def _batches(files: dict[str, list[str]], jobs: int) -> Iterator[list[list[str]]]:
-    """Files, so many at a time; the largest first."""
-    left = sorted(files.values(), key=len, reverse=True)
+    """Files, so many at a time; the smallest first, so that most is known soon."""
+    left = sorted(files.values(), key=len)
     while left:
         yield [left.pop(0) for _ in range(min(jobs, len(left)))]
 

@@ -57,7 +57,10 @@ class _Record:
     def __call__(self, number: int) -> bool:
         if number not in self._now:
             self._now.add(number)
-            os.write(self._file, f"{number}\t{self.context}\n".encode())
+            try:
+                os.write(self._file, f"{number}\t{self.context}\n".encode())
+            except OSError:
+                pass  # the test has set a limit to the size of files
         return False
 
 
