@@ -148,7 +148,7 @@ def _record(faults: Sequence[Fault], collected: Collected, kept: Path, told: Nam
 
 def is_quick(item: Any) -> bool:
     """Is this test one of `make quick`?"""
-    return item.get_closest_marker("quick") is not None
+    return not any(item.get_closest_marker(name) for name in ("engines", "slow"))
 
 
 def _is_known(known: dict[str, Any] | None, file: str, names: Sequence[str]) -> bool:
