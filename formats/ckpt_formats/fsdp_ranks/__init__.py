@@ -85,7 +85,7 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         else:
             root["optim"] = optimizer
             _check_one_step(optimizer, folder)
-    state = training_state(root | extra, folder.path, options.order, options.orders)
+    state = training_state(root, folder.path, options.order, options.orders, carried=extra)
     mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
     return Checkpoint(
         folder.path,

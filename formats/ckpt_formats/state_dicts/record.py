@@ -61,7 +61,8 @@ def record_of(source: Checkpoint, shown: Mapping[str, Value]) -> dict[str, Value
 def has_record(root: Mapping[str, Value]) -> bool:
     """Is the entry in this tree?"""
     entry = root.get(KEY)
-    return isinstance(entry, dict) and isinstance(entry.get("record"), str)
+    record = entry.get("record") if isinstance(entry, dict) else None
+    return isinstance(record, str) and record.lstrip()[:1] in ("{", "[")  # others may call a text so, too
 
 
 def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -> TrainingState:
