@@ -32,6 +32,7 @@ from ckpt_formats.base import (
     WritableFormat,
 )
 from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.fsdp_ranks.alone import whole_tree
 from ckpt_formats.state_dicts.leaves import has_tensor
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
@@ -245,6 +246,7 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
     root: dict[str, Value] = {str(key): value for key, value in items}
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
+    root = whole_tree(root, file.path)
     found = training_state(root, file.path, options.order, options.orders)
     if file.kind == "pickle" and not found.parameters:
         # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.
