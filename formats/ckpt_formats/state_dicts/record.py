@@ -100,7 +100,8 @@ def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -
 
 def _without(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
     """With plain numbers again in the place of the tensors that stood for them."""
-    states = {state: tensor for state, tensor in parameter.states.items() if state not in values}
+    weights = (MASTER, MODEL)
+    states = {state: t for state, t in parameter.states.items() if state in weights or state not in values}
     return Parameter(parameter.name, parameter.role, states, values)
 
 
