@@ -1,26 +1,38 @@
 """Trees of state dicts: every tensor of a file is a weight, a state or an extra, and what was decided is said."""
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn, optim
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.tensor import Replicate
 
-from ckpt_formats.base import MODEL, Checkpoint
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import MODEL, Checkpoint, Goal
+from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.plain_torch import PlainTorch
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import Tensor, read
+from ckpt_formats.universal import Universal
 from ckpt_formats.values import tensor_names
 from damage import BAD_RULES, UNSUPPORTED, ckpt
+from rank_files import being, rows, spread, write
 
 State = Mapping[str, torch.Tensor]
 
 
 def net(*widths: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
 def trained(model: nn.Module, kind: Callable[..., Any] = optim.AdamW, groups: Any = None, **options: Any) -> Any:
@@ -525,3 +537,135 @@ def test_a_module_called_state_is_a_module(tmp_path: Path) -> None:
     assert weights(open_checkpoint(saved(tmp_path, tree))) == set(tree)
     only = {key: value for key, value in tree.items() if key.startswith("state.")}
     assert weights(open_checkpoint(saved(tmp_path, only))) == set(only)
+
+
+# Steps
+
+
+def test_steps_and_epochs_that_contradict_each_other_are_said(tmp_path: Path) -> None:
+    tree = {"model": G.state_dict(), "step": 10, "train_state": {"step": 8}, "epoch": 2, "trainer": {"epoch": 3}}
+    found = open_checkpoint(saved(tmp_path, tree))
+    assert found.origin.step == 10
+    assert "step 10, train_state.step 8" in said(found)
+    assert "epoch 2, trainer.epoch 3" in said(found)
+    agreeing = {"model": G.state_dict(), "step": 10, "train_state": {"step": 10}, "optimizer": OPT_G.state_dict()}
+    assert "more than one" not in said(open_checkpoint(saved(tmp_path, agreeing)))
+
+
+# One rank's part
+
+
+W = torch.arange(12.0).reshape(4, 3)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+@pytest.mark.parametrize("wrap", [lambda w: {"model": {"w": w}}, lambda w: {"w": w}, lambda w: [{"w": w}]], ids=str)
+def test_one_ranks_dtensors_are_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    with being(1, 2):
+        path = saved(tmp_path, wrap(rows(W, 2)), "model_rank1.pt")
+    ran = ckpt(command, path, *([tmp_path / "target"] if command == "convert" else []))
+    assert (ran.code, "model_rank0.pt" in ran.err) == (UNSUPPORTED, True), ran.err
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_one_ranks_sharded_tensors_are_no_model(tmp_path: Path) -> None:
+    with being(1, 3):
+        blocks = [ShardMetadata([2 * i, 0], [2, 3], f"rank:{i}/cpu") for i in range(3)]
+        whole = ShardedTensorMetadata(blocks, torch.Size((6, 3)), TensorProperties(dtype=torch.float32))
+        own = ShardedTensor._init_from_local_shards_and_global_metadata([Shard(W[:2], blocks[1])], whole)
+        path = saved(tmp_path, {"w": own}, "epoch2-rank1.pt")
+    ran = ckpt("inspect", path)
+    assert ran.code == UNSUPPORTED
+    assert "epoch2-rank0.pt, epoch2-rank2.pt" in ran.err
+
+
+@pytest.mark.parametrize("name", ["_flat_param", "layers.0._flat_param"])
+def test_flat_parameters_are_no_model(name: str, tmp_path: Path) -> None:
+    ran = ckpt("inspect", saved(tmp_path, {"state_dict": {name: torch.ones(8)}}))
+    assert (ran.code, "flat parameter" in ran.err) == (UNSUPPORTED, True)
+
+
+def test_dtensors_that_one_rank_has_all_of_are_tensors(tmp_path: Path) -> None:
+    with being(1, 2):
+        path = saved(tmp_path, {"model": {"w": spread(W, [0, 1], [Replicate()]), "b": torch.ones(2)}})
+    found = open_checkpoint(path)
+    assert is_same(found.parameters["w"].states[MODEL], W)
+    with being(0, 1):
+        path = saved(tmp_path, {"w": rows(W, 1)})
+    assert is_same(open_checkpoint(path).parameters["w"].states[MODEL], W)
+
+
+def test_rank_files_of_model_and_optimizer_have_states(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        optimizer = {"state": {0: {"exp_avg": rows(W * 2, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        ema = {"w": rows(W * 3, 2)}
+        return {"model": {"w": rows(W, 2)}, "optimizer": optimizer, "ema": ema, "epoch": 3}
+
+    found = open_checkpoint(write(tmp_path / "ranks", 2, model=state))
+    assert weights(found) == {"w"}
+    states = found.parameters["w"].states
+    assert is_same(states[MODEL], W)
+    assert is_same(states["exp_avg"], W * 2)
+    assert is_same(found.parameters["ema/w"].states[MODEL], W * 3)
+    assert found.extras["epoch"] == 3
+
+
+# The law
+
+
+_NAMES = """model state_dict net G D ema weights opt optimizer optim state params w a.b a b rng extras ckpt loss 0 queue
+param fp32 scheduler module value"""
+KEYS = st.sampled_from(_NAMES.split())
+STATES = st.sampled_from(["exp_avg", "exp_avg_sq", "step", "param", "fp32", "momentum_buffer", "x.y", "b"])
+SIZES = st.sampled_from([(), (1,), (2,), (3,), (2, 3), (3, 2), (0,)])
+LEAVES = SIZES | st.integers(0, 9) | st.none() | st.lists(SIZES, max_size=2)
+MODELS = st.dictionaries(KEYS, SIZES, min_size=1, max_size=5)
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> Any:
+    keys = draw(st.lists(KEYS, max_size=3, unique=True) | st.lists(st.integers(0, 4), max_size=3, unique=True))
+    kept = {key: draw(st.dictionaries(STATES, SIZES, max_size=3)) for key in keys}
+    if draw(st.booleans()) and all(isinstance(key, str) for key in keys):
+        flat: dict[Any, Any] = {f"state.{key}.{s}": v for key, own in kept.items() for s, v in own.items()}
+        return flat | {f"param_groups.{key}.lr": 0.1 for key in keys}
+    groups = [{"lr": 0.1, "params": keys}] if draw(st.booleans()) else [{"lr": 0.1}]
+    return {"state": kept, "param_groups": groups, **draw(st.dictionaries(KEYS, SIZES, max_size=1))}
+
+
+JOINED = st.tuples(MODELS, optimizers()).map(lambda pair: {**pair[0], **pair[1]})
+TREES = st.recursive(
+    MODELS | optimizers() | LEAVES,
+    lambda inner: st.dictionaries(KEYS, inner, max_size=4) | st.lists(inner, max_size=2) | JOINED,
+    max_leaves=6,
+)
+
+
+def planted(tree: Any, count: Iterator[int]) -> Any:
+    """The tree with a tensor of its own numbers for each shape in it."""
+    if isinstance(tree, tuple):
+        return torch.full(tree, next(count), dtype=torch.float32)
+    if isinstance(tree, dict):
+        return {key: planted(value, count) for key, value in tree.items()}
+    return [planted(value, count) for value in tree] if isinstance(tree, list) else tree
+
+
+@given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
+@settings(max_examples=60)
+def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(shapes: dict[str, Any]) -> None:
+    tree = planted(shapes, count(1))
+    with TemporaryDirectory() as folder:
+        path = saved(Path(folder), tree)
+        try:
+            found = open_checkpoint(path)
+        except (Unsupported, Corrupt):
+            return  # no model in it, or names that meet
+        assert lost(tree, found) == []
+        copy(found, Universal(), Goal(Path(folder) / "universal"), "", Effort(1, 1 << 20))
+        universal = open_checkpoint(Path(folder) / "universal")
+        assert lost(tree, universal) == []
+        copy(universal, PlainTorch(), Goal(Path(folder) / "ours.pt"), "", Effort(1, 1 << 20))
+        assert lost(tree, open_checkpoint(Path(folder) / "ours.pt")) == []
+        copy(universal, PlainTorch(), Goal(Path(folder) / "back.pt", as_it_was=True), "", Effort(1, 1 << 20))
+        back = torch.load(Path(folder) / "back.pt")
+        assert {(place, raw(t)) for place, t in tensors_in(back)} == {(place, raw(t)) for place, t in tensors_in(tree)}
