@@ -610,6 +610,24 @@ def test_rank_files_of_model_and_optimizer_have_states(tmp_path: Path) -> None:
     assert found.extras["epoch"] == 3
 
 
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({f"model.layers.{i}.w": torch.ones(2) for i in range(4, 8)}, "begin with number 0"),
+        ({"model": G.state_dict(), "pp_rank": 1}, "pp_rank 1"),
+        ({"model": G.state_dict(), "args": {"tensor_model_parallel_size": 2}}, "tensor_model_parallel_size 2"),
+    ],
+    ids=["layers", "rank", "size"],
+)
+def test_what_looks_like_a_stage_or_a_shard_is_said(tree: Any, says: str, tmp_path: Path) -> None:
+    assert says in ckpt("inspect", saved(tmp_path, tree)).err
+
+
+def test_layers_that_have_no_weights_are_not_missed(tmp_path: Path) -> None:
+    model = {"layers.1.weight": torch.ones(2), "layers.3.weight": torch.ones(2), "h.0.w": torch.ones(1)}
+    assert said(open_checkpoint(saved(tmp_path, {"model": model, "tp_size": 1, "pp_rank": 0}))) == ""
+
+
 # The law
 
 

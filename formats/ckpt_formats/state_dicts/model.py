@@ -64,9 +64,15 @@ def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> Model:
         for key in place:
             model = _as_dict(model[key])
         rest = _rest(root, place)
-        others = [key for key, value in rest.items() if has_weights(value) and not _BESIDE.search(str(key))]
+        others = [key for key, value in rest.items() if _is_another(key, value)]
         return Model(place, model, _others(title(place), others))
     return _top_level(root, beside_optimizer)
+
+
+def _is_another(key: Value, value: Value) -> bool:
+    """Could it be a model's, too: by its key, or having weights?"""
+    count = sum(map(_is_weight, _leaves(value))) if _is_tree(value) and not _is_beside(key) else 0
+    return count > (0 if key in MODEL_KEYS or _AVERAGES.search(str(key)) else 1)
 
 
 def has_weights(value: Value) -> bool:

@@ -21,6 +21,7 @@ from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_lea
 from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
 from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
+from ckpt_formats.state_dicts.part import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.state_dicts.steps import contradictions, step_of
@@ -76,7 +77,8 @@ def training_state(
         *_joined(matched),
         *model.notices,
         *_unknown_forms(rest, unmatched),
-        *contradictions(root),
+        *contradictions(stated),
+        *signs_of_part(stated, found),
     )
     return TrainingState(
         parameters, groups, extras, aliases, notices, step_of(stated), _keys(model, optimizers, matched.optimizers)
