@@ -31,7 +31,9 @@ from ckpt_formats.base import (
     Shard,
     WritableFormat,
 )
-from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.errors import Corrupt, NotFound, Unsupported
+from ckpt_formats.fsdp_ranks.alone import whole_tree
+from ckpt_formats.naming import show
 from ckpt_formats.state_dicts.leaves import has_tensor
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
@@ -101,6 +103,8 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         model[name] = _weight(parameter)
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
         others = apart({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        if meeting := sorted(parameter.values.keys() & (masters.keys() | others.keys())):
+            raise Unsupported(f"`{show(name)}` has a state and a value that are both called `{show(meeting[0])}`")
         kept = {**masters, **others, **{key: plain(value) for key, value in parameter.values.items()}}
         if kept:
             states[name] = kept
@@ -120,6 +124,11 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
             "layout": encode(dict(origin.layout)),
         },
         "tensors": {name: p.weight for name, p in source.parameters.items() if p.role == "extra"},
+        "values": {
+            name: keys
+            for name, p in source.parameters.items()
+            if (keys := [key for key, value in p.values.items() if isinstance(value, TensorName)])
+        },
     }
     optimizer = {"optimizer": {"state": states, "param_groups": groups}} if states or groups else {}
     extras = {key: plain(value) for key, value in source.extras.items()}
@@ -189,7 +198,9 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
         for name, role in ours["roles"].items():
             weight = (ours["tensors"] if role == "extra" else file.root["model"])[name]
             kept = optimizer["state"].get(name, {})
-            states = {key: tensor_of(value) for key, value in kept.items() if isinstance(value, TensorRef)}
+            whole = set(ours.get("values", {}).get(name, ()))
+            tensors = {key: value for key, value in kept.items() if key not in whole}
+            states = {key: tensor_of(value) for key, value in tensors.items() if isinstance(value, TensorRef)}
             values = {key: restore(value) for key, value in kept.items() if key not in states}
             parameters[name] = Parameter(name, _ROLES[role], {**states, MODEL: tensor_of(weight)}, values)
         groups = tuple(
@@ -245,6 +256,7 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
     root: dict[str, Value] = {str(key): value for key, value in items}
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
+    root = whole_tree(root, file.path)
     found = training_state(root, file.path, options.order, options.orders)
     if file.kind == "pickle" and not found.parameters:
         # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.

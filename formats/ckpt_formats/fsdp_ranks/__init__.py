@@ -6,6 +6,8 @@ mesh, placement  grids of ranks, and how they cut a tensor: arithmetic
 dtensor          FSDP2, and tensor parallelism with it
 sharded_tensor   FSDP1
 leaf, rank_file  one rank's file, its tensors told apart
+sections         a file that holds model, optimizer and more
+alone            one rank's file without the others
 merge            trees of all ranks -> one tree of whole tensors
 flat_parameter   FSDP1's flattened parameters -> tensors of their true shapes
 model, optimizer state dicts of all ranks -> one
@@ -26,6 +28,7 @@ from ckpt_formats.fsdp_ranks.model import is_flat, merge_model, shapes_in, shape
 from ckpt_formats.fsdp_ranks.names import unwrapping
 from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups
 from ckpt_formats.fsdp_ranks.rank_file import RankFile, open_rank
+from ckpt_formats.fsdp_ranks.sections import Files, merged_extras, sorted_files
 from ckpt_formats.geometry import Shape
 from ckpt_formats.identity import in_threads
 from ckpt_formats.naming import show
@@ -33,9 +36,6 @@ from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.values import Value
-
-Files = dict[str, dict[int, RankFile]]
-"""By role, then by rank."""
 
 
 class FsdpRanks(Format):
@@ -60,7 +60,8 @@ class FsdpRanks(Format):
 
 def _read(folder: Folder, options: Options) -> Checkpoint:
     known = Known()
-    files = _opened(folder, known)
+    opened = _opened(folder, known)
+    files = sorted_files(opened)
     unwrap = unwrapping(str(name) for file in files["model"].values() for name in file.root)
     models = {rank: unwrap.keys(file.root, file.path) for rank, file in files["model"].items()}
     optimizers = {rank: unwrap.optimizer(file.root, file.path) for rank, file in files.get("optimizer", {}).items()}
@@ -76,7 +77,8 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     merge = Merge()
     model = merge_model(models, merge, shapes, listed, folder.path)
     root: dict[str, Value] = {"model": model}
-    extra = carry(files.get("extra", {}), merge.apart)
+    rest, shared = merged_extras(files.get("extra", {}))
+    extra = carry(rest, merge.apart) | shared
     if optimizers:
         optimizer = merge_optimizer(optimizers, model, merge.spread, options.order)
         if optimizer is None:
@@ -85,7 +87,7 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         else:
             root["optim"] = optimizer
             _check_one_step(optimizer, folder)
-    state = training_state(root | extra, folder.path, options.order, options.orders)
+    state = training_state(root, folder.path, options.order, options.orders, carried=extra)
     mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
     return Checkpoint(
         folder.path,
@@ -95,7 +97,7 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         state.extras,
         state.aliases,
         tuple(_shard(role, rank, path, mesh) for role, rank, path in folder.paths),
-        tuple(seal for ranks in files.values() for one in ranks.values() for seal in one.file.seals()),
+        tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
         (*notices, *state.notices),
     )
 

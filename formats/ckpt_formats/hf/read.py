@@ -59,16 +59,16 @@ def _with_model(
     order = in_models_order(list(model.state), config)
     state = {name: model.state[name] for name in order} if order else model.state
     optimizer = open_file(folder.optimizer) if folder.optimizer else None
-    root: dict[str, Value] = {"model": state, **extras}
+    root: dict[str, Value] = {"model": state}
     notices: tuple[Notice, ...] = ()
     if optimizer is not None:
         key = f"{PREFIX}{optimizer.path.name}"
         if order or model.in_order or options.order or not numbered_only(optimizer.root):
             root["optimizer"] = optimizer.root
         else:
-            root[key] = optimizer.root
+            extras[key] = optimizer.root
             notices = (Notice(UNTOLD, weight=Weight.LOST),)
-    found = training_state(root, folder.path, options.order, options.orders, in_order=order is not None)
+    found = training_state(root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None)
     if optimizer is not None and "optimizer" in found.extras:
         found.extras[key] = found.extras.pop("optimizer")
     metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}

@@ -2,7 +2,11 @@
 
 keys          how a tree is keyed: nested or flat, in one dict or two
 leaves        tensors at the leaves of a tree, and names for them
-optimizer     an optimizer's states told to their parameters: by name, by number, flat
+optimizer_form  what an optimizer's state dict looks like, wherever it lies in a tree
+numbered      optimizers that number their parameters, told to tensors by shapes and order
+optimizer     optimizers' states and groups, told to the model's tensors
+model         where in a tree the model is
+steps, part   what a tree states of its step, and of being a part of a model
 read          a tree, sorted into model, optimizer and the rest: `sorted_state`
 write         a checkpoint as the tree that a script loads
 saved_form    the tree as it was in its file, to write it so again; storages: which of its tensors share memory

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ckpt_formats.dtypes import is_float
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor
@@ -62,9 +64,15 @@ def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> Model:
         for key in place:
             model = _as_dict(model[key])
         rest = _rest(root, place)
-        others = [key for key, value in rest.items() if has_weights(value) and not _BESIDE.search(str(key))]
+        others = [key for key, value in rest.items() if _is_another(key, value)]
         return Model(place, model, _others(title(place), others))
     return _top_level(root, beside_optimizer)
+
+
+def _is_another(key: Value, value: Value) -> bool:
+    """Could it be a model's, too: by its key, or having weights?"""
+    count = sum(map(_is_weight, _leaves(value))) if _is_tree(value) and not _is_beside(key) else 0
+    return count > (0 if key in MODEL_KEYS or _AVERAGES.search(str(key)) else 1)
 
 
 def has_weights(value: Value) -> bool:
@@ -102,8 +110,9 @@ def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
     elif likely:
         chosen = {k: v for k, v in likely.items() if k not in averages} or likely
     else:  # no floats: integers alone, such as a table or quantised weights
-        plain = {key: value for key, value in (bare | dicts).items() if not _is_beside(key)}
-        chosen = plain or {key: bare[key] for key in bare if len(root) == len(bare)}
+        chosen = {k: v for k, v in (bare | dicts).items() if not _is_beside(k) and not _is_random(v)}
+    if len(chosen) == 1 and averages and averages[0] in chosen:
+        return Model((averages[0],), dicts[averages[0]], _others(str(averages[0]), list(bare)))
     order = [key for key in root if key in chosen]
     left = [key for key in (*likely, *bare) if key not in chosen]
     notices: tuple[Notice, ...] = ()
@@ -159,6 +168,11 @@ def _leaves(value: Value) -> Iterator[Leaf]:
         elif isinstance(one, dict) and id(one) not in seen:
             seen.add(id(one))
             waiting += one.values()
+
+
+def _is_random(value: Value) -> bool:
+    """Is it the state of PyTorch's random numbers, on a CPU or a GPU, or are there only such in it?"""
+    return all(leaf.dtype == np.uint8 and leaf.shape in ((5056,), (16,)) for leaf in _leaves(value))
 
 
 def _is_weight(leaf: Leaf) -> bool:

@@ -201,8 +201,8 @@ def _titles(
 
 
 BY_ORDER = (
-    "the optimizer numbers its parameters, and the shapes of its states fit more than one order: the order in which "
-    "the file lists the model's tensors was taken for theirs (--param-order says another)"
+    "the optimizer numbers its parameters, and their shapes allow several orders: they were taken in the order of the "
+    "model's tensors (--param-order gives another)"
 )
 UNMATCHED = "the optimizer's states could not be matched to parameters, and are carried as they are"
 _LISTS = ("params", "param_names")
@@ -211,7 +211,7 @@ _LISTS = ("params", "param_names")
 
 def _unmatched(one: Optimizer, why: str) -> Notice:
     how = f". If it numbers its parameters, name them in order: --param-order {show(one.title)}=FILE"
-    text = f"{UNMATCHED}, since {why or 'its numbers fit the model in more ways than one, or in none'}"
+    text = f"{UNMATCHED}, since {why or 'its numbers fit the model in several ways or in none'}"
     return Notice(text if why else text + how, (one.title,) if one.title else (), Weight.LOST)
 
 

@@ -166,6 +166,7 @@ def _flat_keys(value: Mapping[Value, Value], prefix: str) -> tuple[str, ...]:
         return tuple(own)
     names = {key for key in value if isinstance(key, str) and not key.startswith((states, options))}
     names |= {key.removeprefix("model.") for key in names} if prefix else set()
+    names |= {key[len(options) :].rpartition(".")[0] for key in own if key.startswith(options)}
     # A module may be called `state`, too: only what speaks of a tensor of the model is an optimizer's.
     return tuple(key for key in own if _name_of(key[len(prefix) :].partition(".")[2], names))
 

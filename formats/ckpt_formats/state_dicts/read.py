@@ -21,6 +21,7 @@ from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_lea
 from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
 from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
+from ckpt_formats.state_dicts.part import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.state_dicts.steps import contradictions, step_of
@@ -37,17 +38,19 @@ def training_state(
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     *,
+    carried: Mapping[str, Value] | None = None,
     in_order: bool = False,
 ) -> TrainingState:
     """Sort a tree whose tensors are `TensorRef`s or `Tensor`s.
 
     `order` names the parameters of the one optimizer that numbers them, `orders` those of optimizers by their
-    places. `in_order`: the model's names are known to be in the order in which it registers them. Raises
+    places. `carried` are further entries that are extras whatever they look like. `in_order`: the model's names
+    are known to be in the order in which it registers them. Raises
     `Corrupt` if two tensors have one name, `BadRules` for orders that cannot be.
     """
     if has_record(root):
         rest = {key: value for key, value in root.items() if key != KEY}
-        return with_record(training_state(rest, where, order, orders), root[KEY], where)
+        return with_record(training_state(rest, where, order, orders, carried=carried), root[KEY], where)
     optimizers = optimizers_in(root)
     model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
     found = _by_name(model.tree, where)
@@ -64,7 +67,8 @@ def training_state(
     )
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
-    extras = {key: lift(value, key, parameters) for key, value in rest.items()}
+    stated = {**root, **(carried or {})}
+    extras = {key: lift(value, key, parameters) for key, value in (rest | dict(carried or {})).items()}
     for key, value in between(model.tree):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
@@ -73,10 +77,11 @@ def training_state(
         *_joined(matched),
         *model.notices,
         *_unknown_forms(rest, unmatched),
-        *contradictions(root),
+        *contradictions(stated),
+        *signs_of_part(stated, found),
     )
     return TrainingState(
-        parameters, groups, extras, aliases, notices, step_of(root), _keys(model, optimizers, matched.optimizers)
+        parameters, groups, extras, aliases, notices, step_of(stated), _keys(model, optimizers, matched.optimizers)
     )
 
 

@@ -61,7 +61,8 @@ def record_of(source: Checkpoint, shown: Mapping[str, Value]) -> dict[str, Value
 def has_record(root: Mapping[str, Value]) -> bool:
     """Is the entry in this tree?"""
     entry = root.get(KEY)
-    return isinstance(entry, dict) and isinstance(entry.get("record"), str)
+    record = entry.get("record") if isinstance(entry, dict) else None
+    return isinstance(record, str) and record.lstrip()[:1] in ("{", "[")  # others may call a text so, too
 
 
 def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -> TrainingState:
@@ -99,7 +100,8 @@ def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -
 
 def _without(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
     """With plain numbers again in the place of the tensors that stood for them."""
-    states = {state: tensor for state, tensor in parameter.states.items() if state not in values}
+    weights = (MASTER, MODEL)
+    states = {state: t for state, t in parameter.states.items() if state in weights or state not in values}
     return Parameter(parameter.name, parameter.role, states, values)
 
 
