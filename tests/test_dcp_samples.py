@@ -10,9 +10,9 @@ from safetensors import safe_open
 from ckpt_cli.checks import examine
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal
-from ckpt_formats.unread import BESIDE
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.tensor import read
+from ckpt_formats.unread import BESIDE
 
 SAMPLES = sorted(path for path in (Path(__file__).parents[1] / "sample_checkpoints").glob("dcp-*"))
 

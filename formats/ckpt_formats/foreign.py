@@ -29,7 +29,10 @@ _HINTS = {
     "arrays of NumPy, as MLX and others save weights": "Save them as safetensors: safetensors.numpy.save_file.",
 }
 _HINT = "Save them from there as safetensors, which is read."
-_MAGIC = ((b"GGUF", "weights of llama.cpp (GGUF), most often quantised"), (b"\x89HDF\r\n", "weights of Keras or TensorFlow"))
+_MAGIC = (
+    (b"GGUF", "weights of llama.cpp (GGUF), most often quantised"),
+    (b"\x89HDF\r\n", "weights of Keras or TensorFlow"),
+)
 
 
 def check_file(path: Path) -> None:

@@ -13,7 +13,13 @@ from ckpt_formats.errors import Incomplete, NotFound
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 
-POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "last_checkpoint", "latest_checkpoint.txt")
+POINTERS = (
+    "latest",
+    "latest_universal",
+    "latest_checkpointed_iteration.txt",
+    "last_checkpoint",
+    "latest_checkpoint.txt",
+)
 _MOST_FOLDERS = 2_000
 _MOST_NAMED = 8
 _MOST_POINTER = 4096

@@ -60,7 +60,18 @@ class Safetensors(WritableFormat):
         aliases = found.aliases()
         extras = {key: value for key, value in found.metadata.items() if key not in aliases}
         saved_as = SavedAs(self.name, path.name, partial(_form, path)) if single else None
-        return Checkpoint(path, Origin("safetensors"), parameters, (), extras, aliases, found.shards, (), found.notices, saved_as=saved_as)
+        return Checkpoint(
+            path,
+            Origin("safetensors"),
+            parameters,
+            (),
+            extras,
+            aliases,
+            found.shards,
+            (),
+            found.notices,
+            saved_as=saved_as,
+        )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         weights = [p for p in source.parameters.values() if p.role != "extra"]

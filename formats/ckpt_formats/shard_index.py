@@ -50,7 +50,6 @@ class Index:
                     where=self.path,
                 )
 
-
     def notices(self, nbytes: int) -> tuple[Notice, ...]:
         """What to tell of an index whose tensors take so many bytes together."""
         if self.total is None or self.total == nbytes:
@@ -87,15 +86,23 @@ def number_of(name: str) -> Number | None:
     return None if match is None else Number(match[1], int(match[2]), int(match[3]))
 
 
-def one_set(folder: Path, suffix: str) -> Path | list[Path]:
+NO_INDEX = Notice(
+    "the model's files are numbered, and all numbers are here, but the index that says which tensor is where is not",
+    weight=Weight.UNSURE,
+)
+
+
+def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | list[Path]:
     """The index of the model in a folder; or its files, where it has no index: one, or all of those that are numbered.
 
-    Raises `Incomplete` if a number is missing, `NotFound` if there are several models and none is called as
-    libraries call theirs.
+    `only_numbered` leaves other files out. Raises `Incomplete` if a number is missing,
+    `NotFound` if there are several models and none is called as libraries call theirs.
     """
     sets: dict[str, Path | list[Path]] = {}
     for file in sorted(folder.glob(f"*{suffix}")):
         number = number_of(file.name)
+        if number is None and only_numbered:
+            continue
         key = file.name.removesuffix(suffix) if number is None else _OF_A_RANK.sub("shard", number.stem)
         held = sets.setdefault(key, [])
         if isinstance(held, list):

@@ -49,7 +49,7 @@ class Trace:
 
 
 def check_traces(path: Path, names: Names, format: str | None) -> None:
-    """Raises `Incomplete` if the folder is what is left of a checkpoint which another format would know if it were whole.
+    """Raises `Incomplete` for what is left of a checkpoint which another format would know if it were whole.
 
     `format` is the one that would take the folder.
     """

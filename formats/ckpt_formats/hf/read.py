@@ -10,6 +10,7 @@ from ckpt_formats.errors import Incomplete, form_of
 from ckpt_formats.extras import lift
 from ckpt_formats.files import Seal
 from ckpt_formats.hf.beside import PREFIX, carry, config_of
+from ckpt_formats.hf.components import components_of, read_components, together
 from ckpt_formats.hf.folder import TRAINER_STATE, Folder, sort_files
 from ckpt_formats.hf.order import UNTOLD, in_models_order, numbered_only
 from ckpt_formats.hf.weights import Model, read_entry, read_model, torch_shard
@@ -21,6 +22,10 @@ from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.torchfile import open_file
 from ckpt_formats.values import Value
 
+_NO_OPTIMIZER = Notice(
+    "the folder is of a run, but the optimizer's file (optimizer.pt, optimizer.bin) is not in it: no state is read",
+    weight=Weight.UNSURE,
+)
 _CUT_MODELS = ("dcp", "fsdp-ranks")
 """Formats of models that lie in such a folder cut over ranks."""
 
@@ -33,15 +38,26 @@ def read_folder(path: Path, options: Options) -> Checkpoint:
 
 def _read(folder: Folder, options: Options) -> Checkpoint:
     path = folder.path
-    inner = _cut_model(path, options) if folder.entry is None else None
+    parts = components_of(path)
+    inner = _cut_model(path, options) if folder.entry is None and not parts else None
     beside, shards, large = carry(folder.others)
+    several = read_components(path, parts) if parts else None
     config = config_of(beside)
     states, more, seals = _training(folder, {shard.path for shard in inner.shards} if inner else set())
+    if several is not None:
+        states = {**several.beside, **states}
+        shards = (*shards, *several.shards)
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in (beside | states).items()}
     if inner is not None:
         found = _around(inner, extras)
     else:
-        found = _with_model(folder, read_model(folder), config, extras, options)
+        model = read_model(folder) if folder.entry is not None or several is None else Model({}, False)
+        if several is not None:
+            model = together(model, several.model)
+            if not model.state:
+                raise Incomplete("no component holds a tensor", where=path)
+        found = _with_model(folder, model, config, extras, options)
+    lacks = folder.of_a_run and folder.optimizer is None and not found.groups and "optimizer" not in found.extras
     step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
     return replace(
         found,
@@ -49,7 +65,12 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
         origin=replace(found.origin, step=step if natural(step) else found.origin.step),
         shards=(*found.shards, *shards, *more),
         seals=(*found.seals, *seals),
-        notices=(*found.notices, *_too_large(large)),
+        notices=(
+            *found.notices,
+            *(several.notices if several else ()),
+            *_too_large(large),
+            *((_NO_OPTIMIZER,) if lacks else ()),
+        ),
     )
 
 

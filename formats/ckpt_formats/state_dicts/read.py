@@ -25,8 +25,8 @@ from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.values import Value
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
-RESERVED = frozenset((*_MODEL_KEYS, *_OPTIMIZER_KEYS))
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
+RESERVED = frozenset((*_MODEL_KEYS, *OPTIMIZER_KEYS))
 """Keys that other things must not have, since they would be taken for the model or the optimizer."""
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")
@@ -48,7 +48,7 @@ def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] 
         entry = rest.pop(KEY)
         return with_record(training_state(rest, where, order), entry, where)
     inside = next((key for key in _MODEL_KEYS if isinstance(rest.get(key), dict) and has_tensor(rest[key])), None)
-    optimizer_key = next((key for key in _OPTIMIZER_KEYS if key != inside and is_optimizer(rest.get(key))), None)
+    optimizer_key = next((key for key in OPTIMIZER_KEYS if key != inside and is_optimizer(rest.get(key))), None)
     optimizer = rest.pop(optimizer_key) if optimizer_key else None
     model = rest.pop(inside) if inside is not None else _top_level(rest, optimizer is not None)
     if inside is None:
