@@ -107,10 +107,11 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
         held = sets.setdefault(key, [])
         if isinstance(held, list):
             held.append(file)
-    sets |= {
-        index.name.removesuffix(f"{suffix}{INDEX_SUFFIX}"): index
-        for index in sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))
-    }
+    for index in sorted(folder.glob(f"*{suffix}.index.*json")):
+        stem, _, variant = index.name.removesuffix(".json").partition(f"{suffix}.index")
+        sets[stem + variant] = (
+            index  # `model.safetensors.index.fp16.json` is of `model.fp16-00001-of-00002.safetensors`
+        )
     usual = next((name for name in _USUAL if name in sets), None)
     if len(sets) > 1 and usual is None:
         raise NotFound(
