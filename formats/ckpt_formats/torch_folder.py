@@ -7,7 +7,7 @@ meant, nobody knows: they are refused, unless one is called as models usually ar
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.plain_torch import PlainTorch
 from ckpt_formats.state_dicts.optimizer import is_optimizer
-from ckpt_formats.state_dicts.read import OPTIMIZER_KEYS, RESERVED, training_state
+from ckpt_formats.state_dicts.read import OPTIMIZER_KEYS, RESERVED, step_in, training_state
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.traces import names_in
 from ckpt_formats.values import Value
@@ -87,12 +87,15 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
     beside, shards, large = carry(path / name for name in names_in(path) if name.endswith(_BESIDE))
     for name, value in beside.items():
         extras[f"{PREFIX}{name}"] = lift(value, f"{PREFIX}{name}", parameters)
+    step = (
+        found.origin.step if found.origin.step is not None else _step({_key(one.path): one for one in others}, beside)
+    )
     further = [one.path.name for one in others if one.kind != "other"]
     text = "further models and optimizers, which are carried as extras under the names of their files"
     return replace(
         found,
         path=path,
-        origin=replace(found.origin, engine="torch"),
+        origin=replace(found.origin, engine="torch", step=step),
         parameters=parameters,
         extras=extras,
         shards=(*found.shards, *map(_shard, others), *shards),
@@ -104,6 +107,13 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
         ),
         saved_as=None,
     )
+
+
+def _step(others: Mapping[str, _File], beside: Mapping[str, Value]) -> int | None:
+    """The step that a file beside the model's speaks of."""
+    said = {key: one.file.root for key, one in others.items()}
+    said |= {name.removesuffix(".json"): value for name, value in beside.items()}
+    return step_in(said)
 
 
 def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Options) -> Checkpoint:

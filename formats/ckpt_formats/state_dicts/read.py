@@ -85,7 +85,7 @@ def training_state(root: Mapping[str, Value], where: Path, order: Sequence[str] 
         extras[free] = lift(value, free, parameters)
     flat = optimizer is not None and is_flat(optimizer)
     keys = StateKeys(inside, optimizer_key, flat)
-    return TrainingState(parameters, groups, extras, aliases, notices, _step(root), keys)
+    return TrainingState(parameters, groups, extras, aliases, notices, step_in(root), keys)
 
 
 def role_of(one: Named) -> Role:
@@ -123,6 +123,7 @@ def _untied(by_name: Mapping[str, dict[str, Value]], aliases: Mapping[str, str])
     return {aliases.get(name, name): kept for name, kept in by_name.items()}
 
 
-def _step(root: Mapping[str, Value]) -> int | None:
+def step_in(root: Mapping[str, Value]) -> int | None:
+    """The step that a tree of state dicts speaks of."""
     places = (root, *(root[key] for key in _STEP_PLACES if isinstance(root.get(key), dict)))
     return next((place[key] for place in places for key in _STEP_KEYS if natural(place.get(key))), None)
