@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_formats.errors import Incomplete, NotFound
+from ckpt_formats.errors import CkptError, Incomplete, NotFound
+from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 
@@ -75,9 +76,9 @@ def _named_by_pointer(path: Path) -> tuple[str, str] | None:
         if (path / pointer).is_symlink() and (path / pointer).is_dir():
             return pointer, Path(os.path.realpath(path / pointer)).name
         try:
-            with (path / pointer).open("rb") as file:
+            with open_regular(path / pointer) as file:
                 name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
-        except OSError:
+        except (CkptError, OSError):
             continue
         return pointer, Path(name).name
     return None

@@ -23,6 +23,7 @@ FORMATS: dict[str, str] = {
     "megatron": "ckpt_formats.megatron:MegatronDist",
     "megatron-legacy": "ckpt_formats.megatron:MegatronLegacy",
     "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
+    "torchtune": "ckpt_formats.torchtune:Torchtune",
     "hf": "ckpt_formats.hf:HuggingFace",
     "fsdp-ranks": "ckpt_formats.fsdp_ranks:FsdpRanks",
     "dcp": "ckpt_formats.dcp:DCP",
@@ -30,7 +31,7 @@ FORMATS: dict[str, str] = {
     "torch": "ckpt_formats.plain_torch:PlainTorch",
     "torch-folder": "ckpt_formats.torch_folder:TorchFolder",
 }
-ONLY_READ = ("chain", "fsdp-ranks", "torch-folder")
+ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
 """What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
 _OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
 """Around these, trainers of Hugging Face's leave files of their own."""

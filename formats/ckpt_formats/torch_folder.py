@@ -39,6 +39,8 @@ _USUAL = ("model", "pytorch_model", "model_state", "model_state_dict", "state_di
 _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hparams|trainer|metric|loss", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
 _OF_META = re.compile(r"consolidated\.\d\d\.pth")
+_OF_TORCHTUNE = re.compile(r"hf_model_\d+_\d+\.pt")
+"""Old versions saved so: the optimizer beside knows the parameters by other names, and their rows in another order."""
 _NUMBERS = re.compile(r"\d{1,15}")
 
 
@@ -76,10 +78,11 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
     optimizers = [one for one in files if one.kind == "optimizer"]
     others = [one for one in files if one is not model and one not in optimizers]
     found = PlainTorch().read(model.path, options)
-    if optimizers and not found.groups:
-        found = _with_optimizers(model.file, optimizers, options)
-    else:
+    notices: list[Notice] = []
+    if not optimizers or found.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
         others += optimizers
+    else:
+        found = _with_optimizers(model.file, optimizers, options)
     parameters, extras = dict(found.parameters), dict(found.extras)
     for one in others:
         key = next(key for key in numbered(_key(one.path)) if key not in extras)
@@ -90,8 +93,11 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
     step = (
         found.origin.step if found.origin.step is not None else _step({_key(one.path): one for one in others}, beside)
     )
-    further = [one.path.name for one in others if one.kind != "other"]
-    text = "further models and optimizers, which are carried as extras under the names of their files"
+    if further := [one.path.name for one in others if one.kind != "other"]:
+        text = "further models and optimizers, which are carried as extras under the names of their files"
+        notices.append(Notice(text, tuple(further), Weight.LOST))
+    if large:
+        notices.append(Notice("not read, being too large to carry", tuple(large), Weight.LOST))
     return replace(
         found,
         path=path,
@@ -102,8 +108,7 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
         seals=(*found.seals, *(seal for one in others for seal in one.file.seals())),
         notices=(
             *found.notices,
-            *((Notice(text, tuple(further), Weight.UNSURE),) if further else ()),
-            *((Notice("not read, being too large to carry", tuple(large), Weight.LOST),) if large else ()),
+            *notices,
         ),
         saved_as=None,
     )
@@ -122,7 +127,10 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Opt
     root = dict(tree) if any(key in tree for key in RESERVED) else {"model": tree}
     for one in optimizers:
         key = "optimizer" if len(optimizers) == 1 else _key(one.path)
-        root[key] = _inner(one.file.root)
+        root[key] = inner = _inner(one.file.root)
+        if inner is not one.file.root:  # what else the file holds, such as a seed
+            rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
+            root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
     found = training_state(root, model.path.parent, options.order)
     return Checkpoint(
         model.path.parent,

@@ -533,6 +533,97 @@ def test_the_modules_of_sentence_transformers_are_read(tmp_path: Path) -> None:
     assert ckpt("verify", folder).code == BROKEN
 
 
+def test_an_adapter_is_said_to_be_one(tmp_path: Path) -> None:
+    config = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
+    folder = put(tmp_path / "m", adapter_model__safetensors=WEIGHTS, adapter_config__json=config)
+    put(folder / "second", adapter_model__safetensors=WEIGHTS, adapter_config__json=config)
+    done = ckpt("verify", folder)
+    assert "an adapter of PEFT, without the model that it adapts (org/base)" in done.err
+    assert "second/" in done.err
+
+
+# torchtune
+
+
+HEADS, GROUPS = 2, 1
+
+
+def tuned(names: bool) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer, dict[str, Any]]:
+    """A Llama's weights under torchtune's names, its optimizer after a step, and what that saves."""
+    shapes = {"tok_embeddings.weight": (8, 4)}
+    layer = {"attn.q_proj": (8, 4), "attn.k_proj": (4, 4), "attn.v_proj": (4, 4), "attn.output_proj": (4, 8)}
+    layer |= {"mlp.w1": (6, 4), "mlp.w2": (4, 6), "mlp.w3": (6, 4)}
+    for i in range(2):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"layers.{i}.{name}.scale": (4,) for name in ("sa_norm", "mlp_norm")}
+    shapes |= {"norm.scale": (4,), "output.weight": (8, 4)}
+    torch.manual_seed(0)
+    held = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    optimizer = torch.optim.AdamW(held.values())
+    sum((one * torch.randn(one.shape)).sum() for one in held.values()).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    if names:
+        order = list(held)
+        groups = [{**group, "params": [order[i] for i in group["params"]]} for group in saved["param_groups"]]
+        saved = {"state": {order[i]: state for i, state in saved["state"].items()}, "param_groups": groups}
+    return {name: one.detach() for name, one in held.items()}, optimizer, saved
+
+
+def as_files_have_it(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of torchtune as it writes them for transformers."""
+    new = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    inner = {"attn.output_proj": "self_attn.o_proj", "mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.down_proj"}
+    inner |= {"mlp.w3": "mlp.up_proj", "sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    made = {}
+    for name, tensor in held.items():
+        stem = name.rpartition(".")[0]
+        if stem.startswith("layers."):
+            _, number, own = stem.split(".", 2)
+            if own in ("attn.q_proj", "attn.k_proj"):
+                heads = HEADS if "q_proj" in own else GROUPS
+                tensor = tensor.view(heads, -1, 2, 4).transpose(1, 2).reshape(tensor.shape)
+            stem = f"model.layers.{number}.{inner.get(own, own.replace('attn.', 'self_attn.'))}"
+        made[f"{new.get(stem, stem)}.weight"] = tensor.contiguous()
+    return made
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["names", "numbers"])
+def test_the_state_of_torchtunes_recipe_is_read_with_the_weights(names: bool, tmp_path: Path) -> None:
+    held, optimizer, saved = tuned(names)
+    config = LLAMA | {"num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    weights = as_files_have_it(held)
+    for epoch in (0, 1):
+        put(tmp_path / "run" / f"epoch_{epoch}", model__safetensors=weights, config__json=config)
+    state = {"optimizer": saved, "seed": 7, "epochs_run": 1, "total_epochs": 3, "dataloader": {"at": 5}}
+    put(tmp_path / "run" / "recipe_state", recipe_state__pt=state)
+    found = open_checkpoint(tmp_path / "run")
+    holds(tmp_path / "run", weights)
+    own = dict(zip(held, optimizer.state.values(), strict=True))
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for name, tensor in as_files_have_it({name: state[moment] for name, state in own.items()}).items():
+            assert np.array_equal(read(found.parameters[name].states[moment]), tensor.numpy()), name
+    assert (found.extras["seed"], found.extras["epochs_run"], found.extras["dataloader"]) == (7, 1, {"at": 5})
+    done = ckpt("convert", tmp_path / "run", tmp_path / "out")
+    assert done.code == 0
+    assert "newer weights, without their state: epoch_1" in done.err
+    assert "name the folder above" in ckpt("verify", tmp_path / "run" / "epoch_0").err
+    shutil.rmtree(tmp_path / "run" / "epoch_0")
+    assert ckpt("verify", tmp_path / "run").code == BROKEN
+
+
+def test_an_optimizer_that_torchtune_keeps_otherwise_is_carried_and_said_to_be(tmp_path: Path) -> None:
+    held, _, saved = tuned(False)
+    config = {"model_type": "phi3", "num_hidden_layers": 2}
+    put(tmp_path / "run" / "epoch_0", model__safetensors=as_files_have_it(held), config__json=config)
+    put(tmp_path / "run" / "recipe_state", recipe_state__pt={"optimizer": saved, "epochs_run": 1})
+    done = ckpt("verify", tmp_path / "run")
+    assert done.code == 0
+    assert "could not be given to the model's tensors" in done.err
+    old = put(tmp_path / "old", hf_model_0001_0__pt=as_files_have_it(held), recipe_state__pt={"optimizer": saved})
+    assert "carried as extras" in ckpt("verify", old).err
+
+
 # A configuration that is not the model's
 
 
