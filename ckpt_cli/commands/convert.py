@@ -115,6 +115,7 @@ def convert(
         shard_nbytes=shard_size,
         config=Path(config) if config else None,
         keys=STYLES[keys] if keys else None,
+        partial=bool(only or skip),
     )
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)

@@ -191,6 +191,8 @@ class Goal:
     """How a tree of state dicts is to be keyed; None: as the source was."""
     coding: Coding | None = None
     """How states are to be coded, in formats that can; None: their values are stored as they are."""
+    partial: bool = False
+    """The user left tensors of the source out: that some are missing is no error."""
     as_it_was: bool = False
     """Write what the source was (`Checkpoint.saved_as`), in formats that can; else what the format writes of all."""
 

@@ -8,6 +8,7 @@ from ckpt_formats.errors import CkptError, Unsupported
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.shard_index import INDEX_SUFFIX, number_of, read_index
+from ckpt_formats.traces import names_in
 
 _OF_A_RANK = (
     (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
@@ -18,6 +19,7 @@ _OF_A_RANK = (
 )
 _META = re.compile(r"consolidated\.(\d\d)\.pth")
 _RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
 _MOST_INDICES = 16
 
 
@@ -51,7 +53,7 @@ def parts_unread(path: Path) -> Iterator[Notice]:
         return
     for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MOST_INDICES]:
         try:
-            files = {file for file in read_index(index).where.values()}
+            files = set(read_index(index).where.values())
         except CkptError:
             continue  # the index is not what was asked for
         if path.name in files and len(files) > 1:
@@ -59,6 +61,7 @@ def parts_unread(path: Path) -> Iterator[Notice]:
             yield Notice(text, tuple(sorted(files - {path.name})), Weight.LOST)
             return
     if _RANK.fullmatch(path.name):
-        yield Notice(
-            "by its name, one rank wrote this file: if others wrote files too, they are not read", weight=Weight.UNSURE
-        )
+        form = _NUMBER.sub("0", path.name)
+        others = [name for name in names_in(path.parent) if name != path.name and _NUMBER.sub("0", name) == form]
+        text = "by its name, one rank of several wrote this file: what others wrote is not read"
+        yield Notice(text, tuple(others), Weight.LOST if others else Weight.UNSURE)

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_formats.errors import Incomplete, NotFound
+from ckpt_formats.errors import CkptError, Incomplete, NotFound
+from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 
@@ -32,7 +33,10 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
 
     Raises `NotFound` if there are several and nothing says which, `Incomplete` if a pointer names none of them.
     """
-    inside = [folder for folder in _folders(path) if is_checkpoint(folder)]
+    folders = _folders(path)
+    names = {folder.name for folder in folders}
+    links = {one.name for one in folders if one.is_symlink() and Path(os.path.realpath(one)).name in names - {one.name}}
+    inside = [folder for folder in folders if folder.name not in links and is_checkpoint(folder)]
     if not inside:
         return None
     named = _named_by_pointer(path)
@@ -69,10 +73,12 @@ def _folders(path: Path) -> list[Path]:
 
 def _named_by_pointer(path: Path) -> tuple[str, str] | None:
     for pointer in POINTERS:
+        if (path / pointer).is_symlink() and (path / pointer).is_dir():
+            return pointer, Path(os.path.realpath(path / pointer)).name
         try:
-            with (path / pointer).open("rb") as file:
+            with open_regular(path / pointer) as file:
                 name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
-        except OSError:
+        except (CkptError, OSError):
             continue
         return pointer, Path(name).name
     return None

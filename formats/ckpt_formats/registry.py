@@ -23,14 +23,20 @@ FORMATS: dict[str, str] = {
     "megatron": "ckpt_formats.megatron:MegatronDist",
     "megatron-legacy": "ckpt_formats.megatron:MegatronLegacy",
     "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
+    "torchtune": "ckpt_formats.torchtune:Torchtune",
     "hf": "ckpt_formats.hf:HuggingFace",
     "fsdp-ranks": "ckpt_formats.fsdp_ranks:FsdpRanks",
     "dcp": "ckpt_formats.dcp:DCP",
     "safetensors": "ckpt_formats.safetensors:Safetensors",
     "torch": "ckpt_formats.plain_torch:PlainTorch",
+    "torch-folder": "ckpt_formats.torch_folder:TorchFolder",
 }
-ONLY_READ = ("chain", "fsdp-ranks")
+ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
 """What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
+_OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
+"""Around these, trainers of Hugging Face's leave files of their own."""
+_MOST_FOLDERS = 16
+"""Folders in a checkpoint that are looked through for what it is not."""
 _OURS = ("universal", "chain")
 """What is in these says itself what it was before."""
 
@@ -65,6 +71,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     from dataclasses import replace
 
     from ckpt_formats.base import Options, SavedAs
+    from ckpt_formats.hf.around import with_run_around
     from ckpt_formats.one_of_several import check_alone, parts_unread
     from ckpt_formats.torchfile import check_repeated
     from ckpt_formats.unread import unread
@@ -74,6 +81,9 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     located = _located(path)
     format = located.format
     found = format.open(located.path, options or Options())
+    if format.name in _OF_ENGINES and not is_file:
+        found = with_run_around(found, located.path)
+    _check_folders(found, located)
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
     check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
@@ -113,6 +123,16 @@ def _located(path: Path) -> _Located:
         further = _located(chosen)
         return _Located(further.path, further.format, (notice, *further.notices))
     raise _unknown(path)
+
+
+def _check_folders(found: "Checkpoint", located: _Located) -> None:
+    """Raises `Incomplete` if files were read from a folder in which another engine has left its traces."""
+    from ckpt_formats.traces import check_traces, names_in
+
+    folders = dict.fromkeys(shard.path.parent for shard in found.shards)
+    for folder in [folder for folder in folders if folder != located.path][:_MOST_FOLDERS]:
+        if folder.is_relative_to(located.path):
+            check_traces(folder, set(names_in(folder)), located.format.name)
 
 
 def _of_file(path: Path) -> "Format":

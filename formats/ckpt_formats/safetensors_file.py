@@ -119,6 +119,14 @@ def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int =
 
 def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
     """A JSON object without duplicate keys. Raises `Corrupt`."""
+    parsed = parse_json(raw, where)
+    if not isinstance(parsed, dict):
+        raise Corrupt("not a JSON object", where=where)
+    return parsed
+
+
+def parse_json(raw: bytes, where: Path) -> Any:
+    """A JSON value without duplicate keys. Raises `Corrupt`."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -127,12 +135,9 @@ def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
         return found
 
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON: {error}", where=where) from None
-    if not isinstance(parsed, dict):
-        raise Corrupt("not a JSON object", where=where)
-    return parsed
 
 
 def natural(value: Any, most: int = 1 << 62) -> bool:

@@ -26,7 +26,7 @@ from ckpt_formats.safetensors_file import (
     parse_json_object,
     read_header,
 )
-from ckpt_formats.shard_index import INDEX_SUFFIX, Index, one_set, read_index
+from ckpt_formats.shard_index import INDEX_SUFFIX, NO_INDEX, Index, one_set, read_index
 from ckpt_formats.tensor import Fragment, Raw, Tensor, join
 from ckpt_formats.transfer import Transfer
 
@@ -80,7 +80,8 @@ def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
         del said["format"]
     shards = [Shard(file.path, file.nbytes, "model") for file in files]
     if index is None:
-        return Weights(tensors, said, tuple(shards), (), any(placed))
+        numbered = len(files) > 1 and not any(placed)
+        return Weights(tensors, said, tuple(shards), (NO_INDEX,) if numbered else (), any(placed))
     notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
     return Weights(tensors, said, (*shards, index.shard()), notices)
 

@@ -86,23 +86,32 @@ def number_of(name: str) -> Number | None:
     return None if match is None else Number(match[1], int(match[2]), int(match[3]))
 
 
-def one_set(folder: Path, suffix: str) -> Path | list[Path]:
+NO_INDEX = Notice(
+    "the model's files are numbered, and all numbers are here, but the index that says which tensor is where is not",
+    weight=Weight.UNSURE,
+)
+
+
+def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | list[Path]:
     """The index of the model in a folder; or its files, where it has no index: one, or all of those that are numbered.
 
-    Raises `Incomplete` if a number is missing, `NotFound` if there are several models and none is called as
-    libraries call theirs.
+    `only_numbered` leaves other files out. Raises `Incomplete` if a number is missing,
+    `NotFound` if there are several models and none is called as libraries call theirs.
     """
     sets: dict[str, Path | list[Path]] = {}
     for file in sorted(folder.glob(f"*{suffix}")):
         number = number_of(file.name)
+        if number is None and only_numbered:
+            continue
         key = file.name.removesuffix(suffix) if number is None else _OF_A_RANK.sub("shard", number.stem)
         held = sets.setdefault(key, [])
         if isinstance(held, list):
             held.append(file)
-    sets |= {
-        index.name.removesuffix(f"{suffix}{INDEX_SUFFIX}"): index
-        for index in sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))
-    }
+    for index in sorted(folder.glob(f"*{suffix}.index.*json")):
+        stem, _, variant = index.name.removesuffix(".json").partition(f"{suffix}.index")
+        sets[stem + variant] = (
+            index  # `model.safetensors.index.fp16.json` is of `model.fp16-00001-of-00002.safetensors`
+        )
     usual = next((name for name in _USUAL if name in sets), None)
     if len(sets) > 1 and usual is None:
         raise NotFound(

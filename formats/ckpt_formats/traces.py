@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.errors import Incomplete
+from ckpt_formats.errors import CkptError, Incomplete
+from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
 
 Names = Collection[str]
@@ -49,7 +50,7 @@ class Trace:
 
 
 def check_traces(path: Path, names: Names, format: str | None) -> None:
-    """Raises `Incomplete` if the folder is what is left of a checkpoint which another format would know if it were whole.
+    """Raises `Incomplete` for what is left of a checkpoint which another format would know if it were whole.
 
     `format` is the one that would take the folder.
     """
@@ -107,9 +108,9 @@ def _megatron_dist(path: Path, names: Names) -> str | None:
 def _says_backend(path: Path) -> bool:
     """Does Megatron core's file say how the shards are stored?"""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             said = json.loads(file.read(_MOST_JSON))
-    except (OSError, ValueError, RecursionError):
+    except (CkptError, OSError, ValueError, RecursionError):
         return False
     return isinstance(said, dict) and "sharded_backend" in said
 

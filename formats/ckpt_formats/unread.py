@@ -24,6 +24,11 @@ _MOST_UNREAD = 10_000
 """Names that are remembered."""
 
 
+def is_harmless(name: str) -> bool:
+    """Is it, by its name, a file or a folder with which nothing of a checkpoint is lost?"""
+    return _HARMLESS.fullmatch(name) is not None
+
+
 def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> Iterator[Notice]:
     """What lies in the folder `path` and is not among `files`, those that the reader read.
 
@@ -36,7 +41,7 @@ def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> It
     others: list[str] = []
     beside: list[str] = []
     for parts, is_folder in _entries(path, around):
-        if parts in read or parts in around or _HARMLESS.fullmatch(parts[-1]):
+        if parts in read or parts in around or is_harmless(parts[-1]):
             continue
         if parts[-1] in known or "/".join(parts) in known:
             continue
@@ -64,7 +69,9 @@ def _entries(path: Path, around: Collection[tuple[str, ...]]) -> Iterator[tuple[
         parts = waiting.pop()
         try:
             with os.scandir(path.joinpath(*parts)) as entries:
-                here = sorted((entry.name, entry.is_dir()) for entry, _ in zip(entries, range(_MOST_ENTRIES - seen)))
+                here = sorted(
+                    (entry.name, entry.is_dir()) for entry, _ in zip(entries, range(_MOST_ENTRIES - seen), strict=False)
+                )
         except OSError:
             continue  # the reader read what it needs
         seen += len(here)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.files import open_regular, unreadable
 from ckpt_formats.identity import unrecorded
 from ckpt_formats.naming import show
@@ -62,8 +62,16 @@ def is_step(path: Path) -> bool:
 
 
 def has_latest(path: Path) -> bool:
-    """Is this a folder of several steps, written by DeepSpeed?"""
-    return (path / "latest").is_file() and not (path / "latest_checkpointed_iteration.txt").exists()
+    """Is this a folder of several steps, written by DeepSpeed? Others write a file `latest`, too."""
+    if not (path / "latest").is_file() or (path / "latest_checkpointed_iteration.txt").exists():
+        return False
+    try:
+        with open_regular(path / "latest") as file:
+            tag = file.read(_MOST_LATEST).decode("utf-8", "replace").strip()
+        named = path / Path(tag).name
+        return not (named.is_dir() and any(named.iterdir())) or any(map(is_step, path.iterdir()))
+    except (CkptError, OSError, ValueError):
+        return True
 
 
 def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:

@@ -12,6 +12,7 @@ Sources: transformers `Trainer._save_checkpoint`, accelerate `checkpointing`, pe
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,10 @@ Container = Literal["safetensors", "torch"]
 
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
+MODEL_INDEX = "model_index.json"
+"""Of a pipeline of diffusers."""
+MODULES = "modules.json"
+"""Of sentence-transformers."""
 
 # In the order in which transformers looks for them.
 _ENTRIES: tuple[tuple[str, Container], ...] = (
@@ -30,8 +35,14 @@ _ENTRIES: tuple[tuple[str, Container], ...] = (
     ("pytorch_model.bin.index.json", "torch"),
     ("adapter_model.bin", "torch"),
     ("pytorch_model_fsdp.bin", "torch"),
+    ("diffusion_pytorch_model.safetensors", "safetensors"),
+    ("diffusion_pytorch_model.safetensors.index.json", "safetensors"),
+    ("diffusion_pytorch_model.bin", "torch"),
+    ("diffusion_pytorch_model.bin.index.json", "torch"),
 )
 _SHARD_OF_A_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+_NUMBERED_TORCH = re.compile(r"(pytorch_model|adapter_model)-\d+-of-\d+\.bin")
+_MODULE = re.compile(r"\d+_\w+")
 _BY_RANKS = "sharded"
 _OPTIMIZER = re.compile(r"optimizer\.(pt|bin)")
 _TRAINING = re.compile(
@@ -42,6 +53,7 @@ _DEEPSPEED = re.compile(r"latest|zero_to_(fp32|torch)\.py")
 """What DeepSpeed puts beside its own folders."""
 _RANDOM = re.compile(r"random_states_\d+\.pkl")
 _FURTHER_MODEL = re.compile(r"(model_\d+\.safetensors|pytorch_model_\d+\.bin)")
+_OF_A_RUN = re.compile(r"trainer_state\.json|scheduler(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 _NOT_ALONE = re.compile(r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|adapter_config\.json")
 _CUT = "pytorch_model_fsdp_"
 """Begins the names of files and folders of a model that is cut over ranks: other formats read them."""
@@ -66,7 +78,13 @@ class Folder:
 
     @property
     def by_ranks(self) -> bool:
-        return self.entry is not None and self.entry.is_dir()
+        return self.entry is not None and self.entry.is_dir() and self.container == "safetensors"
+
+    @property
+    def of_a_run(self) -> bool:
+        """Is it a checkpoint of a run, rather than a model alone?"""
+        names = {one.name for one in (*self.training, *self.others)}
+        return any(_OF_A_RUN.fullmatch(name) for name in names)
 
 
 def is_training_file(name: str) -> bool:
@@ -74,13 +92,19 @@ def is_training_file(name: str) -> bool:
     return name == TRAINER_STATE or _TRAINING.fullmatch(name) is not None or _DEEPSPEED.fullmatch(name) is not None
 
 
+def names_in_run(path: Path) -> list[str]:
+    """Names of the files of Hugging Face's libraries in a folder, but for what DeepSpeed puts there."""
+    return [name for name in _names(path) if not _DEEPSPEED.fullmatch(name)]
+
+
 def recognised(path: Path) -> bool:
     """Is this a folder of these libraries, rather than one of bare safetensors files? Never raises."""
     names = set(_names(path))
-    torch = any(container == "torch" and name in names for name, container in _ENTRIES)
+    torch = any(container == "torch" and name in names for name, container in _ENTRIES) or _has_numbered(names)
     weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
-    said = CONFIG in names or any(_NOT_ALONE.fullmatch(name) for name in names)
-    return torch or (weights and said) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
+    said = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
+    several = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
+    return torch or several or (weights and said) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
 
 
 def _is_around_a_cut_model(names: set[str]) -> bool:
@@ -121,7 +145,14 @@ def _entry(path: Path, names: set[str]) -> tuple[Path | None, Container]:
     for name, container in _ENTRIES:
         if name in names:
             return path / name, container
-    return (path, "safetensors") if any(name.endswith(".safetensors") for name in names) else (None, "safetensors")
+    if any(name.endswith(".safetensors") for name in names):
+        return path, "safetensors"
+    return (path, "torch") if _has_numbered(names) else (None, "safetensors")
+
+
+def _has_numbered(names: Iterable[str]) -> bool:
+    """Are there files of torch with numbers, as `save_pretrained` wrote them, whose index is lost?"""
+    return any(map(_NUMBERED_TORCH.fullmatch, names))
 
 
 def _of_ranks(path: Path) -> Path | None:

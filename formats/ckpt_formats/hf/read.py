@@ -1,6 +1,6 @@
 """A folder as a checkpoint: the model's tensors, the optimizer told to their names, all else carried."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from ckpt_formats.errors import Incomplete, form_of
 from ckpt_formats.extras import lift
 from ckpt_formats.files import Seal
 from ckpt_formats.hf.beside import PREFIX, carry, config_of
+from ckpt_formats.hf.components import Found, components_of, read_components, together
 from ckpt_formats.hf.folder import TRAINER_STATE, Folder, sort_files
 from ckpt_formats.hf.order import UNTOLD, in_models_order, numbered_only
 from ckpt_formats.hf.weights import Model, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
+from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.registry import format_named
 from ckpt_formats.safetensors_file import natural
@@ -21,6 +23,14 @@ from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.torchfile import open_file
 from ckpt_formats.values import Value
 
+_RECIPE = "recipe_state/recipe_state.pt"
+HAS_RECIPE = Notice(
+    "torchtune's recipe_state.pt, with the optimizer, is in the folder beside: name the folder above to read it, too"
+)
+_NO_OPTIMIZER = Notice(
+    "the folder is of a run, but the optimizer's file (optimizer.pt, optimizer.bin) is not in it: no state is read",
+    weight=Weight.UNSURE,
+)
 _CUT_MODELS = ("dcp", "fsdp-ranks")
 """Formats of models that lie in such a folder cut over ranks."""
 
@@ -33,24 +43,47 @@ def read_folder(path: Path, options: Options) -> Checkpoint:
 
 def _read(folder: Folder, options: Options) -> Checkpoint:
     path = folder.path
-    inner = _cut_model(path, options) if folder.entry is None else None
+    components = components_of(path)
+    several = read_components(path, components) if components else Found(Model({}, False))
+    inner = _cut_model(path, options) if folder.entry is None and not components else None
     beside, shards, large = carry(folder.others)
-    config = config_of(beside)
     states, more, seals = _training(folder, {shard.path for shard in inner.shards} if inner else set())
-    extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in (beside | states).items()}
+    files = {**beside, **several.beside, **states}
+    extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
     if inner is not None:
         found = _around(inner, extras)
     else:
-        found = _with_model(folder, read_model(folder), config, extras, options)
+        found = _with_model(folder, _model(folder, several), config_of(beside), extras, options)
     step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
     return replace(
         found,
         path=path,
         origin=replace(found.origin, step=step if natural(step) else found.origin.step),
-        shards=(*found.shards, *shards, *more),
+        shards=(*found.shards, *shards, *several.shards, *more),
         seals=(*found.seals, *seals),
-        notices=(*found.notices, *_too_large(large)),
+        notices=(*found.notices, *several.notices, *_too_large(large), *_lacks(folder, found)),
     )
+
+
+def _model(folder: Folder, several: Found) -> Model:
+    """The model of the folder, and those of its components. Raises `Incomplete` if there is none."""
+    own = Model({}, False) if folder.entry is None else read_model(folder)
+    model = together(own, several.model)
+    if not model.state:
+        raise Incomplete("there are no weights", where=folder.path)
+    return model
+
+
+def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
+    """What belongs to the model, and is not in its folder."""
+    if folder.of_a_run and folder.optimizer is None and not found.groups and "optimizer" not in found.extras:
+        yield _NO_OPTIMIZER
+    if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
+        base = found.extras.get(f"{PREFIX}adapter_config.json")
+        named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
+        yield Notice(f"an adapter of PEFT, without the model that it adapts ({show(str(named))[:100]})")
+    if (folder.path.absolute().parent / _RECIPE).is_file():
+        yield HAS_RECIPE
 
 
 def _with_model(

@@ -10,17 +10,10 @@ from ckpt_formats.naming import show
 _MOST_NAMED = 3
 
 
-def remarks(
-    spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any] | None, adapter: bool
-) -> Iterator[str]:
+def remarks(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any] | None) -> Iterator[str]:
     """What does not fit, and what was changed so that it fits. `named` are the tensors as they will be written."""
     names, tie = {parameter.name for parameter in named}, spelled.tie
-    if config is None and not adapter:
-        yield (
-            "the source has no config.json, without which transformers cannot load a model: "
-            "name one with `ckpt convert --config`"
-        )
-    elif config is not None and not spelled.known and "quantization_config" not in config:
+    if config is not None and not spelled.known and "quantization_config" not in config:
         kind = config.get("model_type")
         yield f"the names of models of type {kind!r:.80} are not known here: they stay as they are"
     if changed := [(old, new) for old, new in spelled.names.items() if old != new]:

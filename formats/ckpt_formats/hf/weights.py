@@ -1,6 +1,6 @@
 """The model's tensors, from whichever files hold them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ckpt_formats.hf.folder import Container, Folder
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_shards import listed, read_weights
-from ckpt_formats.shard_index import INDEX_SUFFIX, read_index
+from ckpt_formats.shard_index import INDEX_SUFFIX, NO_INDEX, Index, one_set, read_index
 from ckpt_formats.state_dicts.leaves import has_tensor
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value
@@ -62,11 +62,22 @@ def _safetensors(entry: Path) -> Model:
 
 
 def _torch(entry: Path) -> Model:
+    if entry.is_dir():
+        return _torch_files([open_file(path) for path in _numbered(entry)], None)
     if not entry.name.endswith(INDEX_SUFFIX):
         file = open_file(entry)
         return Model(_state(file), True, {}, {}, (torch_shard(file, "model"),), file.seals())
     index = read_index(entry)
-    files = [open_file(path) for path in index.files()]
+    return _torch_files([open_file(path) for path in index.files()], index)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    found = one_set(folder, ".bin", only_numbered=True)
+    assert isinstance(found, list)  # an index would have been the entry
+    return found
+
+
+def _torch_files(files: Sequence[TorchFile], index: Index | None) -> Model:
     state: dict[str, Value] = {}
     where: dict[str, str] = {}
     for file in files:
@@ -74,9 +85,12 @@ def _torch(entry: Path) -> Model:
             if name in state:
                 raise Corrupt(f"tensor `{show(name)}` is in two files", where=file.path)
             state[name], where[name] = value, file.path.name
+    shards = tuple(torch_shard(file, "model") for file in files)
+    seals = tuple(seal for file in files for seal in file.seals())
+    if index is None:
+        return Model(state, False, {}, {}, shards, seals, (NO_INDEX,))
     index.check(where)
-    shards = (*(torch_shard(file, "model") for file in files), index.shard())
-    return Model(state, False, {}, {}, shards, tuple(seal for file in files for seal in file.seals()))
+    return Model(state, False, {}, {}, (*shards, index.shard()), seals)
 
 
 def _state(file: TorchFile) -> dict[str, Value]:

@@ -10,6 +10,7 @@ from ckpt_formats.dtypes import DTYPES, is_float
 from ckpt_formats.errors import NotFound, Unsafe, Unsupported
 from ckpt_formats.files import write_sealed
 from ckpt_formats.hf.beside import PREFIX, carry, config_of
+from ckpt_formats.hf.fitting import check_fits
 from ckpt_formats.hf.folder import CONFIG, is_training_file, sort_files
 from ckpt_formats.hf.remarks import remarks
 from ckpt_formats.hf.spelling import Spelling, as_in_files, spelling
@@ -31,7 +32,15 @@ def parts_of(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
     weights = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
     spelled = spelling([*(weight.name for weight in weights), *source.aliases], config)
     named = list(_named(weights, source.aliases, spelled))
-    said = list(remarks(spelled, named, config, _ADAPTER in files))
+    if config is not None:
+        check_fits(spelled, named, config, goal.partial)
+    elif _ADAPTER not in files:
+        raise Unsupported(
+            "the source has no config.json, without which transformers cannot load a model",
+            where=source.path,
+            hint="Name the model's configuration with --config; or write the tensors alone, --to safetensors.",
+        )
+    said = list(remarks(spelled, named, config))
     files, changed = _with_dtype(files, named)
     groups = [sorted(group, key=_place_in_file) for group in cut(named, goal.shard_nbytes)]
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
@@ -56,7 +65,7 @@ def carried_files(source: Checkpoint) -> dict[str, Value]:
     files: dict[str, Value] = {}
     for key, value in source.extras.items():
         name = key.removeprefix(PREFIX)
-        if not key.startswith(PREFIX) or is_training_file(name):
+        if not key.startswith(PREFIX) or is_training_file(name) or _is_of_a_component(name):
             continue
         if isinstance(value, TensorName):
             tensor = source.parameters[value.name].weight
@@ -65,6 +74,12 @@ def carried_files(source: Checkpoint) -> dict[str, Value]:
         elif isinstance(value, dict) and name.endswith(".json") and _is_json(value):
             files[name] = value
     return files
+
+
+def _is_of_a_component(name: str) -> bool:
+    """Is it a file in a folder beside the model? Such folders are not written."""
+    parts = name.split("/")
+    return len(parts) > 1 and all(part not in ("", ".", "..") and "\\" not in part for part in parts)
 
 
 def beside_files(config: Path) -> dict[str, Value]:
