@@ -29,6 +29,7 @@ from ckpt_formats.transfer import Transfer
 
 
 class _Megatron(WritableFormat):
+    even_states = True
     degrees = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
 
     def read(self, path: Path, options: Options) -> Checkpoint:
