@@ -225,7 +225,8 @@ def test_a_buffer_of_bytes_in_a_dcp_is_carried_and_written_back(tmp_path: Path) 
     assert ckpt("verify", source).code == 0
     extras = open_checkpoint(source).extras
     held = extras["m._extra_state"]
-    assert isinstance(held, Record) and held.cls.name == "BytesIO" and held.state[0] == b"amax"
+    assert isinstance(held, Record)
+    assert (held.cls.name, held.state[0]) == ("BytesIO", b"amax")
     for target, style in ((tmp_path / "u", "universal"), (tmp_path / "back", "dcp")):
         assert ckpt("convert", source, target, "--to", style).code == 0
         source = target

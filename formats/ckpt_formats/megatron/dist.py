@@ -1,32 +1,29 @@
 """Reading `torch_dist`: whole tensors by key, the optimizer in one of five encodings, objects by rank."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter, Role
-from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.layout import Layout
 from ckpt_formats.megatron.arguments import decayed_norms, sizes_of
 from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label, optimizer_items
 from ckpt_formats.megatron.dist_buffers import Model, states_of
-from ckpt_formats.megatron.dist_files import Dist, open_dist
+from ckpt_formats.megatron.dist_files import Dist, open_dist, shard_of
 from ckpt_formats.megatron.dist_model import named, names_of
 from ckpt_formats.megatron.dist_optimizer import Sorted, sort, unflattened
 from ckpt_formats.megatron.distributed_optimizer import is_tied
-from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert
-from ckpt_formats.megatron.optimizer import members, options_of
+from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
+from ckpt_formats.megatron.optimizer import members, options_of, without_states
 from ckpt_formats.megatron.origin import origin_of
 from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages, stages_of
 from ckpt_formats.naming import show
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
+from ckpt_formats.statements import MIXED
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
-
-_SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
-
 
 def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
     """The index of one iteration."""
@@ -36,6 +33,7 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
     weights = named(found.model)
     for name, tensor in weights.items():
         layout.check(name, tensor.shape)
+    _check_layers(dist, weights)
     stages = _stages(dist, found)
     states = _states(dist, found, layout, weights, stages)
     parameters: dict[str, Parameter] = {}
@@ -57,8 +55,30 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
         {HEAD: WORD_TABLE} if tied else {},
         dist.shards,
         dist.seals,
+        (*dist.notices, *without_states(parameters, groups)),
         layout=layout,
     )
+
+
+def _check_layers(dist: Dist, weights: Mapping[str, Tensor]) -> None:
+    """Raises `Incomplete` or `Corrupt` if the model has not the layers that the arguments state."""
+    if any(name.startswith("encoder.") for name in weights):  # two stacks of layers, which are counted apart
+        return
+    layers = {layer for name in weights if name.startswith("decoder.") and (layer := layer_of(name)) is not None}
+    said = dist.args.optional("num_layers", "encoder_num_layers")
+    if not layers or said is None:
+        return
+    lacking = next((layer for layer in range(min(said, len(layers) + 1)) if layer not in layers), None)
+    if lacking is not None:
+        raise Incomplete(
+            f"layer {lacking} is missing: `num_layers` is {said}, but {len(layers)} layers are here",
+            where=dist.path,
+            hint="Copy all files of the iteration again.",
+        )
+    if len(layers) > said:
+        raise Corrupt(
+            f"{len(layers)} layers are here, but `num_layers` is {said}", where=dist.common.path, hint=MIXED
+        )
 
 
 def _stages(dist: Dist, found: Sorted) -> Stages | None:
@@ -152,13 +172,12 @@ def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict
     by_rank: dict[str, dict[str, Value]] = {}
     states: dict[str, Value] = {}
     for key, value in found.others.items():
-        match = _SHARD.fullmatch(key)
-        if match and match[1] == "rng_state":
-            place = [int(number) for number in match[2].split(".")]
+        shard = shard_of(key)
+        if shard and shard[0] == "rng_state":
+            place = shard[1]
             by_rank.setdefault(label(*place[:2][::-1], *place[2:]), {})["rng_state"] = value
-        elif match and match[1].endswith("_extra_state"):
-            place = [int(number) for number in match[2].split(".")]
-            states[_name_at(match[1], place, match[3])] = value
+        elif shard and shard[0].endswith("_extra_state"):
+            states[_name_at(*shard)] = value
         else:
             common[key] = value
     if states:
@@ -168,11 +187,10 @@ def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict
     return carry([(first[0], {**common, **first[1]}), *ranks[1:]], parameters)
 
 
-def _name_at(key: str, place: Sequence[int], counts: str) -> str:
+def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:
     """The name of a module's extra state, of its key and its place in the stack."""
-    lengths = tuple(int(number) for number in counts.split("."))
     for name, at in _small(key, lengths):
-        if at == tuple(place[: len(at)]):
+        if at == place[: len(at)]:
             return name if not any(place[len(at) :]) else f"{name}/{'.'.join(map(str, place[len(at) :]))}"
     return f"{key}/{'.'.join(map(str, place))}"
 
