@@ -4,6 +4,7 @@
 Each is a real one, changed in one place: it is refused, or what is special about it is said.
 """
 
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,53 @@ _OPTIM0, _OPTIM1, _MODEL = "*rank_0_*optim_states.pt", "*rank_1_*optim_states.pt
 _INNER = "optimizer_state_dict"
 
 
+def metadata(change: Callable[[Any], object]) -> Harm:
+    """Change `.metadata` as torch itself reads and writes it."""
+
+    def harm(root: Path) -> None:
+        path = next(root.rglob(".metadata"))
+        said = pickle.loads(path.read_bytes())
+        change(said)
+        path.write_bytes(pickle.dumps(said))
+
+    return harm
+
+
+def _forget(said: Any, name: str) -> None:
+    """Whatever the metadata say of a tensor or object."""
+    del said.state_dict_metadata[name]
+    for index in [index for index in said.storage_data if index.fqn == name]:
+        del said.storage_data[index]
+
+
+def _iteration(number: int) -> Harm:
+    def harm(root: Path) -> None:
+        folder = next(root.glob("iter_*"))
+        folder.rename(root / f"iter_{number:07}")
+        (root / "latest_checkpointed_iteration.txt").write_text(str(number))
+
+    return harm
+
+
+def _exchanged(one: str, other: str) -> Harm:
+    def harm(root: Path) -> None:
+        a, b = next(root.rglob(one)), next(root.rglob(other))
+        a.rename(a.with_name("draft"))
+        b.rename(a)
+        a.with_name("draft").rename(b)
+
+    return harm
+
+
+def _argument(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda root: root["args"].state.update({name: value})
+
+
+def _stepped(root: Any) -> None:
+    for group in root["optimizer"]["optimizer"]["param_groups"]:
+        group["step"] = 9
+
+
 def moved_group(root: Any) -> None:
     """A second state of a third group, which no shapes list."""
     base = root[_INNER]["base_optimizer_state"]
@@ -121,6 +169,26 @@ REFUSED: dict[str, Change] = {
     "a master of a group that no shapes list": Change(ZERO1, in_all("*optim_states.pt", tree(third_master)), DAMAGED, ("masters of 3 groups", "lists 2")),
     "a master of a sub-group that no shapes list": Change(ZERO3, in_all("*optim_states.pt", tree(lambda root: root[_INNER]["fp32_flat_groups"].append(root[_INNER]["fp32_flat_groups"][0]))), DAMAGED, ("masters of 3 groups", "lists 2")),
     "the model and layers of a pipeline": Change(PIPE, in_file(_MODEL, tree(lambda root: root.update(module={"a": root["param_shapes"][0]}))), DAMAGED, ("layer_*", "mp_rank_00")),
+    # Megatron
+    "megatron: an iteration in the folder's name": Change(LEGACY, _iteration(7), DAMAGED, ("`iteration` is 2 in mp_rank_00_000", "7 in the name of the folder iter_0000007")),
+    "megatron, torch_dist: an iteration in the folder's name": Change(DIST, _iteration(7), DAMAGED, ("the iteration is 2 in common.pt", "7 in the name of the folder iter_0000007")),
+    "megatron: folders of two ranks exchanged": Change(LEGACY, _exchanged("mp_rank_00_001", "mp_rank_01_000"), DAMAGED, ("mp_rank_01_000 was written by rank 2", "tensor-parallel rank 0, not 1")),
+    "megatron: folders of two stages exchanged": Change(LEGACY, _exchanged("mp_rank_00_000", "mp_rank_00_001"), DAMAGED, ("was written by rank 2", "pipeline-parallel rank 1, not 0")),
+    "megatron: another world in one rank's arguments": Change(LEGACY, in_file("mp_rank_01_001/model_optim_rng.pt", tree(_argument("world_size", 8))), DAMAGED, ("`world_size` is 4", "8 in mp_rank_01_001")),
+    "megatron: another number of chunks in the arguments": Change(LEGACY, in_all("model_optim_rng.pt", tree(_argument("virtual_pipeline_model_parallel_size", 2))), DAMAGED, ("`virtual_pipeline_model_parallel_size` is 2", "holds 1 model chunks")),
+    "megatron: a model and a chunk": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model1=root["model"]))), DAMAGED, ("holds the model chunks model", "model1 besides")),
+    "megatron: chunks with a gap": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model0=root["model"], model2=root.pop("model")))), DAMAGED, ("holds the model chunks model0", "model2 besides")),
+    "megatron: no optimizer on one rank": Change(LEGACY, both(in_file("mp_rank_00_001/model_optim_rng.pt", tree(drop("optimizer"))), in_all("distrib_optim.pt", remove)), INCOMPLETE, ("no optimizer in mp_rank_00_001",)),
+    "megatron: another step on one stage": Change(LEGACY, in_all("mp_rank_0?_001/model_optim_rng.pt", tree(_stepped)), DAMAGED, ("the optimizer's step is 2.0 in mp_rank_00_000", "9 in mp_rank_00_001")),
+    "megatron, torch_dist: no common.pt": Change(DIST, in_file("common.pt", remove), INCOMPLETE, ("common.pt is missing",)),
+    "megatron, torch_dist: no metadata.json": Change(DIST, in_file("metadata.json", remove), INCOMPLETE, ("metadata.json is missing",)),
+    "megatron, torch_dist: no .metadata": Change(DIST, in_file(".metadata", remove), INCOMPLETE, (".metadata is missing",)),
+    "megatron, torch_dist: no common.pt, no metadata.json": Change(DIST, both(in_file("common.pt", remove), in_file("metadata.json", remove)), INCOMPLETE, ("common.pt", "missing", "Megatron")),
+    "megatron, torch_dist: two encodings": Change(DIST, in_file("common.pt", tree(put("content_metadata", "distrib_optim_sharding_type", value="dp_reshardable"))), DAMAGED, ("encoding of the distributed optimizer is dp_reshardable", "fully_reshardable")),
+    "megatron, torch_dist: other degrees": Change(DIST, in_file("common.pt", tree(_argument("pipeline_model_parallel_size", 4)), tree(_argument("world_size", 8))), DAMAGED, ("(pp, tp)", "(4, 2)", "rng_state/shard")),
+    "megatron, torch_dist: fewer layers than stated": Change(DIST, in_file("common.pt", tree(_argument("num_layers", 6))), INCOMPLETE, ("layer 4 is missing", "`num_layers` is 6")),
+    "megatron, torch_dist: random states of one rank lost": Change(DIST, metadata(lambda said: _forget(said, "rng_state/shard_0.1_2.2")), INCOMPLETE, ("random states of 3 ranks", "of 4")),
+    "megatron, torch_dist: a moment of one parameter lost": Change(DIST, metadata(lambda said: _forget(said, "optimizer.state.exp_avg.output_layer.weight")), INCOMPLETE, ("`output_layer.weight` has no `exp_avg`",)),
     # DeepSpeed's universal checkpoint
     "universal: a step in the folder's name": Change(UCP, rename("global_step5_universal", "global_step6_universal"), DAMAGED, ("`global_steps` is 5", "global_step6_universal")),
     "universal: a parameter's moment is gone": Change(UCP, in_file("blocks.0.mlp.up.weight/exp_avg.pt", remove), INCOMPLETE, ("`blocks.0.mlp.up.weight` has no `exp_avg`",)),
@@ -134,6 +202,11 @@ SAID: dict[str, Change] = {
     "a folder with a tag of the user's": Change(ZERO1, rename("global_step5", "epoch3"), 0, ()),
     "the training script's own count": Change(ZERO1, in_file(_MODEL, tree(put("iteration", value=7))), 0, ("the step is 5", "`iteration`", "7")),
     "another file in the folder": Change(ZERO1, beside(_MODEL, "ema_rank_0.pt"), 0, ("not read", "ema_rank_0.pt")),
+    "megatron: another file in a rank's folder": Change(LEGACY, beside("mp_rank_00_000/distrib_optim.pt", "ema.pt"), 0, ("not read", "mp_rank_00_000/ema.pt")),
+    "megatron, torch_dist: another file": Change(DIST, beside("common.pt", "train_state.pt"), 0, ("not read", "train_state.pt")),
+    "megatron, torch_dist: leftovers of more ranks": Change(DIST, copied("__0_0.distcp", "__9_0.distcp"), 0, ("not read", "__9_0.distcp")),
+    "megatron, torch_dist: all states of one parameter lost": Change(DIST, metadata(lambda said: [_forget(said, f"optimizer.state.{state}.output_layer.weight") for state in ("param", "exp_avg", "exp_avg_sq")]), 0, ("no state", "output_layer.weight")),
+    "megatron, torch_dist: a container of another version": Change(DIST, in_file("metadata.json", lambda path: path.write_text(path.read_text().replace('"sharded_backend_version": 1', '"sharded_backend_version": 2'))), 0, ("version 2",)),
     "universal: another file in the folder": Change(UCP, beside(_MODEL, "layer_00.bin"), 0, ("not read", "layer_00.bin")),
     "universal: another file beside a parameter's": Change(UCP, beside("exp_avg.pt", "exp_avg.bin"), 0, ("not read", "exp_avg.bin")),
     "an optimizer in the model's file, too": Change(ZERO1, in_file(_MODEL, tree(put("optimizer", value={"state": {0: 1}}))), 0, ("not read", "mp_rank_00_model_states.pt")),
@@ -234,3 +307,17 @@ def test_a_buffer_of_bytes_in_a_dcp_is_carried_and_written_back(tmp_path: Path) 
     assert again["model"]["m._extra_state"].getvalue() == b"amax"
     assert again["rng"]["cpu"].getvalue() == b"state"
     assert again["train_state"] == {"step": 5}
+
+
+# Megatron
+
+
+def test_keys_that_begin_as_the_models_do_are_carried(tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(SAMPLES / LEGACY, copy)
+    more = {"modelopt_state": [1, 2], "optimizer_note": "kept"}
+    in_all("model_optim_rng.pt", tree(lambda root: root.update(more)))(copy)
+    in_all("distrib_optim.pt", tree(lambda root: root.update(note="of buffers")))(copy)
+    extras = open_checkpoint(copy).extras
+    assert {key: extras[key] for key in more} == more
+    assert extras["distrib_optim"] == {"note": "of buffers"}

@@ -106,8 +106,6 @@ def notices_of(tied: list[str]) -> tuple[Notice, ...]:
 def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> Iterator[Notice]:
     models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
     yield from doubtful_steps(models)
-    if step.folder.others:
-        yield Notice("beside the checkpoint, and not read", step.folder.others, Weight.LOST)
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
         text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
         yield Notice(text, tuple(twice), Weight.LOST)

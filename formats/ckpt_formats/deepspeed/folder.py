@@ -6,7 +6,7 @@ its own; `mp_rank` is `pp_rank * tp + tp_rank`.
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
@@ -42,8 +42,6 @@ class Folder:
     """By (model-parallel rank, MoE layer, global expert)."""
     layers: dict[tuple[int, int], Path]
     """Pipeline: by (layer of the module list, tensor-parallel rank)."""
-    others: tuple[str, ...] = ()
-    """Names of what else is in the folder: none of it is read."""
 
     @property
     def mp(self) -> int:
@@ -132,7 +130,6 @@ def sort_files(path: Path) -> Folder:
             folder.experts[int(match[3]), int(match[1]), int(match[2])] = file
         elif match := _LAYER.fullmatch(name):
             folder.layers[int(match[1]), int(match[2])] = file
-    folder = replace(folder, others=tuple(name for name in names if rank_in_name(name) is None))
     if (path / "offloaded_tensors").is_dir():
         raise Unsupported(
             "the optimizer state was offloaded to NVMe and lies in raw swap files",

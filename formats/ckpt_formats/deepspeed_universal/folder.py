@@ -27,8 +27,6 @@ class UniversalFolder:
     optimizer: Path
     states: Mapping[str, Mapping[str, Path]]
     """By parameter and state."""
-    others: tuple[str, ...] = ()
-    """What else is in the folder: none of it is read."""
 
 
 def is_universal(path: Path) -> bool:
@@ -59,31 +57,23 @@ def list_universal(path: Path) -> UniversalFolder:
     spare = tuple(found.model3.values()) if found.model else ()
     models = replace(found, model3={}, optim={}) if found.model else replace(found, optim={})
     check_models(models)
-    states, others = _states(path / "zero")
-    beside = (name for name in found.others if name != "zero")
-    return UniversalFolder(path, models, spare, path / OPTIMIZER, states, (*beside, *others))
+    return UniversalFolder(path, models, spare, path / OPTIMIZER, _states(path / "zero"))
 
 
 _COPY = "Copy them from the checkpoint that was converted."
 
 
-def _states(zero: Path) -> tuple[dict[str, dict[str, Path]], list[str]]:
-    """Every folder with states in it, and the names of other files.
-
-    A slash in a parameter's name makes folders in folders; links are not followed.
-    """
+def _states(zero: Path) -> dict[str, dict[str, Path]]:
+    """Every folder with files in it. A slash in a parameter's name makes folders in folders; links are not followed."""
     found: dict[str, dict[str, Path]] = {}
-    others: list[str] = []
 
     def stop(error: OSError) -> None:
         raise unreadable(error, zero) from error
 
     for folder, inner, files in os.walk(zero, onerror=stop):
         inner.sort()
-        name = Path(folder).relative_to(zero).as_posix()
-        held = sorted(file for file in files if file.endswith(".pt") and Path(folder) != zero)
-        if held:
+        held = sorted(file for file in files if file.endswith(".pt"))
+        if held and Path(folder) != zero:
+            name = Path(folder).relative_to(zero).as_posix()
             found[name] = {file.removesuffix(".pt"): Path(folder, file) for file in held}
-        known = {*held, *((Path(OPTIMIZER).name,) if Path(folder) == zero else ())}
-        others += (Path("zero", name, file).as_posix() for file in sorted(files) if file not in known)
-    return found, others
+    return found

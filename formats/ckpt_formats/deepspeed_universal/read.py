@@ -245,8 +245,6 @@ def _notices(
     parameters: Mapping[str, Parameter],
     groups: Sequence[Group],
 ) -> Iterator[Notice]:
-    if folder.others:
-        yield Notice("beside the checkpoint, and not read", folder.others, Weight.LOST)
     if shadows:
         yield Notice(
             "the model file's own values count, not the rounded or widened copies under zero/ of these buffers, "

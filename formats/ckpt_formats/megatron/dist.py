@@ -21,9 +21,10 @@ from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages, stages_of
 from ckpt_formats.naming import show
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.statements import MIXED
+from ckpt_formats.statements import MIXED, Statement, check_agreement
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
+
 
 def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
     """The index of one iteration."""
@@ -76,9 +77,7 @@ def _check_layers(dist: Dist, weights: Mapping[str, Tensor]) -> None:
             hint="Copy all files of the iteration again.",
         )
     if len(layers) > said:
-        raise Corrupt(
-            f"{len(layers)} layers are here, but `num_layers` is {said}", where=dist.common.path, hint=MIXED
-        )
+        raise Corrupt(f"{len(layers)} layers are here, but `num_layers` is {said}", where=dist.common.path, hint=MIXED)
 
 
 def _stages(dist: Dist, found: Sorted) -> Stages | None:
@@ -142,6 +141,7 @@ def _groups(
 def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[str, Value]]]:
     """Whose parameters each optimizer has (experts', others', all), and what it says of itself."""
     if found.objects:  # each rank group says it for itself, all the same
+        _check_rank_groups(dist, found)
         by_chain = {
             chain: said["optimizer"]
             for (chain, _), said in sorted(found.objects.items(), reverse=True)
@@ -155,6 +155,20 @@ def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[st
         by_chain = {key: value.get("optimizer", value) for key, value in by_chain.items()}
     apart = len(by_chain) > 1
     return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
+
+
+def _check_rank_groups(dist: Dist, found: Sorted) -> None:
+    """Raises `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
+    statements: list[Statement] = []
+    for (chain, index), said in sorted(found.objects.items()):
+        optimizer = said.get("optimizer")
+        listed = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        for number, group in enumerate(listed if isinstance(listed, list) else ()):
+            for key, value in group.items() if isinstance(group, dict) else ():
+                if isinstance(value, (bool, int, float, str)):
+                    what = f"`{show(str(key))}` of optimizer group {number}{' of experts' if chain else ''}"
+                    statements.append(Statement(what, f"rank group {index}", value))
+    check_agreement(statements, dist.path)
 
 
 def _saved_by_optimizers(dist: Dist, found: Sorted) -> Value:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ckpt_formats.base import Shard
 from ckpt_formats.dcp.folder import rank_of
-from ckpt_formats.dcp.items import Block, Items, Seals
+from ckpt_formats.dcp.items import Block, Items, Seals, unnamed_bytes
 from ckpt_formats.dcp.metadata import Metadata, Stored, read_metadata
 from ckpt_formats.dcp.objects import Objects
 from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.files import Seal, read_whole
 from ckpt_formats.megatron.arguments import Arguments, Parallel, arguments_of, parallel_of
-from ckpt_formats.megatron.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA, strangers
+from ckpt_formats.megatron.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.safetensors_file import parse_json_object
@@ -50,13 +50,6 @@ class Dist:
 
 def open_dist(path: Path) -> Dist:
     """Open the files. Raises `Incomplete` if one is missing, `Unsupported` for containers other than torch_dist."""
-    for name in (METADATA, COMMON_FILE, CONTAINER_FILE):
-        if not (path / name).is_file():
-            raise Incomplete(
-                f"{name} is missing, which every Megatron checkpoint of this kind has",
-                where=path,
-                hint="Copy all files of the iteration's folder, also those whose names begin with a dot.",
-            )
     unknown = _check_container(path)
     common = open_file(path / COMMON_FILE)
     if not isinstance(common.root, dict):
@@ -76,17 +69,13 @@ def open_dist(path: Path) -> Dist:
         seals += found.seals
     parallel = parallel_of(args)
     check_agreement(_statements(path, common, objects, parallel), path)
-    known = {METADATA, COMMON_FILE, CONTAINER_FILE, *metadata.files}
-    empty = {entry.name for entry in path.iterdir() if entry.suffix == ".distcp" and not entry.stat().st_size}
-    others = strangers(path, known | empty)
-    beside = (Notice("beside the checkpoint, and not read", others, Weight.LOST),) if others else ()
-    notices = (*unknown, *metadata.notices, *beside, *_absent(objects, path))
+    sizes = {file: (path / file).stat().st_size for file in metadata.files}
+    unnamed = unnamed_bytes(path, sizes, metadata.items)
+    notices = (*unknown, *metadata.notices, *_absent(objects, path), *unnamed)
     return Dist(path, args, parallel, common, tensors, objects, Seals(blocks, seals), shards, notices)
 
 
-def _statements(
-    path: Path, common: TorchFile, objects: Mapping[str, Value], parallel: Parallel
-) -> Iterator[Statement]:
+def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], parallel: Parallel) -> Iterator[Statement]:
     root, where = common.root, common.path.name
     yield Statement("the iteration", where, whole(root.get("iteration")))
     yield step_in_name(path, ITERATION_FOLDER, "the iteration")

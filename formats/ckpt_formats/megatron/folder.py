@@ -10,7 +10,7 @@ expert-parallel rank, so what a single number after TT means only the arguments 
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ METADATA = ".metadata"
 COMMON_FILE = "common.pt"
 CONTAINER_FILE = "metadata.json"
 ITERATION_FOLDER = re.compile(r"iter_(\d{1,18})")
-_MOST_CONTAINER = 1 << 16
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _MOST_POINTER = 4096
 
@@ -59,20 +58,11 @@ def is_legacy(path: Path) -> bool:
 
 
 def is_dist(path: Path) -> bool:
-    """Is this folder a distributed checkpoint with Megatron's own files beside? One of the three may be lost."""
+    """Is this folder a distributed checkpoint with Megatron's own files beside?"""
     try:
-        metadata, common = ((path / name).is_file() for name in (METADATA, COMMON_FILE))
-        return metadata + common + _is_megatrons(path / CONTAINER_FILE) >= 2
+        return all((path / name).is_file() for name in (METADATA, COMMON_FILE, CONTAINER_FILE))
     except OSError:
         return False
-
-
-def _is_megatrons(file: Path) -> bool:
-    """Is it the file that says how Megatron keeps tensors? Others call theirs `metadata.json`, too."""
-    if not file.is_file():
-        return False
-    with open_regular(file) as opened:
-        return b"sharded_backend" in opened.read(_MOST_CONTAINER)
 
 
 def is_iteration(path: Path) -> bool:
@@ -111,19 +101,6 @@ def rank_folders(path: Path) -> list[RankFolder]:
                 raise Corrupt(f"{found[numbers].path.name} and {name} are both of one rank", where=path)
             found[numbers] = RankFolder(path / name, numbers)
     return [found[numbers] for numbers in sorted(found)]
-
-
-def strangers(path: Path, known: Collection[str]) -> tuple[str, ...]:
-    """Names of what else is in an iteration's folder, or in the folders of its ranks: none of it is read."""
-    try:
-        entries = sorted(path.iterdir())
-        found = [entry.name for entry in entries if entry.name not in known and not _RANK.fullmatch(entry.name)]
-        for folder in (entry for entry in entries if _RANK.fullmatch(entry.name) and entry.is_dir()):
-            inner = sorted(folder.iterdir())
-            found += (f"{folder.name}/{e.name}" for e in inner if e.name not in (MODEL_FILE, OPTIMIZER_FILE))
-    except OSError as error:
-        raise unreadable(error, path) from error
-    return tuple(found)
 
 
 def _latest(path: Path) -> str:

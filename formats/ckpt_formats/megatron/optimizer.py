@@ -67,10 +67,10 @@ def members(
 def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
     """Parameters that no optimizer has, where others have one. Megatron's optimizers do not name theirs."""
     grouped = {name for group in groups for name in group.names}
-    if left := tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped):
-        if grouped:
-            text = "the optimizer has no state of these parameters: they are frozen, or their states were lost"
-            yield Notice(text, left, Weight.UNSURE)
+    left = tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped)
+    if grouped and left:
+        text = "the optimizer has no state of these parameters: they are frozen, or their states were lost"
+        yield Notice(text, left, Weight.UNSURE)
 
 
 def options_of(group: Value, where: Path) -> dict[str, Value]:
