@@ -36,6 +36,7 @@ _MEGATRON = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 """Megatron's name of an object: its key, its place, and how many there are."""
 _STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_-]?0*(\d{1,15})")
 
+
 def read(path: Path, options: Options) -> Checkpoint:
     """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
     try:

@@ -74,7 +74,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
         (
             *notices_of(tied),
             *doubtful_steps(list(models.values())),
-            *_notices(step, folder, shadows, parameters, groups),
+            *_notices(step, shadows, parameters, groups),
         ),
     )
 
@@ -240,7 +240,6 @@ def _shards(
 
 def _notices(
     step: Step,
-    folder: UniversalFolder,
     shadows: Sequence[str],
     parameters: Mapping[str, Parameter],
     groups: Sequence[Group],
