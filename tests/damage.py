@@ -500,10 +500,10 @@ _add_all(
         ("a shard of a later step", later_step, BROKEN, ("global_step5", "rank_1", "`step` is 5.0", "8.0")),
         ("a shard of another run", of_another_run(_OPTIM1), BROKEN, ("rank_1_mp_rank_00_optim_states.pt", "not those of the weights")),
         ("a model of another run", of_another_run(_MODEL), BROKEN, ("optim_states.pt", "not those of the weights")),
-        ("two shards swapped", swap(_OPTIM0, _OPTIM1), BROKEN, ("optim_states.pt", "not those of the weights")),
-        ("one shard twice", in_file(_OPTIM0, lambda p: shutil.copyfile(p, file_in(p.parent, _OPTIM1))), BROKEN, ("optim_states", "optimizer's")),
+        ("two shards swapped", swap(_OPTIM0, _OPTIM1), BROKEN, ("optim_states.pt", "was saved as")),
+        ("one shard twice", in_file(_OPTIM0, lambda p: shutil.copyfile(p, file_in(p.parent, _OPTIM1))), BROKEN, ("optim_states", "was saved as")),
         ("a shard of one rank under two names", again(_OPTIM1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"), BROKEN, ("bf16_zero_pp_rank_1", "both of one rank")),
-        ("a shard of a larger run left over", again(_OPTIM1, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), BROKEN, ("cut over [2] ranks", "3 are here")),
+        ("a shard of a larger run left over", again(_OPTIM1, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), BROKEN, ("rank_2_mp_rank_00_optim_states.pt was saved as",)),
         ("a file of stage 3 left over", again(_MODEL, _MODEL3), BROKEN, ("global_step5", "stage 3")),
         ("a shard of an absurd rank", again(_OPTIM1, "bf16_zero_pp_rank_99999999999_mp_rank_00_optim_states.pt"), BROKEN, ("dp rank 2", "missing")),
         ("a model file of an absurd rank", again(_MODEL, f"mp_rank_{'9' * 60}_model_states.pt"), BROKEN, ("mp rank 1", "missing")),
@@ -586,15 +586,15 @@ _add_all(
         ("a shard is missing", in_file("*rank_2_*optim*", remove), BROKEN, ("dp rank 2", "optim_states", "missing")),
         ("the last shard is missing", in_file("*rank_3_*optim*", remove), BROKEN, ("dp rank 3", "optim_states", "missing")),
         ("a model file is missing", in_file("*rank_1_*model*", remove), BROKEN, ("dp rank 1", "model_states", "missing")),
-        ("the last rank is missing", remove_all("*rank_3_*"), BROKEN, ("cut over 4 ranks", "files of 3")),
+        ("the last rank is missing", remove_all("*rank_3_*"), BROKEN, ("zero_pp_rank_3_mp_rank_00_optim_states.pt is missing", "files of 3")),
         ("all shards are missing", remove_all("*optim_states.pt"), BROKEN, ("dp rank 0", "optim_states", "missing")),
         ("all model files are missing", remove_all("*model_states.pt"), BROKEN, ("model_states", "missing")),
         ("a shard of another count of ranks", in_file("*rank_2_*optim*", tree(put(_STATE, "partition_count", value=2))), BROKEN, ("rank_2", "cut over 2 ranks")),
         ("a shard of another step", in_file("*rank_2_*optim*", member("data/0", struct.pack("<f", 8.0))), BROKEN, ("rank_2", "`step` is 5.0", "8.0")),
         ("a model file of another step", in_file("*rank_2_*model*", tree(put("global_steps", value=6))), BROKEN, ("rank_2", "`global_steps` is 5")),
         ("a model file of another version", in_file("*rank_2_*model*", tree(put("ds_version", value="0.9"))), BROKEN, ("rank_2", "`ds_version`")),
-        ("a shape is another", in_file("*rank_0_*model*", tree(put(*_SHAPES, value=(4096, 32)))), BROKEN, ("rank_0", "sub-group 0", "36864")),
-        ("a shape is smaller", in_file("*rank_0_*model*", tree(put(*_SHAPES, value=(128, 32)))), BROKEN, ("sub-group 0",)),
+        ("a shape is another", in_file("*rank_0_*model*", tree(put(*_SHAPES, value=(4096, 32)))), BROKEN, ("rank_0", "`param_shapes`")),
+        ("a shape is smaller", in_file("*rank_0_*model*", tree(put(*_SHAPES, value=(128, 32)))), BROKEN, ("`param_shapes`", "rank_0")),
         ("a frozen slice is missing", in_file("*rank_1_*model*", tree(drop("frozen_param_fragments", "position.weight"))), BROKEN, ("rank_1", "position.weight")),
         ("a shard without masters", in_file("*rank_1_*optim*", tree(drop(_STATE, "fp32_flat_groups"))), BROKEN, ("rank_1", "fp32_flat_groups")),
         ("a shard without a group", in_file("*rank_1_*optim*", tree(drop(_STATE, _STATE, "state", 1))), BROKEN, ("rank_1",)),
@@ -605,16 +605,16 @@ _add_all(
     [
         ("a rank's shard is missing", in_file("*mp_rank_01_optim*", remove), BROKEN, ("mp rank 1", "optim_states", "missing")),
         ("a rank's model file is missing", in_file("mp_rank_02_model*", remove), BROKEN, ("mp rank 2", "model_states", "missing")),
-        ("the last rank is missing", remove_all("*mp_rank_03_*"), BROKEN, ("2 tensor-parallel by 2 pipeline ranks", "3 are here")),
+        ("the last rank is missing", remove_all("*mp_rank_03_*"), BROKEN, ("mp_rank_03_model_states.pt is missing", "files of 3 are here")),
         ("a layer of one rank is missing", in_file("layer_02-model_01*", remove), BROKEN, ("layer_02", "model_01", "missing")),
         ("a layer of all ranks is missing", remove_all("layer_02-*"), BROKEN, ("2.",)),
         ("all layers are missing", remove_all("layer_*"), BROKEN, ("no model file",)),
-        ("layers swapped between ranks", swap("layer_01-model_00*", "layer_01-model_01*"), BROKEN, ("optim_states.pt", "not those of the weights")),
-        ("layers swapped", swap("layer_01-model_00*", "layer_02-model_00*"), BROKEN, ("not those of the weights",)),
-        ("shards swapped", swap("*mp_rank_00_optim*", "*mp_rank_01_optim*"), BROKEN, ("not those of the weights",)),
+        ("layers swapped between ranks", swap("layer_01-model_00*", "layer_01-model_01*"), BROKEN, ("layer_01-model_00", "was saved as")),
+        ("layers swapped", swap("layer_01-model_00*", "layer_02-model_00*"), BROKEN, ("was saved as",)),
+        ("shards swapped", swap("*mp_rank_00_optim*", "*mp_rank_01_optim*"), BROKEN, ("was saved as",)),
         ("a rank of another step", in_file("mp_rank_02_model*", tree(put("global_steps", value=6))), BROKEN, ("mp_rank_02", "`global_steps` is 5")),
-        ("absurd degrees", in_file("mp_rank_00_model*", tree(put("checkpoint_parallel_dimensions", value={"tp_degree": 1 << 60, "pp_degree": 1 << 60}))), BROKEN, ("4 are here",)),
-        ("no degrees", in_file("mp_rank_00_model*", tree(put("checkpoint_parallel_dimensions", value={"tp_degree": 0, "pp_degree": 0}))), BROKEN, ("4 are here",)),
+        ("absurd degrees", in_file("mp_rank_00_model*", tree(put("checkpoint_parallel_dimensions", value={"tp_degree": 1 << 60, "pp_degree": 1 << 60}))), BROKEN, ("`tp_degree` is 1152",)),
+        ("no degrees", in_file("mp_rank_00_model*", tree(put("checkpoint_parallel_dimensions", value={"tp_degree": 0, "pp_degree": 0}))), BROKEN, ("`tp_degree` is 0",)),
         ("a layer of an absurd number", again("layer_02-model_01*", f"layer_{'9' * 60}-model_{'9' * 60}-model_states.pt"), BROKEN, ("layer_9",)),
         ("a rank has other names", in_file("mp_rank_01_model*", tree(drop("param_shapes", 0, "1.mlp.down.weight"))), BROKEN, ("1.mlp.down.weight",)),
     ],
@@ -807,7 +807,7 @@ _add_all(
 
 # What no header shows, but the names or the blocks do
 
-_add("zero3: a frozen shape is another", "zero3", in_file("*rank_0_*model*", tree(put("frozen_param_shapes", "position.weight", value=(64, 64)))), BROKEN, "position.weight", "[8:64, 0:64]", seen="data")
+_add("zero3: a frozen shape is another", "zero3", in_file("*rank_0_*model*", tree(put("frozen_param_shapes", "position.weight", value=(64, 64)))), BROKEN, "`frozen_param_shapes`", "rank_0")
 _add("model.pt: a group of names that are not there", "model.pt", in_file("", tree(put("optimizer", "param_groups", 0, "params", value=["ghost"]))), BROKEN, "ghost", "group 0", seen="data")
 _add("model.pt: an alias of nothing", "model.pt", _ours(put("aliases", "other", value="ghost")), BROKEN, "ghost", "other", seen="data")
 _add("universal: an alias of nothing", "universal", manifest(put("aliases", "other", value="ghost")), BROKEN, "ghost", "other", seen="data")

@@ -348,7 +348,8 @@ def test_every_rank_writes_as_much(tmp_path: Path) -> None:
 
 def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None:
     for step in (5, 10, 9):
-        save(state(seed=step), tmp_path / "run" / "checkpoint" / f"step-{step}")
+        saved = {**state(seed=step), "train_state": {"step": step, "note": "text"}}
+        save(saved, tmp_path / "run" / "checkpoint" / f"step-{step}")
     found = open_checkpoint(tmp_path / "run")
     assert_holds(found, state(seed=10))
     assert [str(notice) for notice in found.notices] == [
@@ -366,9 +367,9 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
 
 def test_a_step_is_taken_from_the_folder_only_if_nothing_else_tells(tmp_path: Path) -> None:
     saved = state()
-    save(saved, tmp_path / "step-99")
+    save(saved, tmp_path / "best-99")
     save({"model": saved["model"]}, tmp_path / "step-98")
-    assert open_checkpoint(tmp_path / "step-99").origin.step == 7
+    assert open_checkpoint(tmp_path / "best-99").origin.step == 7
     assert open_checkpoint(tmp_path / "step-98").origin.step == 98
 
 

@@ -234,6 +234,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    even_states: ClassVar[bool] = False
+    """Does the engine keep every state for every parameter of an optimizer's group?"""
 
     @abstractmethod
     def detect(self, path: Path) -> bool:

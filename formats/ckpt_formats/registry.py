@@ -72,6 +72,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
 
     from ckpt_formats.base import Options, SavedAs
     from ckpt_formats.hf.around import with_run_around
+    from ckpt_formats.lacking_states import check_states
     from ckpt_formats.one_of_several import check_alone, parts_unread
     from ckpt_formats.torchfile import check_repeated
     from ckpt_formats.unread import unread
@@ -87,6 +88,8 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
     check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
+    if format.name not in _OURS:
+        notices = (*notices, *check_states(found.parameters, found.groups, located.path, even=format.even_states))
     if is_file:
         notices = (*notices, *parts_unread(path))
     elif format.name not in _OURS:

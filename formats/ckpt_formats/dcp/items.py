@@ -6,7 +6,7 @@ the block is first asked for its values, its flaws or its checksum: a
 checkpoint may have hundreds of thousands of items, and opening it opens none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
@@ -15,9 +15,10 @@ from ckpt_formats.dcp.metadata import Item
 from ckpt_formats.dcp.zstd import DESCRIPTOR, Frame, Inflated
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
-from ckpt_formats.files import Reader, Seal
+from ckpt_formats.files import Reader, Seal, open_regular
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.tensor import Array, Blob, Raw
 from ckpt_formats.torchfile import Alike, TensorRef, Window, open_item, tensor_of
 
@@ -177,3 +178,31 @@ class Seals(Sequence[Seal]):
 
     def __len__(self) -> int:
         return len(self._all)
+
+
+def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[Item]) -> Iterator[Notice]:
+    """Files that are longer than the items that are named in them: torch writes items without gaps.
+
+    Raises `Corrupt` if what lies behind the last item is more than padding: a later save overwrote the file.
+    """
+    named: dict[str, dict[int, int]] = {}
+    for item in items:
+        held = named.setdefault(item.file, {})
+        held[item.offset] = max(item.nbytes, held.get(item.offset, 0))
+    gaps: list[str] = []
+    for file, held in named.items():
+        end, size = max(start + nbytes for start, nbytes in held.items()), sizes.get(file, 0)
+        if size > end:
+            with open_regular(folder / file) as opened:
+                opened.seek(end)
+                if opened.read(_EDGE).strip(b"\0"):
+                    raise Corrupt(
+                        f"{show(file)} has {size - end:,} bytes behind the last item that .metadata names",
+                        where=folder,
+                        hint="A later save overwrote the file: copy all files of one save again.",
+                    )
+        if sum(held.values()) < end:
+            gaps.append(file)
+    if gaps:
+        text = "these files hold bytes that no item of .metadata names: what was saved there is not read"
+        yield Notice(text, tuple(gaps), Weight.LOST)

@@ -11,7 +11,8 @@ A block is found by its FQN and its offsets; the index that is saved beside them
 is only a hint. Chunks come in any order. Shards that are empty are listed too.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path, PurePosixPath
@@ -75,6 +76,8 @@ class Metadata:
     """All that it names, also those with nothing but empty shards."""
     items: Collection[Item]
     notices: tuple[Notice, ...] = ()
+    nesting: tuple[Notice, ...] = ()
+    """Of how paths were found, for whoever needs them."""
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -83,10 +86,30 @@ def read_metadata(path: Path) -> Metadata:
     return _Reading(path).metadata(root)
 
 
+_VERSION = "1.0.0"
+_MOST_COUNTED = 1 << 24
+_TAKEN_APART = (
+    "the metadata do not say how the state dict was nested: its names are taken apart behind those of the model and "
+    "the optimizer"
+)
+_OPTIMIZER = re.compile(r"(optim(?:izer)?(?:_state)?(?:_dict)?)\.state\..+")
+
+
+def _apart(names: Sequence[str], tensors: Collection[str]) -> dict[str, Steps]:
+    """The path of each name, where nothing tells: a flat state dict, but for an optimizer's own dict in it."""
+    heads = {match[1] for name in names if (match := _OPTIMIZER.fullmatch(name))}
+    if heads and {name.partition(".")[0] for name in tensors} <= {*heads, "model"}:
+        heads.add("model")
+    parts = {name: name.partition(".") for name in names}
+    return {name: (head, rest) if head in heads and rest else (name,) for name, (head, _, rest) in parts.items()}
+
+
 class _Reading:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, str] = {}
+        self._unlisted: set[Key] = set()
+        """Blocks and objects that have a place, until they are met among those that are listed."""
 
     def metadata(self, root: Value) -> Metadata:
         if type(root) is not Record or root.cls.name != "Metadata" or not isinstance(root.state, dict):
@@ -99,6 +122,7 @@ class _Reading:
         if "planner_data" not in root.state:
             raise self._corrupt("it does not say how names are made, not even that they are not")
         items = self._items(placed)
+        self._unlisted = set(items) if len(items) < _MOST_COUNTED else set()
         tensors: dict[str, Stored] = {}
         objects: dict[str, Item] = {}
         for name, entry in entries.items():
@@ -110,10 +134,22 @@ class _Reading:
                 if item is None:
                     raise self._corrupt(f"it does not say where `{show(name)}` is stored")
                 objects[name] = item
+                self._unlisted.discard((name, None))
             else:
                 raise self._corrupt(f"`{show(name)}` is neither a tensor nor an object")
-        paths, notices = self._paths(root.get("planner_data"), entries)
-        return Metadata(tensors, objects, paths, tuple(self._files), items.values(), notices)
+        if self._unlisted:
+            fqn, at = min(self._unlisted, key=str)
+            raise self._corrupt(
+                f"it says where a block of `{show(fqn)}` at {'no place' if at is None else list(at)} is stored, "
+                "but lists no such block"
+            )
+        paths, nesting = self._paths(root.get("planner_data"), entries, tensors)
+        notices: tuple[Notice, ...] = ()
+        version = root.get("version")
+        if version not in (None, _VERSION):
+            text = f"the metadata are of version {show(str(version))[:20]}, which is not known: read as {_VERSION}"
+            notices = (Notice(text, weight=Weight.UNSURE),)
+        return Metadata(tensors, objects, paths, tuple(self._files), items.values(), notices, nesting)
 
     def _items(self, placed: Mapping[Value, Value]) -> dict[Key, Item]:
         found: dict[Key, Item] = {}
@@ -154,8 +190,9 @@ class _Reading:
                     raise self._corrupt(f"a block of tensor `{show(name)}` has an impossible shape")
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self._corrupt(f"a block of tensor `{show(name)}` has {len(offsets)} axes, not {len(shape)}")
+            start = tuple(offsets)
+            self._unlisted.discard((name, start))
             if 0 not in sizes:
-                start = tuple(offsets)
                 blocks.append((Box(start, tuple(map(add, start, sizes))), items.get((name, start))))
         return Stored(dtype, tuple(shape), tuple(blocks))
 
@@ -170,12 +207,17 @@ class _Reading:
             raise Unsupported(f"tensor `{show(name)}` has elements of type {show(str(found))}", where=self._path)
         return DTYPES[found.name]
 
-    def _paths(self, said: Value, names: Iterable[str]) -> tuple[dict[str, Steps], tuple[Notice, ...]]:
+    def _paths(
+        self, said: Value, names: Iterable[str], tensors: Collection[str]
+    ) -> tuple[dict[str, Steps], tuple[Notice, ...]]:
         """Each name's path in the state dict. Names are never taken apart: they have dots of their own."""
         if not said or not isinstance(said, dict):
             unknown = Notice("the planner's data are of an unknown kind: names stay flat", weight=Weight.UNSURE)
-            return {name: (name,) for name in names}, (unknown,) if said else ()
-        paths: dict[str, Steps] = {}
+            paths = _apart(tuple(names), tensors)
+            apart = Notice(_TAKEN_APART, weight=Weight.UNSURE)
+            notices = (*((unknown,) if said else ()), *((apart,) if any(len(p) > 1 for p in paths.values()) else ()))
+            return paths, notices
+        paths = {}
         for name in names:
             path = said.get(name)
             if type(path) not in (tuple, list) or not path or not all(type(key) in (str, int) for key in path):

@@ -24,7 +24,7 @@ def plan_parts(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
     """The files. Raises `Unsupported` for what PyTorch cannot hold."""
     keys = goal.keys or keys_of(source.origin.layout.get("keys")) or NESTED
     pair = goal.keys == ACCELERATE or (goal.keys is None and source.origin.layout.get(PAIR) is True)
-    tree = state_tree(source, keys)
+    tree = state_tree(source, keys, objects=True)
     placing = _Placing(source, mesh_of(source, goal), _rules(source, goal))
     if not pair:
         return tuple(placing.parts("", tree))

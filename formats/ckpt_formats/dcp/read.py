@@ -1,13 +1,14 @@
 """Reading: from the metadata and the small items to the index of a checkpoint."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Options, Origin, Shard
-from ckpt_formats.dcp.folder import Member, find, leftovers, rank_of
+from ckpt_formats.dcp.folder import ACCELERATE, Found, Member, find, leftovers, rank_of
 from ckpt_formats.dcp.garbage import uncollected
-from ckpt_formats.dcp.items import Block, Items, Seals
+from ckpt_formats.dcp.items import Block, Items, Seals, unnamed_bytes
 from ckpt_formats.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
 from ckpt_formats.dcp.nesting import nested
 from ckpt_formats.dcp.objects import Objects, check_between
@@ -20,6 +21,7 @@ from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.keys import TORCHTITAN
 from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.statements import Statement, check_agreement, step_in_name
 from ckpt_formats.tensor import Fragment, Tensor, with_replicas
 from ckpt_formats.values import Value
 
@@ -29,6 +31,10 @@ RANKS = "ranks"
 """The key, among the extras, of what ranks saved for themselves."""
 _COPIES = ("replicated", "averaged", "first")
 """Rules that speak of whole copies. All others are about shards, which the metadata know better."""
+
+_MEGATRON = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+"""Megatron's name of an object: its key, its place, and how many there are."""
+_STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_-]?0*(\d{1,15})")
 
 
 def read(path: Path, options: Options) -> Checkpoint:
@@ -49,6 +55,7 @@ def _checkpoint(path: Path, options: Options) -> Checkpoint:
             raise Corrupt(f"two folders hold a state dict called `{show(twice)}`", where=path)
         tree |= part.tree
     state = training_state(tree, path, options.order, options.orders)
+    _check_step(state.step, found, path)
     step = found.step if state.step is None else state.step
     ranks = [rank for part in parts for rank in part.ranks]
     layout = {
@@ -89,6 +96,7 @@ class _Part:
 def _read(member: Member, rules: Sequence[Rule]) -> _Part:
     folder = member.folder
     by_rank = [read_metadata(path) for path in member.metadata]
+    _check_engine(folder, by_rank)
     sizes = _sizes(folder, by_rank)
     ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
     shards = [Shard(path, path.stat().st_size, "metadata") for path in member.metadata]
@@ -100,7 +108,8 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
     paths: dict[str, Steps] = {}
     for metadata in by_rank:
         paths |= metadata.paths
-        part.notices += metadata.notices
+        part.notices += (*metadata.notices, *metadata.nesting)
+    part.notices += unnamed_bytes(folder, sizes, [item for metadata in by_rank for item in metadata.items])
     part.tree = nested(values, paths, folder)
     if apart:
         part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
@@ -109,6 +118,27 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
         text = f"{show(folder.name)} has leftovers of another save, which no metadata name"
         part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
     return part
+
+
+def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
+    """Raises `Incomplete` for what only Megatron writes, whose own files would have marked it as Megatron's."""
+    for metadata in by_rank:
+        if odd := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
+            raise Incomplete(
+                f"common.pt and metadata.json are missing, which Megatron writes beside objects such as `{show(odd)}`",
+                where=folder,
+                hint="Copy all files of the iteration's folder.",
+            )
+
+
+def _check_step(state_step: int | None, found: Found, path: Path) -> None:
+    """Raises `Corrupt` if the folder's name states another step than what was saved in it."""
+    first = found.members[0].folder
+    folder = first.parent if len(found.members) > 1 else first
+    if first.name in ACCELERATE:
+        folder = first.parent
+    stated = Statement("the step", "the training state that was saved", state_step)
+    check_agreement((stated, step_in_name(folder, _STEP_FOLDER)), path)
 
 
 def _tensors(

@@ -9,16 +9,17 @@ carried     everything that is not a tensor of the model
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Goal, Options, Origin, Part, Receipt, WritableFormat
-from ckpt_formats.deepspeed.carried import carry
+from ckpt_formats.deepspeed.agreement import doubtful_steps
+from ckpt_formats.deepspeed.carried import BUFFERS, UNPLACED, carry
 from ckpt_formats.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.deepspeed.one_run import check_one_run
 from ckpt_formats.deepspeed.pipeline import find_pipeline
-from ckpt_formats.deepspeed.rank import read_ranks
+from ckpt_formats.deepspeed.rank import Rank, read_ranks
 from ckpt_formats.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
 from ckpt_formats.deepspeed.target import settle_target
@@ -26,7 +27,7 @@ from ckpt_formats.deepspeed.weights import tied_layers
 from ckpt_formats.deepspeed.write_parts import parts
 from ckpt_formats.errors import form_of
 from ckpt_formats.layout import Layout, Rule
-from ckpt_formats.notices import Notice
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
@@ -36,6 +37,7 @@ from ckpt_formats.values import Value
 class DeepSpeed(WritableFormat):
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
+    even_states = True
     degrees = ("dp", "tp", "pp", "stages", "zero")
 
     def detect(self, path: Path) -> bool:
@@ -73,17 +75,18 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
     optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
     optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
-    extras = carry(models, optims, parameters)
+    beside = {path: items for rank in ranks for path, items in rank.beside.items()}
+    extras = carry(models, optims, parameters, beside)
     return Checkpoint(
         path,
         origin_of(step, [list(stage) for stage in stages]),
         parameters,
-        merge_groups([rank.groups for rank in ranks]),
+        merge_groups([rank.groups for rank in ranks], step.folder.path),
         extras,
         {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
         tuple(shards(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
-        notices_of(tied),
+        (*notices_of(tied), *_notices(step, ranks, extras)),
         layout=Layout((*options.rules, *own_rules(step, 0))),
     )
 
@@ -98,6 +101,23 @@ def notices_of(tied: list[str]) -> tuple[Notice, ...]:
     if not tied:
         return ()
     return (Notice("on several pipeline stages, where the first stage's copy counts", tuple(tied)),)
+
+
+def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> Iterator[Notice]:
+    models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
+    yield from doubtful_steps(models)
+    if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
+        text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
+        yield Notice(text, tuple(twice), Weight.LOST)
+    if unknown := tuple(name for rank in ranks for name in rank.unknown):
+        text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
+        yield Notice(text, unknown, Weight.UNSURE)
+    if any(BUFFERS in items for rank in ranks for items in rank.beside.values()):
+        text = "ranks have other values of some buffers: the first rank's count, the others are carried under `ranks`"
+        yield Notice(text)
+    if unplaced := sorted({key for rank in ranks for items in rank.beside.values() for key in items.get(UNPLACED, ())}):
+        text = "states of the optimizer's groups that fit no parameter: carried as each rank has them"
+        yield Notice(text, tuple(unplaced), Weight.UNSURE)
 
 
 def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:

@@ -5,6 +5,7 @@ by name, since another layout makes it untrue.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from ckpt_formats.base import Parameter
 from ckpt_formats.extras import lift
@@ -12,6 +13,12 @@ from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.typed_json import same
 from ckpt_formats.values import Value
 
+BUFFERS = "buffers"
+"""Of a rank among the extras: the model's buffers that it has otherwise than the first rank."""
+UNPLACED = "unplaced_state"
+"""Of an optimizer among the extras: states that have not an element for each of the parameters'."""
+BASE = "base_optimizer"
+"""Of an optimizer among the extras: what the inner one of two keeps beside states and groups."""
 _LAYOUT_OF_MODEL = {
     "module",
     "optimizer",
@@ -44,16 +51,22 @@ _LAYOUT_OF_OPTIMIZER = {
 
 
 def carry(
-    models: Mapping[str, TorchFile], optims: Mapping[str, TorchFile], parameters: dict[str, Parameter]
+    models: Mapping[str, TorchFile],
+    optims: Mapping[str, TorchFile],
+    parameters: dict[str, Parameter],
+    beside: Mapping[Path, Mapping[str, Value]] | None = None,
 ) -> dict[str, Value]:
     """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
 
-    Tensors among them are added to `parameters`.
+    `beside` has more items of each file, which readers of tensors found. Tensors among
+    them all are added to `parameters`.
     """
+    more = beside or {}
     extras: dict[str, Value] = {}
     others: dict[str, dict[str, Value]] = {}
     for i, (rank, file) in enumerate(models.items()):
         items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
+        items = {**_of_model(more.get(file.path, {})), **items}
         _add(
             extras if i == 0 else others.setdefault(rank, {}),
             extras,
@@ -64,7 +77,8 @@ def carry(
     first: dict[str, Value] = {}
     for i, (rank, file) in enumerate((optims or models).items()):  # stage 0 has the optimizer in the model's file
         own: dict[str, Value] = first if i == 0 else {}
-        _add(own, first, _optimizer_items(file), "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
+        items = _optimizer_items(file) | {k: v for k, v in more.get(file.path, {}).items() if k == UNPLACED}
+        _add(own, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
         if i and own:
             others.setdefault(rank, {})["optimizer"] = own
     if first:
@@ -74,12 +88,22 @@ def carry(
     return extras
 
 
+def _of_model(items: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: value for key, value in items.items() if key != UNPLACED}
+
+
 def _optimizer_items(file: TorchFile) -> dict[str, Value]:
     root = file.root.get("optimizer_state_dict")
     own = ("optimizer_state_dict", "ds_config", "optimizer")
     outer = {} if "module" in file.root else {key: value for key, value in file.root.items() if key not in own}
     inner = root if isinstance(root, dict) else file.root.get("optimizer") or {}
-    return {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
+    items = {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
+    rest: dict[str, Value] = {}
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        base = inner.get(key)
+        if isinstance(base, dict):
+            rest |= {str(k): v for k, v in base.items() if k not in ("state", "param_groups")}
+    return {**items, BASE: rest} if rest else items
 
 
 def _add(

@@ -21,6 +21,7 @@ _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OWN = (_MODEL, _MODEL3, _OPTIM)
+_KINDS = (*_OWN, _EXPERT_OPTIM, _EXPERT, _LAYER)
 _MOST_LATEST = 4096
 
 
@@ -51,6 +52,14 @@ class Folder:
     def dp(self) -> int:
         """The data-parallel degree, likewise; 0 if no file tells."""
         return 1 + max((dp for _, dp in (*self.model3, *self.optim)), default=-1)
+
+
+def rank_in_name(name: str) -> tuple[int, ...] | None:
+    """The kind of file that DeepSpeed gives this name, and the numbers in it; None if it has no such names."""
+    for kind, pattern in enumerate(_KINDS):
+        if match := pattern.fullmatch(name):
+            return kind, *map(int, match.groups())
+    return None
 
 
 def is_step(path: Path) -> bool:
@@ -102,6 +111,7 @@ def list_folder(path: Path) -> Folder:
     if folder.model and folder.model3:
         raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
     check_models(folder)
+    _check_experts(folder)
     if folder.optim or folder.model3:
         _check_grid("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder, folder.optim, folder.dp)
     return folder
@@ -146,6 +156,33 @@ def check_models(folder: Folder) -> None:
         _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
     else:
         _check_grid("mp_rank_MM_model_states.pt", folder, {(mp, 0) for mp in folder.model}, 1)
+
+
+def _check_experts(folder: Folder) -> None:
+    """Every MoE layer that has files has those of all its experts, of ranks that there are."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for mp, layer, expert in folder.experts:
+        found.setdefault((mp, layer), set()).add(expert)
+    for (mp, layer), experts in found.items():
+        missing = next((number for number in range(len(experts)) if number not in experts), None)
+        if missing is not None:
+            raise Incomplete(
+                f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing "
+                f"({len(experts)} of the {max(experts) + 1} experts of this layer are here)",
+                where=folder.path,
+                hint="Copy the files of all experts into one folder.",
+            )
+        if mp >= folder.mp:
+            name = folder.experts[mp, layer, 0].name
+            raise Corrupt(f"{name} is of no rank that has a model file", where=folder.path, hint=_MIXED)
+    layers = {mp: {layer for rank, layer in found if rank == mp} for mp, _ in found}
+    for mp, held in layers.items():
+        if (lacking := next((layer for layer in range(max(held)) if layer not in held), None)) is not None:
+            raise Incomplete(
+                f"layer_{lacking}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: MoE layer {max(held)} has files",
+                where=folder.path,
+                hint="Copy the files of all experts into one folder.",
+            )
 
 
 def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]], width: int) -> None:

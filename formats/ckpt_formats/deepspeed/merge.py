@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ckpt_formats.base import Group, Parameter
 from ckpt_formats.deepspeed.rank import Rank
+from ckpt_formats.deepspeed.states import has_tensor_in
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.layout import Layout, Rule, merge
+from ckpt_formats.naming import show
 from ckpt_formats.tensor import Tensor
+from ckpt_formats.typed_json import same
 
 
 def merge_rows(ranks: Sequence[Rank], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
@@ -62,17 +66,46 @@ def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, P
     return merged, list(dict.fromkeys(again))
 
 
-def merge_groups(ranks: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
-    """Groups of the same place on all ranks are one group; its options are the first rank's."""
+def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
+    """Groups with the same options are one, first of all those of the same place on two ranks.
+
+    Raises `Corrupt` if a parameter is then in two groups: its ranks disagree on its options.
+    """
     merged: list[Group] = []
     for groups in ranks:
         for i, group in enumerate(groups):
-            if i == len(merged):
+            places = (i, *range(len(merged)))
+            at = next((n for n in places if n < len(merged) and _joins(merged[n], group)), len(merged))
+            if at == len(merged):
                 merged.append(group)
             else:
-                names = dict.fromkeys((*merged[i].names, *group.names))
-                merged[i] = Group(merged[i].options or group.options, tuple(names))
+                names = dict.fromkeys((*merged[at].names, *group.names))
+                merged[at] = Group(merged[at].options or group.options, tuple(names))
+    seen: dict[str, Group] = {}
+    for group in merged:
+        for name in group.names:
+            other = seen.setdefault(name, group)
+            if other is not group:
+                odd = sorted(k for k in {*other.options, *group.options} if not _alike(other, group, k))
+                raise Corrupt(
+                    f"`{show(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
+                    f"{', '.join(map(show, odd[:3]))}",
+                    where=where,
+                    hint="Files of several steps or runs were mixed: copy all files of one step again.",
+                )
     return tuple(merged)
+
+
+def _joins(one: Group, other: Group) -> bool:
+    """Are their options the same, as far as anything but tensors can tell? A group without parameters may lack them."""
+    if not one.options or not other.options:
+        return True
+    return all(_alike(one, other, key) for key in {*one.options, *other.options})
+
+
+def _alike(one: Group, other: Group, key: str) -> bool:
+    a, b = one.options.get(key), other.options.get(key)
+    return has_tensor_in(a) or has_tensor_in(b) or same(a, b)
 
 
 def _rule(name: str, parameter: Parameter, layout: Layout, tp: int) -> Rule | None:

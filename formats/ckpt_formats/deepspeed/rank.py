@@ -1,16 +1,27 @@
 """All that one model-parallel rank has, under the names of the model, in local shapes."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Group, Parameter, Role
+from ckpt_formats.deepspeed.carried import BUFFERS, UNPLACED
 from ckpt_formats.deepspeed.experts import is_expert
 from ckpt_formats.deepspeed.stage0 import read_whole
 from ckpt_formats.deepspeed.states import Optimized
 from ckpt_formats.deepspeed.step import Step
 from ckpt_formats.deepspeed.tree import get
-from ckpt_formats.deepspeed.weights import Weights, model_dtype, read_experts, read_layers, read_module, with_aliases
+from ckpt_formats.deepspeed.weights import (
+    Weights,
+    model_dtype,
+    others_in,
+    own_buffers,
+    read_experts,
+    read_layers,
+    read_module,
+    with_aliases,
+)
 from ckpt_formats.deepspeed.zero3 import read_sub_groups
 from ckpt_formats.deepspeed.zero12 import mapped_names, read_groups, stated_shapes
 from ckpt_formats.dtypes import DTYPES
@@ -19,6 +30,7 @@ from ckpt_formats.geometry import Shape
 from ckpt_formats.numbering import Named
 from ckpt_formats.tensor import Decoded, Tensor, with_replicas
 from ckpt_formats.torchfile import TorchFile
+from ckpt_formats.values import Value
 
 Layers = Mapping[tuple[int, int], TorchFile]
 
@@ -30,6 +42,10 @@ class Rank:
     parameters: Mapping[str, Parameter]
     groups: tuple[Group, ...]
     aliases: Mapping[str, str]
+    beside: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
+    """More items of each file, that are no tensors of the model."""
+    unknown: tuple[str, ...] = ()
+    """Tensors of the model in files of layers that no optimizer knows."""
 
 
 def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
@@ -43,12 +59,37 @@ def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
         before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
         optimized.append(_optimizer(step, mp, module, layers, before, order))
     everywhere = {name for one in optimized for name in one.states}
+    unknown: list[tuple[str, ...]] = []
     for mp, module in enumerate(modules):
         found = read_layers(layers, mp % step.tp, sorted(everywhere))
+        unknown.append(tuple(n for n in found if mp < step.tp and n not in everywhere))
         # A layer's file does not tell its stage; the optimizer does. What no optimizer has goes to the first.
         mine = optimized[mp].states.keys()
         module.tensors |= {n: t for n, t in found.items() if n in mine or (mp < step.tp and n not in everywhere)}
-    return [_rank(step, module, one) for module, one in zip(modules, optimized, strict=True)]
+    return [
+        replace(_rank(step, module, one), beside=_beside(step, mp, one, layers), unknown=unknown[mp])
+        for mp, (module, one) in enumerate(zip(modules, optimized, strict=True))
+    ]
+
+
+def _beside(step: Step, mp: int, optimized: Optimized, layers: Layers) -> dict[Path, dict[str, Value]]:
+    """What a rank's files hold beside tensors of the model and elements of flat buffers."""
+    files = step.models(mp)
+    found: dict[Path, dict[str, Value]] = {path: {UNPLACED: held} for path, held in optimized.unplaced.items()}
+    buffers = own_buffers(files) if step.stage3 else {}
+    for file in files:
+        items = others_in(file)
+        if file.path in buffers:
+            items[BUFFERS] = buffers[file.path]
+        found.setdefault(file.path, {}).update(items)
+    experts = (step.files[path] for (rank, _, _), path in step.folder.experts.items() if rank == mp)
+    of_layers = ((f"{n}.", file) for (n, tp), file in layers.items() if tp == mp and mp < step.tp)
+    for prefix, file in (*((_IN_EXPERTS, file) for file in experts), *of_layers):
+        found[files[0].path].update(others_in(file, prefix))
+    return found
+
+
+_IN_EXPERTS = "experts."
 
 
 def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:

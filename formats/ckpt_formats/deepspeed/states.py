@@ -10,11 +10,27 @@ from ckpt_formats.base import Group
 from ckpt_formats.deepspeed.tree import is_tensor, tensor
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader
+from ckpt_formats.statements import MIXED
 from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.torchfile import TorchFile
+from ckpt_formats.typed_json import same
 from ckpt_formats.values import Value
 
-_HINT = "Files of several steps or runs were mixed: copy all files of one step again."
+_HINT = MIXED
+ELEMENTWISE = frozenset(
+    [
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "sum",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+    ]
+)
+"""States of well-known optimizers that have an element for each of the parameter's."""
 
 
 @dataclass
@@ -24,6 +40,8 @@ class Optimized:
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[str, dict[str, Value]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    unplaced: dict[Path, dict[str, Value]] = field(default_factory=dict)
+    """By file: states that have not an element for each of the parameters', by group and name."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,30 @@ def options_of(group: Value, where: Path) -> dict[str, Value]:
     if not isinstance(group, dict):
         raise Corrupt("a parameter group is not a mapping", where=where)
     return {str(key): value for key, value in group.items() if key != "params"}
+
+
+def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchFile], number: int) -> None:
+    """The options of a group as the file of each rank has them. Raises `Corrupt` if two differ, such as in `lr`."""
+    for own, file in zip(options, files, strict=True):
+        for key in dict.fromkeys((*options[0], *own)):
+            one, other = options[0].get(key), own.get(key)
+            if not has_tensor_in(one) and not has_tensor_in(other) and not same(one, other):
+                raise _mixed(f"{key} of group {number}", [files[0], file], [str(one), str(other)])
+
+
+def has_tensor_in(value: Value) -> bool:
+    """Is it a tensor, or a list with one in it?"""
+    return is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(is_tensor, value)))
+
+
+def check_count(what: str, held: int, shapes: int, file: TorchFile) -> None:
+    """Raises `Corrupt` if a file holds something of more or fewer groups than the model's file lists."""
+    if held != shapes:
+        raise Corrupt(
+            f"the optimizer holds {what} of {held} groups, but `param_shapes` lists {shapes}",
+            where=file.path,
+            hint=_HINT,
+        )
 
 
 def _agree(name: str, found: Sequence[Tensor], files: Sequence[TorchFile]) -> None:

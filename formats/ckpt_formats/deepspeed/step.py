@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.base import Shard
+from ckpt_formats.deepspeed.agreement import check_files
 from ckpt_formats.deepspeed.folder import Folder
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.identity import in_threads
@@ -54,15 +55,7 @@ def open_step(folder: Folder) -> Step:
         if not isinstance(file.root, dict):
             raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)
     models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
-    for key in ("global_steps", "dp_world_size", "ds_version"):
-        values = {str(file.root.get(key)): file.path for file in models}
-        if len(values) > 1:
-            (a, first), (b, second) = list(values.items())[:2]
-            raise Corrupt(
-                f"`{key}` is {a} in {first.name} but {b} in {second.name}",
-                where=folder.path,
-                hint="Files of several steps or runs were mixed: copy all files of one step again.",
-            )
+    check_files(folder, files, models)
     return Step(folder, files, *_degrees(folder, models[0]))
 
 

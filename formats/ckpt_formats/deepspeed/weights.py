@@ -3,13 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
 from ckpt_formats.deepspeed.tree import get, is_tensor, shape_of, tensor, vector
 from ckpt_formats.deepspeed.zero3 import sliced
 from ckpt_formats.dtypes import DTYPES, DType
-from ckpt_formats.tensor import Raw, Tensor, with_replicas
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Shape
+from ckpt_formats.naming import show
+from ckpt_formats.tensor import Raw, Tensor, read, with_replicas
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
+
+_MOST_COMPARED = 1 << 20
+"""Bytes of a buffer that are read to compare ranks."""
 
 
 @dataclass
@@ -45,7 +53,7 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
     buffers = {str(name) for name in file.root.get("buffer_names") or ()}
     for name, value in _tensors(module):
         found.order.append(name)
-        if stage3 and name not in buffers:
+        if stage3 and name not in buffers and not value.size:
             continue  # stage 3 leaves an empty place holder
         found.tensors[name] = tensor(value, file.path)
         if name in buffers:
@@ -57,10 +65,60 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
         if stage3:
             slices = [vector(get(f.root["frozen_param_fragments"], name, object, f.path), f.path) for f in files]
             found.tensors[str(name)] = sliced(shape, slices) if prod(shape) else Tensor(shape, slices[0].dtype, ())
+        else:
+            _check_frozen(found, str(name), shape, file)
     found.aliases = {str(a): str(b) for a, b in (file.root.get("shared_params") or {}).items() if a != b}
     if file.root.get("shared_params") is None:
         found.aliases = _shared(found)
     return found
+
+
+def _check_frozen(found: Weights, name: str, shape: Shape, file: TorchFile) -> None:
+    """Before stage 3 a frozen parameter is in the module, and again among the fragments: the same values twice."""
+    fragments = file.root.get("frozen_param_fragments")
+    again = fragments.get(name) if isinstance(fragments, dict) else None
+    copies = [one for one in (found.tensors.get(name), tensor(again, file.path) if is_tensor(again) else None) if one]
+    for one in copies:
+        if one.shape != shape or one.dtype != copies[0].dtype:
+            raise Corrupt(
+                f"frozen parameter `{show(name)}` is {one.dtype.name} {list(one.shape)}, but listed as {list(shape)}",
+                where=file.path,
+            )
+    if copies:
+        distinct = len(copies) == 2 and _place(copies[0]) != _place(copies[1])
+        found.tensors[name] = with_replicas(copies) if distinct else copies[0]
+
+
+def others_in(file: TorchFile, prefix: str = "") -> dict[str, Value]:
+    """What a model's or layer's state dict holds that is no tensor, such as the extra states of its modules."""
+    module = file.root if prefix else file.root.get("module") or {}
+    return {f"{prefix}{name}": value for name, value in module.items() if not is_tensor(value)}
+
+
+def own_buffers(files: Sequence[TorchFile]) -> dict[Path, dict[str, Value]]:
+    """Stage 3: the buffers that a data-parallel rank has otherwise than the first, such as running means."""
+    buffers = {str(name) for name in files[0].root.get("buffer_names") or ()}
+    first = dict(_tensors(files[0].root.get("module") or {}))
+    found: dict[Path, dict[str, Value]] = {}
+    with Reader(check=False) as reader:
+        for file in files[1:]:
+            own = dict(_tensors(file.root.get("module") or {}))
+            for name in sorted(buffers & own.keys()):
+                if name not in first or not _equal(first[name], own[name], files[0], file, reader):
+                    found.setdefault(file.path, {})[name] = own[name]
+    return found
+
+
+def _equal(one: Value, other: Value, first: TorchFile, file: TorchFile, reader: Reader) -> bool:
+    """The same values? Large ones are compared by their checksums, and without any count as different."""
+    a, b = tensor(one, first.path), tensor(other, file.path)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a.nbytes <= _MOST_COMPARED:
+        return read(a, reader).tobytes() == read(b, reader).tobytes()
+    seals = [raw.seal if raw is not None else None for raw in map(_place, (a, b))]
+    marks = {(seal.kind, seal.digest) for seal in seals if seal is not None and seal.nbytes == a.nbytes}
+    return None not in seals and len(marks) == 1
 
 
 def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names: Sequence[str]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_formats.base import MODEL, Parameter
+from ckpt_formats.deepspeed.carried import BUFFERS
 from ckpt_formats.deepspeed.partitions import chunk
 from ckpt_formats.deepspeed.rules import ORIGIN
 from ckpt_formats.deepspeed.target import Target
@@ -41,6 +42,7 @@ def model_file(target: Target, local: Local, rank: str) -> dict[str, Value]:
     module.update(weights)
     aliases = {alias: name for alias, name in target.source.aliases.items() if name in weights}
     module.update((alias, weights[name]) for alias, name in aliases.items())
+    module.update(_extra_states(target, rank))
     partitioned = target.stage > 0
     frozen = {name: p for name, p in local.items() if p.role == "frozen"} if target.stage == 2 else None
     shapes = [_shapes(local, flat_order(target, group)) for group in target.source.groups]
@@ -64,6 +66,14 @@ def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
         module[name] = parameter.states[MODEL] if parameter.role == "buffer" else empty
     aliases = {alias: name for alias, name in target.source.aliases.items() if name in local}
     module.update((alias, empty) for alias in aliases)
+    own = target.of_rank(rank).get(BUFFERS)
+    buffers = (
+        {str(name): lower(value, target.source.parameters) for name, value in own.items()}
+        if isinstance(own, dict)
+        else {}
+    )
+    module.update({name: value for name, value in buffers.items() if name in module})
+    module.update(_extra_states(target, rank))
     frozen = {name: p for name, p in local.items() if p.role == "frozen"}
     slices = {n: slice_of(p.states[MODEL], chunk(p.weight.size, target.dp), dp_rank) for n, p in frozen.items()}
     return {
@@ -76,6 +86,16 @@ def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
         "frozen_param_fragments": _ordered(slices),
         **_carried(target, rank),
     }
+
+
+def _extra_states(target: Target, rank: str) -> dict[str, Value]:
+    """What modules saved by `get_extra_state`: its place is among the tensors."""
+    items = {**target.source.extras, **target.of_rank(rank)}
+    return {k: lower(v, target.source.parameters) for k, v in items.items() if _is_extra_state(k)}
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.endswith("._extra_state")
 
 
 def _shapes(local: Local, names: Iterable[str]) -> StdDict:
@@ -92,7 +112,9 @@ def _carried(target: Target, rank: str) -> dict[str, Value]:
     """Counters, schedulers and the client's own items, with the degrees of the new layout."""
     source = target.source
     extras = {key: value for key, value in source.extras.items() if key not in ("optimizer", "ranks")}
-    extras |= {key: value for key, value in target.of_rank(rank).items() if key != "optimizer"}
+    extras |= {key: value for key, value in target.of_rank(rank).items() if key not in ("optimizer", BUFFERS)}
+    if target.pipeline is None:
+        extras = {key: value for key, value in extras.items() if not _is_extra_state(key)}
     info = extras.get(ORIGIN)
     if isinstance(info, dict) and target.tp != source.origin.layout.get("tp"):
         extras[ORIGIN] = {key: value for key, value in info.items() if key not in _OF_OLD_DEGREE}

@@ -12,12 +12,20 @@ from pathlib import Path
 from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.experts import ExpertNames, expert_ranks
 from ckpt_formats.deepspeed.partitions import gathered, starts
-from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
-from ckpt_formats.deepspeed.tree import get, shape_of, vector
+from ckpt_formats.deepspeed.states import (
+    ELEMENTWISE,
+    Optimized,
+    check_count,
+    check_options,
+    options_of,
+    sort_state,
+)
+from ckpt_formats.deepspeed.tree import get, is_tensor, shape_of, vector
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.flat import Piece, tensor_in
 from ckpt_formats.geometry import Shape
 from ckpt_formats.safetensors_file import natural
+from ckpt_formats.statements import MIXED
 from ckpt_formats.tensor import Raw, Tensor, with_replicas
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
@@ -36,6 +44,8 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
     roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     # `BF16_Optimizer`, whose files name no stage, minds neither this nor alignment.
     round_robin = isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and "zero_stage" in roots[0]
+    for root, file in zip(roots, optims, strict=True):
+        _check_groups(root, file, len(groups))
     for g, shapes in enumerate(groups):
         count = _count(roots, optims, g)
         names: list[str] = []
@@ -45,6 +55,7 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
             local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
             _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
             names += gathered(list(local), count) if round_robin else local
+        check_options([_options(root, g, file.path) for root, file in zip(roots, optims, strict=True)], optims, g)
         found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
     _check_names(groups, roots, optims)
     return found
@@ -117,10 +128,19 @@ def _read_group(
     wholes: dict[str, dict[str, Tensor]] = {}
     for key, values in state.vectors.items():
         vectors = [vector(value, file.path) for value, file in zip(values, files, strict=True)]
-        if any(v.shape[0] > length for v in vectors):
-            wholes[key] = _whole_per_rank(key, shapes, begins, length, vectors, files)
-        else:
+        if all(_fits(v.shape[0], rank, length, begins[-1]) for rank, v in enumerate(vectors)):
             by_state[key] = [Piece(rank * length, v) for rank, v in enumerate(vectors)]
+        elif (copies := _whole_per_rank(shapes, begins, length, vectors)) is not None:
+            wholes[key] = copies
+        elif key in ELEMENTWISE:
+            raise Corrupt(
+                f"the optimizer state `{key}` of group {g} has a length that fits no parameter", where=files[0].path
+            )
+        else:
+            _keep_apart(found, g, key, values, files)
+    step = roots[0].get("base_optimizer_state_step")  # elastic checkpoints have it apart
+    if step is not None and not is_tensor(step) and "step" not in state.scalars:
+        state.values.setdefault("step", step)
     for (name, shape), begin in zip(shapes.items(), begins, strict=False):
         found.states[name] = {
             **{key: tensor_in(shape, pieces[0].vector.dtype, begin, pieces) for key, pieces in by_state.items()},
@@ -130,32 +150,57 @@ def _read_group(
         found.values[name] = dict(state.values)
 
 
+def _fits(size: int, rank: int, length: int, end: int) -> bool:
+    """Is it a rank's partition of a flat buffer with so many elements, whole or without the padding at its end?"""
+    return size == length or (size < length and rank * length + size >= end)
+
+
+def _keep_apart(found: Optimized, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]) -> None:
+    """A state of a shape of its own, such as the errors that 1-bit Adam keeps of its communication."""
+    for value, file in zip(values, files, strict=True):
+        found.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
+
+
 def _whole_per_rank(
-    key: str,
-    shapes: Mapping[str, Shape],
-    begins: Sequence[int],
-    length: int,
-    vectors: Sequence[Raw],
-    files: Sequence[TorchFile],
-) -> dict[str, Tensor]:
-    """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum)."""
+    shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[Raw]
+) -> dict[str, Tensor] | None:
+    """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum).
+
+    None if the vectors have not the lengths for that.
+    """
     copies: dict[str, list[Tensor]] = {name: [] for name in shapes}
-    for rank, (values, file) in enumerate(zip(vectors, files, strict=True)):
+    for rank, values in enumerate(vectors):
         at = 0
         for (name, shape), begin in zip(shapes.items(), begins, strict=False):
             size = prod(shape)
             if size and begin < (rank + 1) * length and rank * length < begin + size:
                 if at + size > values.shape[0]:
-                    raise _misfit(key, file.path)
+                    return None
                 copies[name].append(Tensor.of(values.flat(at, at + size).shaped(shape)))
                 at += size
         if at != values.shape[0]:
-            raise _misfit(key, file.path)
+            return None
     return {name: with_replicas(c) if c else Tensor(shapes[name], vectors[0].dtype, ()) for name, c in copies.items()}
 
 
-def _misfit(key: str, where: Path) -> Corrupt:
-    return Corrupt(f"the optimizer state `{key}` has a length that fits no parameter", where=where)
+def _check_groups(root: dict[Value, Value], file: TorchFile, count: int) -> None:
+    """Nothing is there of a group that the model's file does not list: nobody would read it."""
+    check_count("masters", len(get(root, "single_partition_of_fp32_groups", list, file.path)), count, file)
+    base = get(root, "base_optimizer_state", object, file.path)
+    if isinstance(base, list):
+        check_count("states", len(base), count, file)
+        return
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    if isinstance(groups, list):
+        check_count("options", len(groups), count, file)
+    states = get(base, "state", dict, file.path)
+    odd = next((key for key in states if key not in range(count)), None)
+    if odd is not None:
+        raise Corrupt(
+            f"the optimizer has a state of group {str(odd)[:20]}, but `param_shapes` lists {count} groups",
+            where=file.path,
+            hint=MIXED,
+        )
 
 
 def _count(roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile], g: int) -> int:

@@ -5,12 +5,20 @@ from math import prod
 
 from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.partitions import chunk
-from ckpt_formats.deepspeed.states import Optimized, options_of, sort_state
+from ckpt_formats.deepspeed.states import (
+    ELEMENTWISE,
+    Optimized,
+    check_count,
+    check_options,
+    options_of,
+    sort_state,
+)
 from ckpt_formats.deepspeed.tree import get, vector
 from ckpt_formats.deepspeed.zero12 import stated_shapes
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.flat import Piece, tensor_in
 from ckpt_formats.geometry import Shape
+from ckpt_formats.statements import MIXED
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.torchfile import TorchFile
 
@@ -28,6 +36,16 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
                 hint="Files are missing, or of runs on different numbers of GPUs.",
             )
     sub_groups = stated_shapes(model)
+    for root, file in zip(outer, optims, strict=True):
+        check_count("masters", len(get(root, "fp32_flat_groups", list, file.path)), len(sub_groups), file)
+    for root, file in zip(inner, optims, strict=True):
+        odd = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
+        if odd is not None:
+            raise Corrupt(
+                f"the optimizer has a state of sub-group {str(odd)[:20]}, but `param_shapes` lists {len(sub_groups)}",
+                where=file.path,
+                hint=MIXED,
+            )
     for s, shapes in enumerate(sub_groups):
         masters = [
             vector(get(get(root, "fp32_flat_groups", list, file.path), s, object, file.path), file.path)
@@ -35,10 +53,15 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
         ]
         states = [get(root, "state", dict, file.path).get(s, {}) for root, file in zip(inner, optims, strict=True)]
         state = sort_state(states, optims)
-        vectors = {MASTER: masters} | {
-            key: [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
-            for key, values in state.vectors.items()
-        }
+        length = sum(chunk(prod(shape), len(optims)) for shape in shapes.values())
+        vectors = {MASTER: masters}
+        for key, values in state.vectors.items():
+            held = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
+            if key not in ELEMENTWISE and any(v.shape[0] != length for v in held):
+                for value, file in zip(values, optims, strict=True):
+                    found.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
+            else:
+                vectors[key] = held
         at = 0
         for name, shape in shapes.items():
             size = chunk(prod(shape), len(optims))
@@ -55,6 +78,12 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
                         f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
                     )
     groups = get(inner[0], "param_groups", list, optims[0].path)
+    others = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
+    for g in range(max(map(len, others))):
+        options = [
+            options_of(get(listed, g, dict, file.path), file.path) for listed, file in zip(others, optims, strict=True)
+        ]
+        check_options(options, optims, g)
     for group in groups:
         listed = group.get("params") if isinstance(group, dict) else None
         members = range(len(sub_groups)) if len(groups) == 1 else listed or ()

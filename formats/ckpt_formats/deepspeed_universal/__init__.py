@@ -24,6 +24,7 @@ from ckpt_formats.transfer import Transfer
 class DeepSpeedUniversal(WritableFormat):
     name = "deepspeed-universal"
     summary = "DeepSpeed's universal checkpoint, for load_universal at ZeRO stages 1 to 3"
+    even_states = True
     degrees = ("dp", "tp", "zero")
 
     def detect(self, path: Path) -> bool:

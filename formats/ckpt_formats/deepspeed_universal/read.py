@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Options, Origin, Parameter, Role, Shard
 from ckpt_formats.deepspeed import notices_of, origin_of, own_rules
+from ckpt_formats.deepspeed.agreement import doubtful_steps
 from ckpt_formats.deepspeed.carried import carry
 from ckpt_formats.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.deepspeed.partitions import gathered
@@ -19,19 +20,21 @@ from ckpt_formats.deepspeed.rank import Rank
 from ckpt_formats.deepspeed.states import options_of, sort_state
 from ckpt_formats.deepspeed.step import Step, open_step, rank_name, shards
 from ckpt_formats.deepspeed.tree import get
-from ckpt_formats.deepspeed.weights import model_dtype, read_module, with_aliases
+from ckpt_formats.deepspeed.weights import model_dtype, others_in, read_module, with_aliases
 from ckpt_formats.deepspeed.zero12 import stated_shapes
 from ckpt_formats.deepspeed_universal.agreement import check_masters
 from ckpt_formats.deepspeed_universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.deepspeed_universal.states import read_states
 from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Shape
 from ckpt_formats.identity import in_threads
 from ckpt_formats.layout import Layout
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.tensor import Decoded, Tensor
+from ckpt_formats.statements import Statement, check_agreement
+from ckpt_formats.tensor import Decoded, Tensor, read
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value
 
@@ -51,15 +54,14 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
         name: _trained(p, files.get(name, {}), steps.get(name, {}), step) if name in trained else p
         for name, p in merged.items()
     }
+    groups = merge_groups([rank.groups for rank in ranks], folder.path)
+    _check_steps(parameters, groups, files, folder.path)
     check_masters(parameters, _dealt(step, optimizer), folder.path)
-    extras = carry(
-        {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)},
-        {"optimizer_state": optimizer},
-        parameters,
-    )
+    models = {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)}
+    beside = {file.path: others_in(file) for file in models.values()}
+    extras = carry(models, {"optimizer_state": optimizer}, parameters, beside)
     spare = [open_file(file) for file in folder.spare]
     opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
-    groups = merge_groups([rank.groups for rank in ranks])
     return Checkpoint(
         path,
         _origin(step, [list(stage) for stage in stages]),
@@ -69,7 +71,11 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
         aliases,
         (*shards(step), *_shards(spare, optimizer, files)),
         tuple(seal for file in opened for seal in file.seals()),
-        (*notices_of(tied), *_notices(step, shadows, parameters, groups)),
+        (
+            *notices_of(tied),
+            *doubtful_steps(list(models.values())),
+            *_notices(step, shadows, parameters, groups),
+        ),
     )
 
 
@@ -167,6 +173,27 @@ def _trained(parameter: Parameter, files: Mapping[str, TorchFile], steps: Mappin
     return replace(parameter, states={**states, MODEL: weight}, values=values)
 
 
+def _check_steps(
+    parameters: Mapping[str, Parameter],
+    groups: Sequence[Group],
+    files: Mapping[str, Mapping[str, TorchFile]],
+    where: Path,
+) -> None:
+    """Raises `Corrupt` if parameters of one group, which ZeRO steps together, are at different steps."""
+    with Reader(check=False) as reader:
+        for number, group in enumerate(groups):
+            statements = []
+            for name in group.names:
+                parameter = parameters[name]
+                step = parameter.states.get("step", parameter.values.get("step"))
+                value = read(step, reader).reshape(-1).tolist() if isinstance(step, Tensor) and step.size == 1 else step
+                value = value[0] if isinstance(value, list) else value
+                file = files.get(name, {}).get("step")
+                place = f"the folder of `{show(name)}`" if file is None else file.path.relative_to(where).as_posix()
+                statements.append(Statement(f"the step of optimizer group {number}", place, value))
+            check_agreement(statements, where)
+
+
 def _steps_of_sub_groups(step: Step, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
     """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
     inner = optimizer.root.get("optimizer_state_dict")
@@ -212,7 +239,10 @@ def _shards(
 
 
 def _notices(
-    step: Step, shadows: Sequence[str], parameters: Mapping[str, Parameter], groups: Sequence[Group]
+    step: Step,
+    shadows: Sequence[str],
+    parameters: Mapping[str, Parameter],
+    groups: Sequence[Group],
 ) -> Iterator[Notice]:
     if shadows:
         yield Notice(

@@ -20,7 +20,7 @@ from ckpt_formats.base import Checkpoint, Goal, Options, Part, Receipt, Writable
 from ckpt_formats.errors import form_of
 from ckpt_formats.megatron import write_dist, write_legacy
 from ckpt_formats.megatron.dist import read_dist
-from ckpt_formats.megatron.folder import is_dist, is_legacy, is_of_kind, iteration_of, point_to
+from ckpt_formats.megatron.folder import is_broken_run, is_dist, is_legacy, is_of_kind, iteration_of, point_to
 from ckpt_formats.megatron.legacy import read_legacy
 from ckpt_formats.megatron.masters import doubts_of
 from ckpt_formats.megatron.target import Target, remarks_of, settle_target
@@ -29,6 +29,7 @@ from ckpt_formats.transfer import Transfer
 
 
 class _Megatron(WritableFormat):
+    even_states = True
     degrees = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
 
     def read(self, path: Path, options: Options) -> Checkpoint:
@@ -62,7 +63,7 @@ class MegatronDist(_Megatron):
     summary = "Megatron core's torch_dist checkpoints, at any degrees of parallelism"
 
     def detect(self, path: Path) -> bool:
-        return is_of_kind(path, is_dist)
+        return is_of_kind(path, is_dist) or is_broken_run(path)
 
     def parts(self, target: Target) -> Sequence[Part]:
         return write_dist.parts(target)

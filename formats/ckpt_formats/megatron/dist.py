@@ -1,31 +1,29 @@
 """Reading `torch_dist`: whole tensors by key, the optimizer in one of five encodings, objects by rank."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import MODEL, Checkpoint, Group, Options, Parameter, Role
-from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.layout import Layout
 from ckpt_formats.megatron.arguments import decayed_norms, sizes_of
 from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label, optimizer_items
 from ckpt_formats.megatron.dist_buffers import Model, states_of
-from ckpt_formats.megatron.dist_files import Dist, open_dist
+from ckpt_formats.megatron.dist_files import Dist, open_dist, shard_of
 from ckpt_formats.megatron.dist_model import named, names_of
 from ckpt_formats.megatron.dist_optimizer import Sorted, sort, unflattened
 from ckpt_formats.megatron.distributed_optimizer import is_tied
-from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert
-from ckpt_formats.megatron.optimizer import members, options_of
+from ckpt_formats.megatron.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
+from ckpt_formats.megatron.optimizer import members, options_of, without_states
 from ckpt_formats.megatron.origin import origin_of
 from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages, stages_of
 from ckpt_formats.naming import show
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
+from ckpt_formats.statements import MIXED, Statement, check_agreement
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
-
-_SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
 
 def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
@@ -36,6 +34,7 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
     weights = named(found.model)
     for name, tensor in weights.items():
         layout.check(name, tensor.shape)
+    _check_layers(dist, weights)
     stages = _stages(dist, found)
     states = _states(dist, found, layout, weights, stages)
     parameters: dict[str, Parameter] = {}
@@ -57,8 +56,28 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
         {HEAD: WORD_TABLE} if tied else {},
         dist.shards,
         dist.seals,
+        (*dist.notices, *without_states(parameters, groups)),
         layout=layout,
     )
+
+
+def _check_layers(dist: Dist, weights: Mapping[str, Tensor]) -> None:
+    """Raises `Incomplete` or `Corrupt` if the model has not the layers that the arguments state."""
+    if any(name.startswith("encoder.") for name in weights):  # two stacks of layers, which are counted apart
+        return
+    layers = {layer for name in weights if name.startswith("decoder.") and (layer := layer_of(name)) is not None}
+    said = dist.args.optional("num_layers", "encoder_num_layers")
+    if not layers or said is None:
+        return
+    lacking = next((layer for layer in range(min(said, len(layers) + 1)) if layer not in layers), None)
+    if lacking is not None:
+        raise Incomplete(
+            f"layer {lacking} is missing: `num_layers` is {said}, but {len(layers)} layers are here",
+            where=dist.path,
+            hint="Copy all files of the iteration again.",
+        )
+    if len(layers) > said:
+        raise Corrupt(f"{len(layers)} layers are here, but `num_layers` is {said}", where=dist.common.path, hint=MIXED)
 
 
 def _stages(dist: Dist, found: Sorted) -> Stages | None:
@@ -122,6 +141,7 @@ def _groups(
 def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[str, Value]]]:
     """Whose parameters each optimizer has (experts', others', all), and what it says of itself."""
     if found.objects:  # each rank group says it for itself, all the same
+        _check_rank_groups(dist, found)
         by_chain = {
             chain: said["optimizer"]
             for (chain, _), said in sorted(found.objects.items(), reverse=True)
@@ -135,6 +155,20 @@ def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[st
         by_chain = {key: value.get("optimizer", value) for key, value in by_chain.items()}
     apart = len(by_chain) > 1
     return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
+
+
+def _check_rank_groups(dist: Dist, found: Sorted) -> None:
+    """Raises `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
+    statements: list[Statement] = []
+    for (chain, index), said in sorted(found.objects.items()):
+        optimizer = said.get("optimizer")
+        listed = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        for number, group in enumerate(listed if isinstance(listed, list) else ()):
+            for key, value in group.items() if isinstance(group, dict) else ():
+                if isinstance(value, (bool, int, float, str)):
+                    what = f"`{show(str(key))}` of optimizer group {number}{' of experts' if chain else ''}"
+                    statements.append(Statement(what, f"rank group {index}", value))
+    check_agreement(statements, dist.path)
 
 
 def _saved_by_optimizers(dist: Dist, found: Sorted) -> Value:
@@ -152,13 +186,12 @@ def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict
     by_rank: dict[str, dict[str, Value]] = {}
     states: dict[str, Value] = {}
     for key, value in found.others.items():
-        match = _SHARD.fullmatch(key)
-        if match and match[1] == "rng_state":
-            place = [int(number) for number in match[2].split(".")]
+        shard = shard_of(key)
+        if shard and shard[0] == "rng_state":
+            place = shard[1]
             by_rank.setdefault(label(*place[:2][::-1], *place[2:]), {})["rng_state"] = value
-        elif match and match[1].endswith("_extra_state"):
-            place = [int(number) for number in match[2].split(".")]
-            states[_name_at(match[1], place, match[3])] = value
+        elif shard and shard[0].endswith("_extra_state"):
+            states[_name_at(*shard)] = value
         else:
             common[key] = value
     if states:
@@ -168,11 +201,10 @@ def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict
     return carry([(first[0], {**common, **first[1]}), *ranks[1:]], parameters)
 
 
-def _name_at(key: str, place: Sequence[int], counts: str) -> str:
+def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:
     """The name of a module's extra state, of its key and its place in the stack."""
-    lengths = tuple(int(number) for number in counts.split("."))
     for name, at in _small(key, lengths):
-        if at == tuple(place[: len(at)]):
+        if at == place[: len(at)]:
             return name if not any(place[len(at) :]) else f"{name}/{'.'.join(map(str, place[len(at) :]))}"
     return f"{key}/{'.'.join(map(str, place))}"
 

@@ -66,6 +66,13 @@ def states_of(model: Model, found: Sorted) -> dict[str, dict[str, Tensor]]:
         for (_, name), states in _read(model, rank, chunks, found, apart).items():
             target = copied if name == HEAD and model.tied_copy else held.setdefault(name, {})
             target[rank.cut] = Held(states)
+    if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, apart)}):
+        raise Corrupt(
+            f"the optimizer has buffers of rank group {odd[0][1]}, but the arguments state tp {model.parallel.tp}, "
+            f"pp {model.parallel.pp}, ep {model.parallel.ep}",
+            where=model.args.where,
+            hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
+        )
     made = {name: _whole(name, shards, model.layout) for name, shards in held.items()}
     if copied:
         copy = _whole(WORD_TABLE, copied, model.layout)

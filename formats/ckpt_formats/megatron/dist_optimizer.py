@@ -31,6 +31,7 @@ _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(.+)"
 )
 _OBJECT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.([a-z_]+)/shard_.*")
+_OPTIMIZERS = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MOST = 1 << 20
 
 Group = tuple[int, int]
@@ -70,6 +71,8 @@ def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> Sorted:
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
             state = MASTER if match[6] in MASTERS else match[6]
             found.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
+        elif _OPTIMIZERS.match(key):
+            found.others[key] = tensor  # of a kind that is not known, but none of the model
         else:
             found.wrapped = found.wrapped or key.startswith(WRAPPER)
             if found.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:

@@ -84,6 +84,11 @@ def buffers_of(chunks: Sequence[Chunk], tied: bool, experts: bool | None) -> lis
     return made
 
 
+def is_no_buffer(key: Value) -> bool:
+    """Is it, in the file of the buffers, neither a buffer nor what says how they are kept?"""
+    return type(key) is not int and key not in ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded")
+
+
 def read_buffers(
     saved: Mapping[Value, Value], buffers: Sequence[Buffer], buckets: Buckets, where: Path
 ) -> dict[Key, dict[str, Tensor]]:

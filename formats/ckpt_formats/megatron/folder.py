@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.files import open_regular, unreadable
 from ckpt_formats.identity import unrecorded
 from ckpt_formats.naming import show
@@ -22,6 +22,10 @@ from ckpt_formats.naming import show
 POINTER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+METADATA = ".metadata"
+COMMON_FILE = "common.pt"
+CONTAINER_FILE = "metadata.json"
+ITERATION_FOLDER = re.compile(r"iter_(\d{1,18})")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _MOST_POINTER = 4096
 
@@ -56,9 +60,16 @@ def is_legacy(path: Path) -> bool:
 def is_dist(path: Path) -> bool:
     """Is this folder a distributed checkpoint with Megatron's own files beside?"""
     try:
-        return all((path / name).is_file() for name in (".metadata", "common.pt", "metadata.json"))
+        return all((path / name).is_file() for name in (METADATA, COMMON_FILE, CONTAINER_FILE))
     except OSError:
         return False
+
+
+def lost_of_dist(path: Path) -> list[str]:
+    """The files that a distributed checkpoint of Megatron's lacks, if others of its own show that it is one."""
+    there = {name for name in (METADATA, COMMON_FILE, CONTAINER_FILE) if (path / name).is_file()}
+    lost = sorted({METADATA, COMMON_FILE, CONTAINER_FILE} - there)
+    return lost if there - {METADATA} else []
 
 
 def is_iteration(path: Path) -> bool:
@@ -73,11 +84,25 @@ def is_of_kind(path: Path, kind: Callable[[Path], bool]) -> bool:
         return False
 
 
+def is_broken_run(path: Path) -> bool:
+    """Does the run's pointer name a distributed checkpoint that lacks some of Megatron's own files?"""
+    try:
+        return (path / POINTER).is_file() and bool(lost_of_dist(path / _latest(path)))
+    except Exception:  # detection never raises
+        return False
+
+
 def iteration_of(path: Path) -> Path:
     """The folder of one iteration: the path itself, or the one that the run's pointer names."""
     if is_iteration(path):
         return path
     found = path / _latest(path)
+    if not is_iteration(found) and (lost := lost_of_dist(found)):
+        raise Incomplete(
+            f"an incomplete checkpoint of Megatron core: {' and '.join(lost)} missing",
+            where=found,
+            hint="Copy all files of the iteration's folder, also those whose names begin with a dot.",
+        )
     if not is_iteration(found):
         raise NotFound(f"`{POINTER}` names {found.name!r}, which is no checkpoint", where=path / POINTER)
     return found

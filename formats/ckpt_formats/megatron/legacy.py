@@ -10,19 +10,18 @@ from ckpt_formats.layout import Layout
 from ckpt_formats.megatron.arguments import decayed_norms, sizes_of
 from ckpt_formats.megatron.carried import EXTRA_STATE, carry, label, optimizer_items
 from ckpt_formats.megatron.chunk import Chunk, chunk_of
-from ckpt_formats.megatron.distributed_optimizer import buckets_of, buffers_of, is_tied, read_buffers
+from ckpt_formats.megatron.distributed_optimizer import buckets_of, buffers_of, is_no_buffer, is_tied, read_buffers
 from ckpt_formats.megatron.legacy_files import Legacy, RankFile, open_legacy
 from ckpt_formats.megatron.names import HEAD, TIED, WORD_TABLE, Naming, is_expert
-from ckpt_formats.megatron.optimizer import Optimized, members, options_of
+from ckpt_formats.megatron.optimizer import Optimized, members, options_of, without_states
 from ckpt_formats.megatron.optimizer import Options as GroupOptions
 from ckpt_formats.megatron.origin import origin_of
 from ckpt_formats.megatron.plain_optimizer import read_plain
 from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages
 from ckpt_formats.megatron.whole import Held, copies, everywhere, whole
+from ckpt_formats.statements import Statement, check_agreement
 from ckpt_formats.values import Value
-
-_OURS = ("model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,36 @@ def read_legacy(path: Path, folder: Path, options: Options) -> Checkpoint:
     stages = _stages(legacy, chunks)
     ranks = [_rank(legacy, rank, chunks[rank.name], stages) for rank in legacy.ranks]
     parameters, aliases = _parameters(legacy, ranks, layout)
+    groups = _groups(ranks, aliases)
+    _check_steps(ranks, folder)
     extras = carry([(_label(rank.file, legacy), _items(rank)) for rank in ranks], parameters)
     return Checkpoint(
         path,
         origin_of(legacy.args, legacy.parallel, stages, legacy.first.root, "torch"),
         parameters,
-        _groups(ranks, aliases),
+        groups,
         extras,
         aliases,
         tuple(legacy.shards()),
         tuple(seal for file in legacy.files() for seal in file.seals()),
+        tuple(without_states(parameters, groups)),
         layout=layout,
     )
+
+
+def _check_steps(ranks: Sequence[Rank], folder: Path) -> None:
+    """Raises `Corrupt` if optimizers of two ranks count different numbers of steps."""
+    statements = (
+        Statement("the optimizer's step", rank.file.name, _number(options.get("step")))
+        for rank in ranks
+        for options, names in rank.groups
+        if names
+    )
+    check_agreement(statements, folder)
+
+
+def _number(value: Value) -> Value:
+    return value if isinstance(value, (int, float)) else None
 
 
 def _stages(legacy: Legacy, chunks: Mapping[str, Sequence[Chunk]]) -> Stages:
@@ -201,7 +218,17 @@ def _groups(ranks: Sequence[Rank], aliases: Mapping[str, str]) -> tuple[Group, .
                 found = {}
                 merged.append((said, found))
             found |= dict.fromkeys(name for name in names if name not in aliases)
-    return tuple(Group(options, tuple(names)) for options, names in merged)
+    seen: dict[str, dict[str, Value]] = {}
+    for options, held in merged:
+        for name in held:
+            other = seen.setdefault(name, options)
+            if other is not options:
+                odd = next(key for key in {**other, **options} if other.get(key) != options.get(key))
+                raise Corrupt(
+                    f"ranks that cut `{name}` disagree on its option `{odd}`: {other.get(odd)} and {options.get(odd)}",
+                    hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
+                )
+    return tuple(Group(options, tuple(held)) for options, held in merged)
 
 
 def _label(file: RankFile, legacy: Legacy) -> str:
@@ -210,7 +237,11 @@ def _label(file: RankFile, legacy: Legacy) -> str:
 
 def _items(rank: Rank) -> dict[str, Value]:
     root = rank.file.root
-    items: dict[str, Value] = {str(k): v for k, v in root.items() if not str(k).startswith(_OURS)}
+    ours = ("optimizer", *(("model",) if "model" in root else (f"model{i}" for i in range(len(rank.file.chunks())))))
+    items: dict[str, Value] = {str(k): v for k, v in root.items() if k not in ours}
+    buffers = None if rank.file.optimizer is None else rank.file.optimizer.root
+    if isinstance(buffers, dict) and (more := {k: v for k, v in buffers.items() if is_no_buffer(k)}):
+        items["distrib_optim"] = more
     if rank.extra_states:
         items[EXTRA_STATE] = dict(rank.extra_states)
     if other := optimizer_items(root.get("optimizer")):

@@ -1,5 +1,6 @@
 """The opened files of one legacy iteration, each with the ranks whose tensors it holds."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -9,7 +10,9 @@ from ckpt_formats.base import Shard
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.identity import in_threads
 from ckpt_formats.megatron.arguments import Arguments, Parallel, arguments_of, parallel_of
-from ckpt_formats.megatron.folder import RankFolder, rank_folders
+from ckpt_formats.megatron.folder import ITERATION_FOLDER, RankFolder, rank_folders
+from ckpt_formats.naming import show
+from ckpt_formats.statements import Statement, check_agreement, step_in_name, whole
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value
 
@@ -23,7 +26,27 @@ _SAME = (
     "hidden_size",
     "num_attention_heads",
     "padded_vocab_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "group_query_attention",
+    "swiglu",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
+    "transformer_impl",
+    "consumed_train_samples",
 )
+"""Arguments that decide how files are read, and a counter: the same on all ranks."""
+_CHUNK = re.compile(r"model\d*")
 
 
 @dataclass(frozen=True)
@@ -102,12 +125,12 @@ def open_legacy(path: Path) -> Legacy:
     parallel = parallel_of(args)
     _check_one_iteration(models, path)
     ranks = _ranks(folders, models, optimizers, parallel, path)
-    chunks = {len(rank.chunks()) for rank in ranks}
-    if len(chunks) != 1 or 0 in chunks:
-        raise Corrupt(f"ranks hold {sorted(chunks)} model chunks: as many on each were expected", where=path)
+    _check_chunks(ranks, args, parallel, path)
+    _check_numbers(ranks, args, parallel)
     if len({rank.optimizer is None for rank in ranks}) > 1:
         without = next(rank.name for rank in ranks if rank.optimizer is None)
         raise Incomplete(f"distrib_optim.pt is missing in {without}, but other ranks have it", where=path, hint=_ALL)
+    _check_optimizers(ranks, path)
     return Legacy(path, args, parallel, ranks)
 
 
@@ -163,18 +186,74 @@ def folder_name(numbers: Sequence[int]) -> str:
 
 
 def _check_one_iteration(models: Sequence[TorchFile], path: Path) -> None:
-    for key in ("iteration", "checkpoint_version"):
-        values = {str(file.root.get(key)): file.path.parent.name for file in models}
-        _agree(key, values, path)
-    for key in _SAME:
-        _agree(
-            key,
-            {str(arguments_of(file.root, file.path).record.get(key)): file.path.parent.name for file in models},
-            path,
+    statements = list[Statement]()
+    for file in models:
+        name, args = file.path.parent.name, arguments_of(file.root, file.path).record
+        for key in ("iteration", "checkpoint_version"):
+            statements.append(Statement(f"`{key}`", name, _told(file.root.get(key))))
+        for key in _SAME:
+            statements.append(Statement(f"`{key}`", name, _told(args.get(key))))
+    check_agreement((*statements, step_in_name(path, ITERATION_FOLDER, "`iteration`")), path, _MIXED)
+
+
+def _told(value: Value) -> Value:
+    """A number, text or flag as it is; nothing else can be compared. None is a value as well: not set."""
+    return value if isinstance(value, (bool, int, float, str)) else "not set" if value is None else None
+
+
+def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel, path: Path) -> None:
+    """Every rank holds as many model chunks as the arguments state, and no other model beside them."""
+    for rank in ranks:
+        count = len(rank.chunks())
+        known = {"model"} if "model" in rank.root else {f"model{i}" for i in range(count)}
+        if odd := sorted(str(key) for key in rank.root if _CHUNK.fullmatch(str(key)) and key not in known):
+            raise Corrupt(
+                f"{rank.name} holds the model chunks {', '.join(sorted(known)) or 'none'}, and {show(odd[0])} besides",
+                where=rank.model.path,
+                hint="A chunk between them was lost, or two checkpoints were put into one.",
+            )
+    chunks = {len(rank.chunks()) for rank in ranks}
+    if len(chunks) != 1 or 0 in chunks:
+        raise Corrupt(f"ranks hold {sorted(chunks)} model chunks: as many on each were expected", where=path)
+    said = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
+    if said and said not in chunks:
+        raise Corrupt(
+            f"`virtual_pipeline_model_parallel_size` is {said}, but each rank holds {max(chunks)} model chunks",
+            where=path,
+            hint=_MIXED,
         )
 
 
-def _agree(key: str, values: Mapping[str, str], path: Path) -> None:
-    if len(values) > 1:
-        (a, first), (b, second) = list(values.items())[:2]
-        raise Corrupt(f"`{key}` is {a} in {first} but {b} in {second}", where=path, hint=_MIXED)
+def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel) -> None:
+    """Each file's `rank` is the one of its folder's place. (Converters save that of one rank in all files.)"""
+    found = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
+    world = args.optional("world_size")
+    if None in found or len(set(found)) == 1 or not world or world % parallel.pp:
+        return
+    per_stage = world // parallel.pp
+    for number, rank in zip(found, ranks, strict=True):
+        assert number is not None
+        places = [("tensor", rank.tp, number % parallel.tp)]
+        if not args.flag("use_tp_pp_dp_mapping"):
+            places.append(("pipeline", rank.pp, number // per_stage))
+            places.append(("expert", rank.ep, number % per_stage // parallel.etp % parallel.ep))
+        for kind, place, stated in places:
+            if place != stated:
+                raise Corrupt(
+                    f"{rank.name} was written by rank {number}, which is {kind}-parallel rank {stated}, not {place}",
+                    where=rank.model.path,
+                    hint="Was a folder renamed, or copied over another rank's?",
+                )
+
+
+def _check_optimizers(ranks: Sequence[RankFile], path: Path) -> None:
+    """All ranks saved an optimizer, or none did."""
+    without = [rank.name for rank in ranks if rank.root.get("optimizer") is None]
+    if without and len(without) < len(ranks):
+        raise Incomplete(f"there is no optimizer in {without[0]}, but other ranks have one", where=path, hint=_ALL)
+    if without and (extra := next((rank.name for rank in ranks if rank.optimizer is not None), None)):
+        raise Incomplete(
+            f"{extra} has a distrib_optim.pt, but its model_optim_rng.pt lacks the optimizer's groups",
+            where=path,
+            hint=_ALL,
+        )

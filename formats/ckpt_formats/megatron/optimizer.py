@@ -1,12 +1,14 @@
 """The states of one rank's parameters: the common nouns of all encodings, and the groups."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_formats.base import Group, Parameter
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.geometry import Shape
 from ckpt_formats.megatron.names import HEAD, WORD_TABLE
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
 
@@ -60,6 +62,15 @@ def members(
             )
         found[fitting[0]].append((chunk, name))
     return found
+
+
+def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
+    """Parameters that no optimizer has, where others have one. Megatron's optimizers do not name theirs."""
+    grouped = {name for group in groups for name in group.names}
+    left = tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped)
+    if grouped and left:
+        text = "the optimizer has no state of these parameters: they are frozen, or their states were lost"
+        yield Notice(text, left, Weight.UNSURE)
 
 
 def options_of(group: Value, where: Path) -> dict[str, Value]:

@@ -29,6 +29,13 @@ def read_plain(
     groups = inner["param_groups"]
     named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
     found = Optimized()
+    listed_numbers = {place for group in groups for place in group["params"]}
+    if odd := [number for number in inner["state"] if number not in listed_numbers]:
+        raise Corrupt(
+            f"the optimizer has a state of parameter {str(odd[0])[:20]}, which none of its groups lists",
+            where=where,
+            hint="Files of several runs may be mixed.",
+        )
     listed = next((saved[key] for key in _MASTERS if key in saved), None)
     for number, (group, keys) in enumerate(
         zip(groups, members(groups, named, experts, where, decayed_norms), strict=True)
@@ -46,6 +53,8 @@ def read_plain(
             if "step" in said and "step" not in found.states[key]:  # fused optimizers keep it with the group
                 found.values[key].setdefault("step", said["step"])
         if listed is not None:
+            if len(listed) != len(groups):
+                raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
             _masters(found, keys, listed[number], chunks, where)
     return found
 

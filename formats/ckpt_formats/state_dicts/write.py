@@ -19,8 +19,10 @@ from ckpt_formats.state_dicts.optimizer_form import optimizers_in
 from ckpt_formats.state_dicts.read import RESERVED
 from ckpt_formats.state_dicts.record import KEY, record_of
 from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.values import TensorName, Value, tensor_names
+from ckpt_formats.values import Record, TensorName, Value, tensor_names
 
+_EXTRA_STATE = "_extra_state"
+"""What `torch.nn.Module` calls what a module's `get_extra_state` gives."""
 _ADAM: Mapping[str, Value] = {
     "amsgrad": False,
     "maximize": False,
@@ -33,24 +35,31 @@ _ADAM: Mapping[str, Value] = {
 """Options of torch.optim.AdamW beside its numbers, as PyTorch 2.7 and later have them."""
 
 
-def state_tree(source: Checkpoint, keys: StateKeys) -> dict[str, Value]:
-    """Nested dicts and lists with `Tensor`s at the leaves, keyed as asked."""
+def state_tree(source: Checkpoint, keys: StateKeys, *, objects: bool = False) -> dict[str, Value]:
+    """Nested dicts and lists with `Tensor`s at the leaves, keyed as asked.
+
+    `objects`: objects of any class may stand in it, since the format keeps each value as an item of its own,
+    and who loads the others never meets it.
+    """
     weights = {name: _trained(p) for name, p in source.parameters.items() if p.role != "extra"}
-    model = weights | {alias: weights[name] for alias, name in source.aliases.items() if name in weights}
+    model: dict[str, Value] = weights | {a: weights[name] for a, name in source.aliases.items() if name in weights}
+    in_modules = _extra_states(source, model, objects)
+    model |= {key: lower(value, source.parameters) for key, value in in_modules.items()}
     tree: dict[str, Value] = dict(model) if keys.model is None else {keys.model: model}
     optimizer = _flat(source) if keys.flat else _nested(source)
     if optimizer and keys.flat and keys.optimizer is None:
         tree |= optimizer
     elif optimizer:
         tree[keys.optimizer or "optim"] = optimizer
-    taken, shown = set(_names(tree, "")), {}
+    taken, shown = set(_names(tree, "")), dict(in_modules)
     for key, value in source.extras.items():
-        names = list(_names(value, key)) if _fits(key, value, tree, keys) else []
+        fits = key not in in_modules and _fits(key, value, tree, keys, objects)
+        names = list(_names(value, key)) if fits else []
         # Flattened, `a.b` of one dict is `b` of another called `a`: what comes second is not shown.
         if names and len(set(names)) == len(names) and taken.isdisjoint(names):
             taken.update(names)
             shown[key] = value
-    tree |= {key: lower(value, source.parameters) for key, value in shown.items()}
+    tree |= {key: lower(value, source.parameters) for key, value in shown.items() if key not in in_modules}
     return {**tree, KEY: record_of(source, shown)}
 
 
@@ -103,9 +112,21 @@ def _flat(source: Checkpoint) -> dict[str, Value]:
     return dict(chain(states, options))
 
 
-def _fits(key: str, value: Value, tree: Mapping[str, Value], keys: StateKeys) -> bool:
+def _extra_states(source: Checkpoint, model: Mapping[str, Value], objects: bool) -> dict[str, Value]:
+    """The extras that a module's `get_extra_state` gave, without tensors: their place is in the model's dict."""
+    return {
+        key: value
+        for key, value in source.extras.items()
+        if key.rpartition(".")[2] == _EXTRA_STATE
+        and key not in model
+        and not isinstance(value, (dict, list, TensorName))
+        and _is_plain(value, objects)
+    }
+
+
+def _fits(key: str, value: Value, tree: Mapping[str, Value], keys: StateKeys, objects: bool) -> bool:
     """Can it stand at the top level, and be told from all else there?"""
-    if key in tree or key == KEY or key in RESERVED or not _is_plain(value) or optimizers_in({key: value}):
+    if key in tree or key == KEY or key in RESERVED or not _is_plain(value, objects) or optimizers_in({key: value}):
         return False
     bare = isinstance(value, TensorName) or (keys.optimizer is None and any(tensor_names(value)))
     return not (keys.model is None and bare)
@@ -121,13 +142,15 @@ def _names(value: Value, name: str) -> Iterator[str]:
         yield from _names(item, f"{name}.{key}" if name else str(key))
 
 
-def _is_plain(value: Value, depth: int = 0) -> bool:
+def _is_plain(value: Value, objects: bool, depth: int = 0) -> bool:
     """Does it survive being flattened to one item for each leaf? Then dicts have texts for keys, and are not empty."""
     if depth > 20:
         return False
     if type(value) is dict:
         named = all(type(key) is str and key for key in value)
-        return named and bool(value) and all(_is_plain(item, depth + 1) for item in value.values())
+        return named and bool(value) and all(_is_plain(item, objects, depth + 1) for item in value.values())
     if type(value) in (list, tuple):
-        return all(_is_plain(item, depth + 1) for item in value)
+        return all(_is_plain(item, objects, depth + 1) for item in value)
+    if type(value) is Record:
+        return objects
     return value is None or type(value) in (bool, int, float, str, bytes, TensorName)

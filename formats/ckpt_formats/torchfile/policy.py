@@ -33,6 +33,9 @@ _STANDARD_LIBRARY = {
     *_names("datetime", "date datetime time timedelta timezone"),
     *_names("decimal", "Decimal"),
     *_names("fractions", "Fraction"),
+    # A buffer in memory: to make one runs nothing.
+    *_names("_io", "BytesIO"),
+    *_names("io", "BytesIO"),
     *_names("pathlib", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"),
     *_names("pathlib._local", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"),
     *_names("signal", "Signals"),

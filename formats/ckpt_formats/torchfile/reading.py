@@ -41,6 +41,11 @@ class TorchFile:
     """Every class and function that the file names."""
     _archive: Archive | None = field(default=None, repr=False)
 
+    @property
+    def stem(self) -> str:
+        """The archive's one folder: the name that the file was first saved under, without its ending; else empty."""
+        return self._archive.stem if self._archive else ""
+
     def seals(self) -> tuple[Seal, ...]:
         """The checksums that the file promises; none in legacy files and plain pickles.
 
