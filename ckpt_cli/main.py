@@ -1,6 +1,5 @@
 """The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
 
-import json
 import os
 import signal
 import sys
@@ -189,6 +188,8 @@ def report(error: CkptError) -> int:
 def _print_json(code: int, kind: str, what: str, where: str | None, hint: str | None) -> None:
     """The one object on stdout, where the user asked for it."""
     if "--json" in _options():
+        import json
+
         said = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
         with suppress(OSError):  # nobody may be listening
             click.echo(json.dumps({"error": said, "notes": notes.to_json()}))

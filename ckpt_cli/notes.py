@@ -40,6 +40,11 @@ def note(*notices: Notice | str, weight: Weight = Weight.INFO) -> None:
         _notes.taken.setdefault(notice if isinstance(notice, Notice) else Notice(notice, weight=weight))
 
 
+def is_verbose() -> bool:
+    """Does the user want to see all?"""
+    return _notes.verbose
+
+
 def flush() -> None:
     """Print what is not printed yet, on stderr; nothing with `--json`."""
     if _notes.as_json:

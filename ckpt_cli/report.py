@@ -1,6 +1,7 @@
 """What commands print: data on stdout, all else on stderr."""
 
 import json
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def unreadable(path: Path, error: CkptError, found: Sequence[Finding], seconds: 
         data(findings_json(path, found, seconds) | {"checksums": 0, "parameters": 0})
     else:
         _print(found)
+    if notes.is_verbose():
+        traceback.print_exception(error)
     error_lines(error)
 
 
