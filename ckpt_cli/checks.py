@@ -17,12 +17,13 @@ from ckpt_formats.base import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.errors import CkptError
 from ckpt_formats.files import Reader, Seal, holds
 from ckpt_formats.geometry import Box
+from ckpt_formats.identity import changes
 from ckpt_formats.tensor import Array, Decoded, Tensor
 from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import flat
 from ckpt_formats.universal.replay import Replayed
 
-Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable"]
+Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
     with heeding(moved) as count:
         return _examine(checkpoint, effort, count)
+
+
+def changed(checkpoint: Checkpoint) -> list[Finding]:
+    """The files that are no longer those that were opened."""
+    return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
 def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Finding]:

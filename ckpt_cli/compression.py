@@ -5,7 +5,7 @@ from typing import cast
 
 import click
 
-from ckpt_cli import pipeline, report, savings, work
+from ckpt_cli import notes, pipeline, report, savings, work
 from ckpt_cli.estimate import estimate
 from ckpt_cli.pipeline import Effort
 from ckpt_cli.savings import Row
@@ -14,6 +14,7 @@ from ckpt_formats.base import Checkpoint, Goal, SavedAs, WritableFormat
 from ckpt_formats.coding import Coding, Level
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.registry import FORMATS, format_named, writable
 from ckpt_formats.universal import Universal
 
@@ -70,7 +71,10 @@ def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[Wri
     asked = format_name or _BY_SUFFIX.get(target.suffix)
     format = writable(asked or Universal.name) if asked or was is None else _former(source, was)
     if was is not None and was.format == format.name and was.form is not None and was.form() is None:
-        report.say(f"note: the file's own form could not be noted; it gets that of `ckpt convert --to {format.name}`")
+        notes.note(
+            f"the file's own form could not be noted; it gets that of `ckpt convert --to {format.name}`",
+            weight=Weight.UNSURE,
+        )
     if was is not None and was.file is not None and was.format == format.name:
         if target.is_dir():
             target = target / was.file
@@ -84,12 +88,13 @@ def _former(source: Checkpoint, was: SavedAs) -> WritableFormat:
     format = format_named(was.format) if was.format in FORMATS else None
     if isinstance(format, WritableFormat):
         try:
-            lost = format.losses(source, format.plan(source, Goal(Path(was.file or ""))))
+            lost: tuple[str | Notice, ...] = format.losses(source, format.plan(source, Goal(Path(was.file or ""))))
         except Unsupported as error:
             lost = (error.what,)
         if not lost:
             return format
-        report.say(f"universal, since {format.name} cannot hold all of it: {'; '.join(lost)}")
+        lacks = "; ".join(map(str, lost))
+        notes.note(f"universal, since {format.name} cannot hold all of it: {lacks}", weight=Weight.UNSURE)
     return Universal()
 
 

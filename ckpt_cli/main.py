@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 
 import click
 
+from ckpt_cli import notes
 from ckpt_formats.errors import (
     BadRules,
     CkptError,
@@ -50,6 +52,20 @@ EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
 }
 """First match counts, so a kind stands before the kind that it is a case of."""
 
+KINDS: dict[type[CkptError], str] = {
+    NotFound: "not found",
+    Locked: "locked",
+    Corrupt: "damaged",
+    Incomplete: "incomplete",
+    Unsafe: "unsafe",
+    Unsupported: "unsupported",
+    BadRules: "rules",
+    NoSpace: "no space",
+    OutputError: "target",
+}
+"""What the kinds are called in JSON."""
+
+USAGE = 2
 FAULT = 70
 """Our own, or of a machine without memory. (sysexits.h: EX_SOFTWARE.)"""
 INTERRUPTED = 130
@@ -95,7 +111,8 @@ def cli() -> None:
 def run() -> None:
     """Run the command line; every error ends here, as a message and an exit code."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's idle threads would only spin
-    verbose = any(argument in ("-v", "--verbose") for argument in sys.argv[1:])
+    verbose = any(argument in ("-v", "--verbose") for argument in _options())
+    notes.begin("--json" in _options(), verbose)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what batch systems send: also an interrupt
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
@@ -106,6 +123,7 @@ def run() -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
+        _print_json(code, "usage", error.format_message(), None, None)
     except CkptError as error:
         if verbose:
             traceback.print_exc()
@@ -118,15 +136,27 @@ def run() -> None:
             traceback.print_exc()
         code = report(_of_system(error))
     except MemoryError:
-        click.echo("error: not enough memory\nhint: give a smaller --memory, or fewer --workers", err=True)
-        code = FAULT
+        code = _fault("not enough memory", "give a smaller --memory, or fewer --workers")
     except Exception as error:
         if verbose:
             raise
-        click.echo(f"error: {type(error).__name__}: {show(str(error))}", err=True)
-        click.echo("hint: this is a fault of ckpt; run again with -v, and report what it prints", err=True)
-        code = FAULT
+        what = _clean(f"{type(error).__name__}: {error}")
+        code = _fault(what, "this is a fault of ckpt; run again with -v, and report what it prints")
+    with suppress(OSError):
+        notes.flush()
     sys.exit(code)
+
+
+def _options() -> list[str]:
+    """The words that the user gave, up to where options end."""
+    words = sys.argv[1:]
+    return words[: words.index("--")] if "--" in words else words
+
+
+def _fault(what: str, hint: str) -> int:
+    click.echo(f"error: {what}\nhint: {hint}", err=True)
+    _print_json(FAULT, "fault", what, None, hint)
+    return FAULT
 
 
 def _of_system(error: OSError) -> CkptError:
@@ -144,13 +174,25 @@ def _drop_stdout() -> None:
 
 
 def report(error: CkptError) -> int:
-    """Say what happened, where, and what to do; return the exit code."""
-    click.echo(f"error: {_clean(error.what)}", err=True)
-    if error.where:
-        click.echo(f"where: {_clean(error.where)}", err=True)
-    if error.hint:
-        click.echo(f"hint: {_clean(error.hint)}", err=True)
+    """Say what happened, where, and what to do, after the notes; return the exit code."""
+    what, where, hint = (_clean(text) if text else None for text in (error.what, error.where, error.hint))
+    notes.flush()
+    for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
+        if text is not None:
+            click.echo(f"{label}: {text}", err=True)
+    kind = next(name for kind, name in KINDS.items() if isinstance(error, kind))
+    _print_json(exit_code(error), kind, what or "", where, hint)
     return exit_code(error)
+
+
+def _print_json(code: int, kind: str, what: str, where: str | None, hint: str | None) -> None:
+    """The one object on stdout, where the user asked for it."""
+    if "--json" in _options():
+        import json
+
+        said = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
+        with suppress(OSError):  # nobody may be listening
+            click.echo(json.dumps({"error": said, "notes": notes.to_json()}))
 
 
 def exit_code(error: CkptError) -> int:
@@ -158,7 +200,9 @@ def exit_code(error: CkptError) -> int:
 
 
 def _say_interrupted() -> int:
-    click.echo("interrupted: nothing half-written looks whole; run the same command again to go on", err=True)
+    what = "nothing half-written looks whole; run the same command again to go on"
+    click.echo(f"interrupted: {what}", err=True)
+    _print_json(INTERRUPTED, "interrupted", what, None, None)
     return INTERRUPTED
 
 

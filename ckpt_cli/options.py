@@ -36,6 +36,50 @@ class Bytes(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+class Place(click.Path):
+    """Where a checkpoint is, or is to be."""
+
+    def __init__(self) -> None:
+        super().__init__(readable=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail(
+                "a checkpoint is read at many places of its files, and written as a whole: not through a pipe. "
+                "Name a file or folder (./- if it is called that).",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+class FloatType(click.ParamType[str]):
+    """A floating-point type by one of its names."""
+
+    name = "type"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, is_float
+
+        dtype = DTYPES.get(SHORT_NAMES.get(value, value))
+        if dtype is None or not is_float(dtype):
+            known = ", ".join((*SHORT_NAMES, *(name for name, one in DTYPES.items() if is_float(one))))
+            self.fail(f"{value!r:.60} is not a floating-point type; there are: {known}", param, ctx)
+        return str(value)
+
+
+class PlacesCommand(click.Command):
+    """Names the paths that are too many, as a shell's pattern may give them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            places = (param.make_metavar(ctx).strip("[]") for param in self.params if isinstance(param, click.Argument))
+            ctx.fail(f"one {' and one '.join(places)} at a time; too many: {', '.join(map(str, ctx.args[:10]))}")
+        return rest
+
+
 class Numbers(click.ParamType[tuple[int, ...]]):
     """Whole numbers with commas between them."""
 

@@ -9,11 +9,10 @@ import click
 
 from ckpt_cli import savings
 from ckpt_cli.pipeline import space_needed
-from ckpt_cli.report import data, say, say_notices, size
+from ckpt_cli.report import data, say, size
 from ckpt_formats.base import Checkpoint, Parameter, Part
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.naming import show
-from ckpt_formats.notices import by_weight
 from ckpt_formats.registry import detect
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.typed_json import encode
@@ -57,7 +56,6 @@ def print_json(checkpoint: Checkpoint) -> None:
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
                 for s in checkpoint.shards
             ],
-            "notices": [notice.shown(len(notice.names)) for notice in by_weight(checkpoint.notices)],
         }
     )
 
@@ -100,7 +98,6 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
-    say_notices(checkpoint)
 
 
 def print_ranks(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
@@ -256,19 +253,29 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
 def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
     """Children, with runs of numbered ones of the same form shown as one."""
     run: list[str] = []
-    items = [*node.items(), ("", None)]
+    items = [*_in_order(node), ("", None)]
     for i, (label, child) in enumerate(items):
         previous = items[i - 1][1] if i else None
-        if run and label.isdigit() and isinstance(child, dict) and _form(child) == _form(previous):
+        if run and _is_number(label) and isinstance(child, dict) and _form(child) == _form(previous):
             run.append(label)
             continue
         if run:
             yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} ({len(run)} alike)"), node[run[0]]
             run = []
-        if label.isdigit() and isinstance(child, dict):
+        if _is_number(label) and isinstance(child, dict):
             run = [label]
         elif child is not None:
             yield label, child
+
+
+def _in_order(node: Nested) -> list[tuple[str, Any]]:
+    """Children as they are, but those that are numbers in their order, where numbers are."""
+    numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
+    return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdecimal() and len(label) < 19
 
 
 def _form(node: Any) -> Any:

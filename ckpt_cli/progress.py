@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import click
+
 _EVERY = 30.0
 
 
@@ -15,7 +17,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     if sys.stderr is None:  # closed by whoever started us
         yield lambda nbytes: None
         return
-    if not sys.stderr.isatty():
+    if not on_terminal():
         yield _Lines(what, total)
         return
     from rich.console import Console
@@ -31,6 +33,29 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def on_terminal() -> bool:
+    """Does somebody watch what is printed on stderr?"""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
+    """Within, print a line on stderr once so many seconds have gone and `when` says so; asked again and again."""
+    done = threading.Event()
+
+    def wait() -> None:
+        while not done.wait(after):
+            if when():
+                click.echo(text, err=True)
+                return
+
+    threading.Thread(target=wait, name="ckpt-spoken", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class _Lines:

@@ -1,19 +1,25 @@
 """What commands print: data on stdout, all else on stderr."""
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ckpt_cli import notes
 from ckpt_cli.checks import Finding
 from ckpt_cli.pipeline import Outcome, space_needed
 from ckpt_formats.base import Checkpoint, Part, WritableFormat
+from ckpt_formats.errors import CkptError
 from ckpt_formats.naming import show
-from ckpt_formats.notices import by_weight
+from ckpt_formats.notices import Notice, Weight
 
 _MOST_ROWS = 20
+_MOST_SAID = 1000
+"""Characters of a message."""
 
 
 def size(nbytes: float) -> str:
@@ -30,25 +36,22 @@ def size(nbytes: float) -> str:
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
+    """A line for people, on stderr, after the notes."""
+    notes.flush()
     click.echo(text, err=True)
 
 
-def data(value: Any) -> None:
-    """One JSON object on stdout."""
-    click.echo(json.dumps(value, allow_nan=False))
+def data(value: Mapping[str, Any]) -> None:
+    """The one JSON object on stdout, with the notes of the command."""
+    click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
-def say_notices(checkpoint: Checkpoint) -> None:
-    for notice in by_weight(checkpoint.notices):
-        say(f"note: {show(str(notice))}")
-
-
-def say_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+def note_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+    """Note what the format has no place for, and what else is to be known of the result."""
     for loss in format.losses(checkpoint, parts):
-        say(f"note: {format.name} has no place for {show(loss)}")
-    for remark in format.remarks(checkpoint, parts):
-        say(f"note: {show(remark)}")
+        lost = loss if isinstance(loss, Notice) else Notice(loss)
+        notes.note(replace(lost, text=f"{format.name} has no place for {lost.text}", weight=Weight.LOST))
+    notes.note(*format.remarks(checkpoint, parts), weight=Weight.UNSURE)
 
 
 def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
@@ -59,6 +62,7 @@ def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_nam
         ]
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": files})
         return
+    notes.flush()
     for part in sorted(parts, key=lambda part: -part.nbytes)[:_MOST_ROWS]:
         click.echo(f"{size(part.nbytes):>10}  {part.file}  ({_names([p.name for p in part.parameters], 2)})")
     if len(parts) > _MOST_ROWS:
@@ -92,18 +96,13 @@ def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, a
     """What `verify` found, or that all is well."""
     read = sum(seal.nbytes for seal in checkpoint.seals)
     if as_json:
-        rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in found]
-        said = {"path": str(checkpoint.path), "ok": not found, "findings": rows, "seconds": round(seconds, 3)}
+        said = findings_json(checkpoint.path, found, seconds)
         data(said | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
         return
-    for finding in found:
-        names = _names(finding.tensors, 5)
-        click.echo(
-            f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}{f', tensors {names}' if names else ''}"
-        )
+    _print(found)
     tensors = sum(len(parameter.states) for parameter in checkpoint.parameters.values())
     if found:
-        say(f"DAMAGED: {len(found)} findings in {show(str(checkpoint.path))}")
+        say(f"DAMAGED: {len(found)} finding{'s' * (len(found) > 1)} in {show(str(checkpoint.path))}")
     else:
         held = (
             f"{len(checkpoint.seals)} checksums over {size(read)} hold"
@@ -111,6 +110,44 @@ def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, a
             else "the files hold no checksums"
         )
         say(f"ok: {show(str(checkpoint.path))}: {tensors} tensors whole, {held}, copies agree ({seconds:.1f} s)")
+
+
+def unreadable(path: Path, error: CkptError, found: Sequence[Finding], seconds: float, as_json: bool) -> None:
+    """What `verify` found of a checkpoint that cannot be opened, and why it cannot."""
+    if as_json:
+        data(findings_json(path, found, seconds) | {"checksums": 0, "parameters": 0})
+    else:
+        _print(found)
+    if notes.is_verbose():
+        traceback.print_exception(error)
+    error_lines(error)
+
+
+def error_lines(error: CkptError) -> None:
+    """What happened, where, and what to do, on stderr."""
+    for label, text in (("error", error.what), ("where", error.where), ("hint", error.hint)):
+        if text:
+            say(f"{label}: {bounded(text)}")
+
+
+def bounded(text: str) -> str:
+    """A text that files may have a part in, as it can be printed: names there may be as long as they like."""
+    shown = show(text)
+    return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"
+
+
+def findings_json(path: Path, found: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """What was found, for programs."""
+    rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in found]
+    return {"path": str(path), "ok": not found, "findings": rows, "seconds": round(seconds, 3)}
+
+
+def _print(found: Sequence[Finding]) -> None:
+    for finding in found:
+        names = _names(finding.tensors, 5)
+        click.echo(
+            f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}{f', tensors {names}' if names else ''}"
+        )
 
 
 def _names(names: Sequence[str], most: int) -> str:

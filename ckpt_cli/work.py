@@ -2,21 +2,22 @@
 
 import json
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ckpt_cli import pipeline, report
+from ckpt_cli import notes, pipeline, report
 from ckpt_cli.options import Cut, Reading
 from ckpt_cli.pipeline import Effort, Outcome
-from ckpt_cli.progress import progress
+from ckpt_cli.progress import on_terminal, progress, spoken
 from ckpt_cli.savings import delta_codecs, is_coded
 from ckpt_cli.selection import Edits
 from ckpt_codecs import warm_up
 from ckpt_codecs.delta import DeltaCodec
+from ckpt_codecs.engine import is_compiling
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import most_workers, read_whole
@@ -31,14 +32,22 @@ from ckpt_formats.universal.delta import Delta
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
 _PATIENCE = 2.0
-"""Seconds without a word."""
+"""Seconds without a word in a log."""
+_AT_ONCE = 0.5
+"""The same on a terminal, where somebody waits."""
 
 
 def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
-    found = open_checkpoint(Path(path), options_of(reading))
+    with reading_headers(path):
+        found = open_checkpoint(Path(path), options_of(reading))
     accepted = (Notice(doubt, weight=Weight.UNSURE) for doubt in found.doubts)
     return replace(found, doubts=(), notices=(*found.notices, *accepted)) if accept_doubts else found
+
+
+def reading_headers(path: str | Path) -> AbstractContextManager[None]:
+    """Says what is done, on a terminal, if it takes a while."""
+    return spoken(f"reading the headers of {show(str(path))} ...", _AT_ONCE, on_terminal)
 
 
 def options_of(reading: Reading) -> Options:
@@ -142,10 +151,11 @@ def write(
 ) -> tuple[Outcome, float]:
     """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)
-    report.say_losses(format, source, parts)
+    report.note_losses(format, source, parts)
     deltas = [*delta_codecs(source), *(format.codecs if isinstance(format, Delta) else ())]
     if goal.coding is not None or deltas or is_coded(source):
         load_kernels(deltas)
+    notes.flush()
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
         outcome = pipeline.copy(source, format, goal, choices, effort, moved, parts)
@@ -153,13 +163,8 @@ def write(
 
 
 def load_kernels(deltas: Iterable[DeltaCodec] = ()) -> None:
-    """Make the codecs ready, and say so if it takes a while: on a machine's first use they are compiled."""
-    said = threading.Timer(_PATIENCE, report.say, ["compiling kernels, once on this machine ..."])
-    said.daemon = True
-    said.start()
-    try:
+    """Make the codecs ready, and say so if they are compiled, on a machine's first use, and it takes a while."""
+    with spoken("compiling kernels, once on this machine ...", _PATIENCE, is_compiling):
         warm_up()
         for codec in deltas:
             codec.warm_up()
-    finally:
-        said.cancel()

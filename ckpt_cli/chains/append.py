@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_cli import report
+from ckpt_cli import notes
 from ckpt_cli.chains import folder
 from ckpt_cli.chains.writing import Manner, Written, write_base, write_delta
 from ckpt_cli.pipeline import Effort, check_sound, check_whole
@@ -12,6 +12,7 @@ from ckpt_formats.chain.index import Chain, Kind
 from ckpt_formats.chain.members import open_member
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Weight
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def append(
             earlier = open_member(run, chain, last)
             written = write_delta(source, run / name, step, earlier, run / last.folder, manner, effort)
             if written.member.kind == "base":
-                report.say(f"note: nothing is less as a delta on step {last.step}: the state stands alone")
+                notes.note(f"nothing is less as a delta on step {last.step}: the state stands alone")
         longer = Chain((*(chain.members if chain is not None else ()), written.member))
         open_member(run, longer, written.member)  # what cannot be opened is not named
         folder.replace(run, longer)
@@ -71,7 +72,7 @@ def sweep(run: Path, chain: Chain | None, going_on: str | None = None) -> None:
     found = folder.leftovers(run, chain, going_on)
     folder.remove(found)
     for path in found:
-        report.say(f"note: removed {show(path.name)}, which an interrupted run left behind")
+        notes.note(f"removed {show(path.name)}, which an interrupted run left behind")
 
 
 def folder_name(step: int) -> str:
@@ -83,7 +84,10 @@ def _step(source: Checkpoint, told: int | None, chain: Chain | None, run: Path) 
     if step is None:
         raise Unsupported("the checkpoint does not say its step", where=source.path, hint="Say it: --step N.")
     if source.origin.step not in (None, step):
-        report.say(f"note: the checkpoint says that its step is {source.origin.step}; in the chain it is {step}")
+        notes.note(
+            f"the checkpoint says that its step is {source.origin.step}; in the chain it is {step}",
+            weight=Weight.UNSURE,
+        )
     last = None if chain is None else chain.members[-1].step
     if last is not None and step <= last:
         what = f"step {step} is there already" if step == last else f"step {step} comes before {last}, the chain's last"

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt_cli import report
+from ckpt_cli import notes, report
 from ckpt_cli.chains.append import append, foretell
 from ckpt_cli.chains.asked import anchors_of, manner_of
 from ckpt_cli.chains.estimate import stored_nbytes
@@ -19,15 +19,16 @@ from ckpt_formats.base import Checkpoint, Goal
 from ckpt_formats.chain import index
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Weight
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.delta import cautions
 
 
 def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_json: bool) -> None:
     """Append to a chain, or begin one; and say so."""
-    report.say_notices(source)
+    notes.note(*source.notices)
     anchors, manner = anchors_of(writing), manner_of(writing, chain)
-    _say_cautions(manner, source)
+    _note_cautions(manner, source)
     if writing.dry_run:
         step, kind, earlier = foretell(chain, source, writing.step, anchors)
         costs = _costs(manner, source, earlier, anchors.coded, effort)
@@ -40,10 +41,10 @@ def against(
     first: Checkpoint, second: Checkpoint, target: Path, writing: Writing, effort: Effort, as_json: bool
 ) -> None:
     """Write a delta of the second checkpoint against the first; and say so."""
-    report.say_notices(second)
+    notes.note(*second.notices)
     parent = parent_folder(first)
     manner = manner_of(writing, target)
-    _say_cautions(manner, second)
+    _note_cautions(manner, second)
     if writing.dry_run:
         plan(second, Universal(), Goal(target))
         costs = _costs(manner, second, first, False, effort)
@@ -122,6 +123,5 @@ def _costs(
     return said | ({"approximate": manner.codec.name} if lossy else {})
 
 
-def _say_cautions(manner: Manner, source: Checkpoint) -> None:
-    for caution in cautions(manner.codec, source):
-        report.say(f"warning: {show(caution)}")
+def _note_cautions(manner: Manner, source: Checkpoint) -> None:
+    notes.note(*cautions(manner.codec, source), weight=Weight.LOST)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_cli import pipeline, report, work
+from ckpt_cli import notes, pipeline, report, work
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.report import size
 from ckpt_cli.staging import check_target, staging_folder
@@ -31,13 +31,15 @@ class State:
 def open_step(path: Path, step: int | None, options: Options) -> State:
     """The state of a step of a chain; or any checkpoint, where there is but one step to take."""
     if not (path / index.NAME).is_file():
-        checkpoint = open_checkpoint(path, options)
+        with work.reading_headers(path):
+            checkpoint = open_checkpoint(path, options)
         if step is not None and checkpoint.origin.step != step:
             raise NotFound(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return State(checkpoint, path)
     chain = index.load(path / index.NAME)
     member = members.member_at(path, chain, step)
-    return State(members.open_member(path, chain, member), path, chain, member)
+    with work.reading_headers(path):
+        return State(members.open_member(path, chain, member), path, chain, member)
 
 
 def write(state: State, format: WritableFormat, goal: Goal, choices: object, effort: Effort) -> tuple[Outcome, float]:
@@ -91,10 +93,10 @@ def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effo
     return Universal().read(folder, Options())
 
 
-def say_detour(source: Checkpoint, format: WritableFormat) -> None:
+def note_detour(source: Checkpoint, format: WritableFormat) -> None:
     """How much room is needed for a while, beside what the target takes."""
     if not isinstance(format, Universal) and any(_replays(source)):
-        report.say(f"note: the state is replayed beside the target first, into {size(_whole_nbytes(source))} more")
+        notes.note(f"the state is replayed beside the target first, into {size(_whole_nbytes(source))} more")
 
 
 def _whole_nbytes(source: Checkpoint) -> int:

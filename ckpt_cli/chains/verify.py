@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt_cli import checks, report, work
+from ckpt_cli import checks, notes, report, work
 from ckpt_cli.checks import Finding
 from ckpt_cli.pipeline import Effort, Moved
 from ckpt_cli.progress import progress
@@ -20,6 +20,7 @@ from ckpt_formats.coded import Coded
 from ckpt_formats.errors import CkptError
 from ckpt_formats.files import Seal
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice
 from ckpt_formats.tensor import Blob
 from ckpt_formats.universal.replay import Replayed
 
@@ -28,16 +29,17 @@ _Place = tuple[Path, int]
 """A file, and where in it chunks begin."""
 
 
-def verify(run: Path, effort: Effort, as_json: bool) -> None:
-    """Check all of a chain, with a bar, and say what was found. Exits with 20 if anything was."""
+def verify(run: Path, effort: Effort, as_json: bool) -> bool:
+    """Check all of a chain, with a bar, and say what was found. Is all well?"""
     chain = index.read(run)
     opened, findings = open_all(run, chain)
     work.load_kernels()
     began = time.monotonic()
     with progress("verifying", sum(map(checks.amount, opened))) as moved:
         findings += examine(opened, effort, moved)
+    findings += dict.fromkeys(finding for one in opened for finding in checks.changed(one))
     seconds = time.monotonic() - began
-    _say_approximate(chain)
+    _note_approximate(chain)
     bad = _bad_steps(run, chain, findings)
     if as_json:
         report.data(_json(run, chain, findings, bad, seconds))
@@ -49,14 +51,13 @@ def verify(run: Path, effort: Effort, as_json: bool) -> None:
         steps = _listed(bad)
         wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
         report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
-    if findings:
-        raise SystemExit(20)
+    return not findings
 
 
-def _say_approximate(chain: Chain) -> None:
-    lossy = [member.step for member in chain.members if not member.exact]
+def _note_approximate(chain: Chain) -> None:
+    lossy = tuple(str(member.step) for member in chain.members if not member.exact)
     if lossy:
-        report.say(f"note: approximate: {len(lossy)} of {len(chain.members)} states, of steps {_listed(lossy)}")
+        notes.note(Notice(f"{len(lossy)} of {len(chain.members)} states are approximate, of steps", lossy))
 
 
 def _listed(steps: list[int]) -> str:

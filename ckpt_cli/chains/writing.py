@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 
-from ckpt_cli import pipeline, report, work
+from ckpt_cli import notes, pipeline, work
 from ckpt_cli.chains.trials import Accepted, Evaluation, settle
 from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_codecs import CodecError
@@ -101,7 +101,7 @@ def write_base(
     if coded:
         return _write_coded(source, target, step, None, None, manner, effort, ["base", coded])
     if manner.evaluation is not None:
-        report.say("note: this state is stored whole and exact, so there is nothing to evaluate")
+        notes.note("this state is stored whole and exact, so there is nothing to evaluate")
     exact = Universal() if content is None else Universal.again(content)
     return _write(source, exact, target, step, manner, effort, ["base", coded])
 

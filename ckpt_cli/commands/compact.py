@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import as_json, common, effort, no_lock
+from ckpt_cli.options import Place, PlacesCommand, as_json, common, effort, no_lock
 
 
-@click.command()
-@click.argument("chain", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("chain", type=Place())
 @click.option(
     "--keep",
     multiple=True,

@@ -2,13 +2,13 @@
 
 import click
 
-from ckpt_cli.options import Reading, accept_doubts, as_json, common, effort, no_lock, reading
+from ckpt_cli.options import Place, PlacesCommand, Reading, accept_doubts, as_json, common, effort, no_lock, reading
 from ckpt_formats.coding import LEVELS
 
 
-@click.command()
-@click.argument("source", type=click.Path(readable=False))
-@click.argument("target", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("source", type=Place())
+@click.argument("target", type=Place())
 @click.option(
     "--codec",
     default="auto",
@@ -17,7 +17,11 @@ from ckpt_formats.coding import LEVELS
     help="One codec for all states that it can hold, instead of the best for each.",
 )
 @click.option(
-    "--level", type=click.Choice(list(LEVELS)), default="default", show_default=True, help="Speed against size."
+    "--level",
+    type=click.Choice(list(LEVELS)),
+    default="default",
+    show_default=True,
+    help="How hard to try. max takes up to twice as long: floats, mostly noise, become some per mille smaller.",
 )
 @click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded.")
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
@@ -57,11 +61,11 @@ def compress(
     """
     from pathlib import Path
 
-    from ckpt_cli import compression, report, work
+    from ckpt_cli import compression, notes, work
     from ckpt_formats.base import Goal
 
     checkpoint = work.open_source(source, reading, accept_doubts)
-    report.say_notices(checkpoint)
+    notes.note(*checkpoint.notices)
     goal = Goal(Path(target), coding=compression.coding_of(codec, level, not no_check))
     if dry_run:
         compression.foretell(checkpoint, goal, as_json)

@@ -7,6 +7,9 @@ import click
 from ckpt_cli.options import (
     NAMINGS,
     Bytes,
+    FloatType,
+    Place,
+    PlacesCommand,
     Reading,
     accept_doubts,
     as_json,
@@ -22,14 +25,19 @@ if TYPE_CHECKING:
     from ckpt_formats.names import Naming
 
 
-@click.command()
-@click.argument("source", type=click.Path(readable=False))
-@click.argument("target", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("source", type=Place())
+@click.argument("target", type=Place())
 @target_format("universal", "")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 @click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras.")
-@click.option("--dtype", metavar="TYPE", help="Round the model's weights to fp32, bf16, fp16, ... (states stay).")
+@click.option(
+    "--dtype",
+    type=FloatType(),
+    metavar="TYPE",
+    help="Round the model's weights to fp32, bf16, fp16, ... (states stay).",
+)
 @click.option(
     "--shard-size",
     type=Bytes(),
@@ -100,7 +108,7 @@ def convert(
     """
     from pathlib import Path
 
-    from ckpt_cli import pipeline, renaming, report, work
+    from ckpt_cli import notes, pipeline, renaming, report, work
     from ckpt_cli.selection import Edits
     from ckpt_formats.base import Goal
     from ckpt_formats.registry import writable
@@ -108,7 +116,7 @@ def convert(
     checkpoint = work.open_source(source, reading, accept_doubts)
     edits = Edits(only, skip, model_only, dtype, names)
     checkpoint = renaming.edited(checkpoint, edits, format_name, Path(config) if config else None)
-    report.say_notices(checkpoint)
+    notes.note(*checkpoint.notices)
     format = writable(format_name)
     goal = Goal(
         Path(target),
@@ -119,7 +127,7 @@ def convert(
     )
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)
-        report.say_losses(format, checkpoint, parts)
+        report.note_losses(format, checkpoint, parts)
         report.plan(checkpoint, parts, goal.target, format_name, as_json)
         return
     effort = work.effort_of(workers, memory, no_lock)

@@ -2,12 +2,12 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, effort, no_lock, reading, target_format
+from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, no_lock, reading, target_format
 
 
-@click.command()
-@click.argument("source", type=click.Path(readable=False))
-@click.argument("target", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("source", type=Place())
+@click.argument("target", type=Place())
 @target_format(None, "  [default: by its ending, .safetensors or .pt; else the one that it was in]")
 @effort
 @no_lock
@@ -39,10 +39,10 @@ def decompress(
     """
     from pathlib import Path
 
-    from ckpt_cli import compression, report, work
+    from ckpt_cli import compression, notes, work
 
     checkpoint = work.open_source(source, reading)
-    report.say_notices(checkpoint)
+    notes.note(*checkpoint.notices)
     format, goal = compression.undo(checkpoint, Path(target), format_name)
     effort = work.effort_of(workers, memory, no_lock)
     work.run(checkpoint, format, goal, work.choices(reading), effort, "decompressing", as_json)

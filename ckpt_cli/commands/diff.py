@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.delta_options import Writing, check_together, writing
-from ckpt_cli.options import Reading, as_json, common, effort, no_lock, reading
+from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, no_lock, reading
 
 if TYPE_CHECKING:
     from ckpt_cli.pipeline import Effort
 
 
-@click.command()
-@click.argument("first", type=click.Path(readable=False))
-@click.argument("second", type=click.Path(readable=False), required=False)
+@click.command(cls=PlacesCommand)
+@click.argument("first", type=Place())
+@click.argument("second", type=Place(), required=False)
 @click.option("--only", multiple=True, metavar="PATTERN", help="Compare parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ...")
@@ -84,12 +84,13 @@ def diff(
     """
     from pathlib import Path
 
-    from ckpt_cli import report, work
+    from ckpt_cli import notes, report, work
     from ckpt_cli.differences import Choice, chosen, compare, page, paired
     from ckpt_cli.differences.facts import facts
-    from ckpt_cli.differences.report import as_text
+    from ckpt_cli.differences.report import as_text, note_differences
     from ckpt_cli.pipeline import check_whole
     from ckpt_cli.progress import progress
+    from ckpt_formats.identity import check_unchanged
 
     check_together(writing, click.get_current_context())
     if writing.asked:
@@ -100,14 +101,17 @@ def diff(
     if html:
         page.check_place(Path(html))
     pair = [work.open_source(path, reading) for path in (first, second)]
+    notes.note(*pair[0].notices, *pair[1].notices)
     ours, theirs = chosen(pair[0], pair[1], Choice(only, skip, extras=not tensors_only))
     for checkpoint in (ours, theirs):
         check_whole(checkpoint)
     both = paired(ours, theirs, states)
     with progress("comparing", both.nbytes) as moved:
         found = compare(both, work.effort_of(workers, memory), moved, tensors_only)
+    check_unchanged({**ours.identities, **theirs.identities})
     if html:
         page.write(page.page_of(ours, theirs, found), Path(html))
+    note_differences(ours, theirs, found)
     if as_json:
         report.data(facts(ours, theirs, found, by))
     else:

@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, reading
+from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, reading
 
 
-@click.command()
-@click.argument("path", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("path", type=Place())
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
 @reading
@@ -23,9 +23,10 @@ def inspect(path: str, depth: int | None, extras: bool, reading: Reading, as_jso
       ckpt inspect run --depth 2
       ckpt inspect run --json | jq '.parameters[].name'
     """
-    from ckpt_cli import picture, work
+    from ckpt_cli import notes, picture, work
 
     checkpoint = work.open_source(path, reading)
+    notes.note(*checkpoint.notices)
     if as_json:
         picture.print_json(checkpoint)
     else:

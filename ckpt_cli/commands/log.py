@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import as_json, common
+from ckpt_cli.options import Place, PlacesCommand, as_json, common
 
 
-@click.command()
-@click.argument("chain", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("chain", type=Place())
 @as_json
 @common
 def log(chain: str, as_json: bool) -> None:

@@ -2,12 +2,25 @@
 
 import click
 
-from ckpt_cli.options import Cut, Reading, accept_doubts, as_json, common, cut, effort, no_lock, reading, target_format
+from ckpt_cli.options import (
+    Cut,
+    Place,
+    PlacesCommand,
+    Reading,
+    accept_doubts,
+    as_json,
+    common,
+    cut,
+    effort,
+    no_lock,
+    reading,
+    target_format,
+)
 
 
-@click.command()
-@click.argument("source", type=click.Path(readable=False))
-@click.argument("target", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("source", type=Place())
+@click.argument("target", type=Place())
 @cut
 @target_format(None, "  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
@@ -45,17 +58,17 @@ def reshard(
     """
     from pathlib import Path
 
-    from ckpt_cli import picture, pipeline, renaming, report, work
+    from ckpt_cli import notes, picture, pipeline, renaming, report, work
     from ckpt_formats.registry import detect, writable
 
     format = writable(format_name or detect(Path(source)).name)
     checkpoint = renaming.renamed(work.open_source(source, reading, accept_doubts), None, format.name)
     goal = work.goal_of(target, cut, reading)
     work.check_degrees(format, goal.degrees)
-    report.say_notices(checkpoint)
+    notes.note(*checkpoint.notices)
     if dry_run:
         parts = pipeline.plan(checkpoint, format, goal)
-        report.say_losses(format, checkpoint, parts)
+        report.note_losses(format, checkpoint, parts)
         picture.print_ranks(checkpoint, parts, goal.target, format.name, as_json)
         return
     effort = work.effort_of(workers, memory, no_lock)

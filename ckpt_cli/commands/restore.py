@@ -2,12 +2,24 @@
 
 import click
 
-from ckpt_cli.options import Cut, Reading, as_json, common, cut, effort, no_lock, reading, target_format
+from ckpt_cli.options import (
+    Cut,
+    Place,
+    PlacesCommand,
+    Reading,
+    as_json,
+    common,
+    cut,
+    effort,
+    no_lock,
+    reading,
+    target_format,
+)
 
 
-@click.command()
-@click.argument("chain", type=click.Path(readable=False))
-@click.argument("target", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("chain", type=Place())
+@click.argument("target", type=Place())
 @click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
 @target_format("universal", "")
 @cut
@@ -45,7 +57,7 @@ def restore(
     """
     from pathlib import Path
 
-    from ckpt_cli import pipeline, report, work
+    from ckpt_cli import notes, pipeline, report, work
     from ckpt_cli.chains import restore as restoring
     from ckpt_formats.registry import writable
 
@@ -53,11 +65,11 @@ def restore(
     goal = work.goal_of(target, cut, reading)
     work.check_degrees(format, goal.degrees)
     state = restoring.open_step(Path(chain), step, work.options_of(reading))
-    report.say_notices(state.checkpoint)
+    notes.note(*state.checkpoint.notices)
     if dry_run:
         parts = pipeline.plan(state.checkpoint, format, goal)
-        report.say_losses(format, state.checkpoint, parts)
-        restoring.say_detour(state.checkpoint, format)
+        report.note_losses(format, state.checkpoint, parts)
+        restoring.note_detour(state.checkpoint, format)
         report.plan(state.checkpoint, parts, goal.target, format.name, as_json)
         return
     effort = work.effort_of(workers, memory, no_lock)

@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, reading
+from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, reading
 
 
-@click.command()
-@click.argument("path", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("path", type=Place())
 @reading
 @as_json
 @common
@@ -22,7 +22,8 @@ def rules(path: str, reading: Reading, as_json: bool) -> None:
       ckpt rules run/iter_0001000 --rules mine.toml
       ckpt rules run --json | jq '.parameters[] | select(.rule == null)'
     """
-    from ckpt_cli import rule_table, work
+    from ckpt_cli import notes, rule_table, work
 
     checkpoint = work.open_source(path, reading)
+    notes.note(*checkpoint.notices)
     rule_table.show_rules(checkpoint, work.layout_of(checkpoint, reading), as_json)

@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import Reading, as_json, common, effort, reading
+from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, reading
 
 
-@click.command()
-@click.argument("path", type=click.Path(readable=False))
+@click.command(cls=PlacesCommand)
+@click.argument("path", type=Place())
 @effort
 @reading
 @as_json
@@ -17,33 +17,17 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
     That all ranks' files are there and belong together; that every tensor is
     covered exactly once; every checksum the files hold (PyTorch writes CRC-32s
     that it never reads); that replicas agree, and that the model's copies are
-    their masters, rounded. Of a chain, every step. Exit code 0 if all is well, 20 if not.
+    their masters, rounded. Of a chain, every step. All damage is named, not only the
+    first. Exit code 0 if all is well, 20 if not.
 
     \b
     Examples:
       ckpt verify run/global_step1000
       ckpt verify step1000 --json
     """
-    import time
     from pathlib import Path
 
-    from ckpt_cli import report, work
-    from ckpt_cli.chains import verify as chains
-    from ckpt_cli.checks import amount, examine
-    from ckpt_cli.progress import progress
-    from ckpt_cli.savings import is_coded
-    from ckpt_formats.chain import index
+    from ckpt_cli import verification, work
 
-    if (Path(path) / index.NAME).is_file():
-        chains.verify(Path(path), work.effort_of(workers, memory), as_json)
-        return
-    checkpoint = work.open_source(path, reading)
-    report.say_notices(checkpoint)
-    if is_coded(checkpoint):
-        work.load_kernels()
-    began = time.monotonic()
-    with progress("verifying", amount(checkpoint)) as moved:
-        findings = examine(checkpoint, work.effort_of(workers, memory), moved)
-    report.findings(checkpoint, findings, time.monotonic() - began, as_json)
-    if findings:
+    if not verification.verify(Path(path), reading, work.effort_of(workers, memory), as_json):
         raise SystemExit(20)

@@ -5,12 +5,14 @@ from typing import Any
 
 import click
 
+from ckpt_cli import notes
 from ckpt_cli.differences.groups import grouped
 from ckpt_cli.differences.pairs import Differences, Pair
 from ckpt_cli.differences.sums import Sums
 from ckpt_cli.report import say
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Weight
 
 SORTS: dict[str, Callable[[Pair], Any]] = {
     "relative": lambda pair: -(pair.sums.relative or 0.0),
@@ -45,9 +47,6 @@ def as_text(first: Checkpoint, second: Checkpoint, found: Differences, sort: str
         click.echo(show(value))
     if len(found.values) > _MOST_VALUES:
         click.echo(f"and {len(found.values) - _MOST_VALUES} more values")
-    _say_approximate(first, second)
-    if found.pairs and not found.compared:
-        say("note: no tensor is in both; are their names those of different libraries?")
     say(_summary(first, second, found, unpaired))
 
 
@@ -60,10 +59,13 @@ def _groups(groups: list[tuple[tuple[str, ...], Sums]], sort: str, by: Sequence[
         click.echo(f"{'':>9} and {len(groups) - top} more (--top 0 shows all)")
 
 
-def _say_approximate(first: Checkpoint, second: Checkpoint) -> None:
+def note_differences(first: Checkpoint, second: Checkpoint, found: Differences) -> None:
+    """What is to be known of the comparison."""
+    if found.pairs and not found.compared:
+        notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
     for which, checkpoint in (("first", first), ("second", second)):
         if checkpoint.losses:
-            say(f"note: {len(checkpoint.losses)} states of the {which} are approximate: they were coded with loss")
+            notes.note(f"{len(checkpoint.losses)} states of the {which} are approximate: they were coded with loss")
 
 
 def _summary(first: Checkpoint, second: Checkpoint, found: Differences, unpaired: Sequence[Pair]) -> str:

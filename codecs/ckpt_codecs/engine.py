@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -141,6 +142,12 @@ def loaded() -> Engine | None:
 def warm_up() -> bool:
     """Make the engine ready: True if kernels had to be compiled, which takes a while, once for this machine."""
     return engine().was_compiled()
+
+
+def is_compiling() -> bool:
+    """Has this process met a kernel so far that no cache holds? For who waits for `warm_up` in another thread."""
+    jit = sys.modules.get("ckpt_codecs.kernels.jit")
+    return any(made.stats.cache_misses for made in getattr(jit, "COMPILED", ()))
 
 
 @cache

@@ -299,10 +299,10 @@ class WritableFormat(Format):
         """Checkpoints that are read besides the source."""
         return ()
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
-        """What of the source the format has no place for, in words."""
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+        """What of the source the format has no place for, in words that follow these."""
         return ()
 
-    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
         """What the user should know of the result before it is written, in sentences."""
         return ()

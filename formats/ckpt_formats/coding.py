@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-Level = Literal["fast", "default", "max"]
+Level = Literal["default", "max"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 

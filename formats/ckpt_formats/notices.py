@@ -42,7 +42,7 @@ class Notice:
 
     def shown(self, most: int = MOST_NAMES) -> str:
         """The sentence with at most so many names; more are counted."""
-        more = f" and {len(self.names) - most:,} more" if len(self.names) > most else ""
+        more = f" and {len(self.names) - most:,} more (`--verbose`)" if len(self.names) > most else ""
         return f"{self.text}: {', '.join(map(show, self.names[:most]))}{more}" if self.names else self.text
 
 

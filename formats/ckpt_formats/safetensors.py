@@ -18,6 +18,7 @@ from ckpt_formats.base import (
 )
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_file import MOST_HEADER, natural, read_header
 from ckpt_formats.safetensors_shards import (
     SAFETENSORS_INDEX,
@@ -93,11 +94,11 @@ class Safetensors(WritableFormat):
     def product(self, target: Path) -> str | None:
         return f"model{SUFFIX}" if target.name.endswith(SUFFIX) else None
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
         lost = lost_states(source)
         kept = _metadata(source, (), _form_of(source))
         extras = [key for key in source.extras if key not in kept]
-        return (*lost, f"extras ({', '.join(extras)})") if extras else lost
+        return (*lost, Notice("extras", tuple(extras))) if extras else lost
 
 
 def _form(path: Path) -> dict[str, Value]:

@@ -51,11 +51,11 @@ class DeepSpeed(WritableFormat):
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(parts(settle_target(source, goal)))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
         files = {rank_name(Path(part.file)) for part in parts}
         said = source.extras.get("ranks")
         gone = sorted(name for name in (said if isinstance(said, dict) else ()) if name not in files)
-        return (f"what only these ranks of the source had, such as RNG states: {', '.join(gone)}",) if gone else ()
+        return (Notice("what only these ranks of the source had, such as RNG states", tuple(gone)),) if gone else ()
 
     def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(exist_ok=True)

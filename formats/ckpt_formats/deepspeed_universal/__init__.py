@@ -17,6 +17,7 @@ from ckpt_formats.deepspeed_universal.folder import LATEST, has_latest, is_unive
 from ckpt_formats.deepspeed_universal.read import read_universal
 from ckpt_formats.deepspeed_universal.write import MODEL_FILE, parts, settle
 from ckpt_formats.errors import form_of
+from ckpt_formats.notices import Notice
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
 
@@ -38,10 +39,12 @@ class DeepSpeedUniversal(WritableFormat):
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
         return tuple(parts(settle(source, goal), goal))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
         said, config = source.extras.get("ranks"), source.extras.get("ds_config")
         gone = sorted(said) if isinstance(said, dict) else []
-        lost = [f"what only these ranks of the source had, such as RNG states: {', '.join(gone)}"] if gone else []
+        lost: list[str | Notice] = []
+        if gone:
+            lost.append(Notice("what only these ranks of the source had, such as RNG states", tuple(gone)))
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         if isinstance(zero, dict) and zero.get("round_robin_gradients"):
             lost.append("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")

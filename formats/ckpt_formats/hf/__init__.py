@@ -8,6 +8,7 @@ from ckpt_formats.hf.beside import PREFIX
 from ckpt_formats.hf.folder import recognised
 from ckpt_formats.hf.read import read_folder
 from ckpt_formats.hf.write import parts_of, write_part
+from ckpt_formats.notices import Notice
 from ckpt_formats.safetensors_shards import SAFETENSORS_INDEX, lost_states, write_last
 from ckpt_formats.shard_index import index_text
 from ckpt_formats.transfer import Transfer
@@ -35,10 +36,10 @@ class HuggingFace(WritableFormat):
             stem = files[0][0].partition("-")[0]
             write_last(folder, f"{stem}{SAFETENSORS_INDEX}", index_text(files))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
         written = {f"{PREFIX}{part.file}" for part in parts if not part.parameters}
         lost = [key for key in source.extras if key not in written]
-        return (*lost_states(source), f"extras ({', '.join(lost)})") if lost else lost_states(source)
+        return (*lost_states(source), Notice("extras", tuple(lost))) if lost else lost_states(source)
 
     def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
         return tuple(remark for part in parts for remark in part.what.get("remarks", ()))

@@ -11,6 +11,10 @@ from ckpt_formats.universal.entry import Entry
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
+_REMOVED = (
+    "The chain there has no such state any more, since `ckpt compact` removed it: take the chain from a copy, "
+    "or write the delta again with `ckpt diff CHAIN CHECKPOINT -o DELTA`. `ckpt compact --keep STEP` keeps a state."
+)
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,32 @@ class _Places:
     known: dict[Path, Mapping[str, Path]]
 
     def find(self, run: Path, content: str) -> Path | None:
+        return self._of(run).get(content)
+
+    def any(self, run: Path) -> bool:
+        """Is this a chain?"""
+        return bool(self._of(run))
+
+    def _of(self, run: Path) -> Mapping[str, Path]:
         if run not in self.known:
             self.known[run] = index.places(run)
-        return self.known[run].get(content)
+        return self.known[run]
 
 
 def _parent(folder: Path, parent: Parent, places: _Places) -> tuple[Path, Manifest]:
-    """Where the parent is now, and its manifest. In a chain, the chain says where it is."""
-    above = places.find(folder.parent, parent.content) or folder / parent.path
+    """Where the parent is now, and its manifest. In a chain, its own or the parent's, the chain says where it is."""
+    named = folder / parent.path
+    runs = (folder.parent, named.parent)
+    above = next((found for run in runs if (found := places.find(run, parent.content)) is not None), named)
     try:
         said = manifest.load(above / manifest.NAME)
     except CkptError as error:
         if (above / manifest.NAME).is_file():
             raise
         raise Incomplete(
-            f"the parent of {folder.name}, {parent.content[:24]}…, is missing", where=above, hint=_HINT
+            f"the parent of {folder.name}, {parent.content[:24]}…, is missing",
+            where=above,
+            hint=_REMOVED if folder.parent != named.parent and places.any(named.parent) else _HINT,
         ) from error
     if said.content != parent.content:
         raise Corrupt(
