@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 from ckpt_formats.base import MODEL, Parameter
-from ckpt_formats.errors import Unsafe, Unsupported
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import Unsafe
 from ckpt_formats.tensor import Raw, Tensor
 from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.values import Record, Size, StdDict, TensorName, Value
@@ -33,6 +34,11 @@ def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
 def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with what `leaf` makes of everything in it that is no container."""
     return _Walk(lambda found, name: leaf(found)).walk(value, "", 0)
+
+
+def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
+    """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
+    return _Walk(leaf).walk(value, name, 0)
 
 
 class _Lift:
@@ -103,13 +109,9 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     storage, start, numel = (
         (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
     )
-    if storage.dtype is None:
-        raise Unsupported(
-            f"a tensor or storage ({storage.cls.name}) has an element type that is not supported",
-            where=storage.path,
-            hint="Save it as another type, such as float32 or uint8, or without it.",
-        )
     offset = storage.offset + start * storage.itemsize
+    if storage.dtype is None:  # NumPy has no such type: the bytes as they are
+        return Tensor.of(Raw.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal))
     return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 

@@ -32,7 +32,7 @@ from ckpt_formats.base import (
     WritableFormat,
 )
 from ckpt_formats.errors import Corrupt, NotFound
-from ckpt_formats.state_dicts.leaves import has_tensor
+from ckpt_formats.state_dicts.objects import as_root
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
@@ -241,14 +241,13 @@ class _Restore:
 
 
 def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
-    items = _entries(file.root)
-    root: dict[str, Value] = {str(key): value for key, value in items}
+    items, notices = as_root(file.root)
+    root: dict[str, Value] = {str(key): value for key, value in items.items()}
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     found = training_state(root, file.path, options.order, options.orders)
-    if file.kind == "pickle" and not found.parameters:
-        # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.
-        raise NotFound("a pickle without a tensor is no checkpoint", where=file.path)
+    if not found.parameters:
+        raise NotFound("a file without a tensor is no checkpoint", where=file.path)
     check_weights(found, root, file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(
@@ -260,18 +259,9 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         found.aliases,
         _shards(file),
         file.seals(),
-        found.notices,
+        (*notices, *found.notices),
         saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
-
-
-def _entries(root: Value) -> list[tuple[Value, Value]]:
-    """Of the top level, by key; of a list, by number."""
-    if isinstance(root, dict):
-        return list(root.items())
-    if type(root) in (list, tuple) and has_tensor(root, lists=True):
-        return list(enumerate(root))
-    return [("value", root)]
 
 
 def _shards(file: TorchFile) -> tuple[Shard, ...]:

@@ -26,6 +26,8 @@ NUMPY_CORE = ("numpy.core", "numpy._core")  # before NumPy 2, and since
 
 _STANDARD_LIBRARY = {
     *_names("_codecs", "encode"),
+    *_names("_io", "BytesIO StringIO"),
+    *_names("io", "BytesIO StringIO"),
     *_names("argparse", "Namespace"),
     *_names("collections", "OrderedDict defaultdict Counter deque"),
     *_names("copyreg", "_reconstructor"),
