@@ -24,7 +24,7 @@ import numpy as np
 
 from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value, opaque
 
 _MOST_WRITTEN = 32_000_000
 """Values, of which a text or an array counts one more for every 32 bytes."""
@@ -149,6 +149,8 @@ def _name(value: Global, inner: Inner) -> list[Any]:
 
 
 def _array(value: Any, inner: Inner) -> Any:
+    if (said := opaque(value)) is not None:
+        return inner(said)
     array = np.asarray(value)
     dtype: DType = array.dtype
     named = DTYPES.get(dtype.name) == dtype

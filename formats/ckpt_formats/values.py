@@ -86,6 +86,11 @@ class StdDict(dict[Value, Value]):
         """What was set on the object itself, such as `_metadata` of a module's state dict."""
 
 
+def opaque(value: Value) -> Value:
+    """What stands in an array for one that NumPy is not asked to build, as a `Record`; None for any other value."""
+    return value[()] if isinstance(value, np.ndarray) and value.dtype == object and value.shape == () else None
+
+
 def tensor_names(value: Value) -> Iterator[str]:
     """The names of all tensors in a value that is a tree, as those that come from JSON are."""
     if isinstance(value, TensorName):
@@ -140,6 +145,8 @@ def _pieces(value: Value, most: int, depth: int) -> Iterator[str]:
         yield repr(bytes(value[: most + 1]))
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         yield f"an integer of {value.bit_length():,} bits"
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield "an array of objects, dates or rows"
     elif isinstance(value, np.ndarray):
         yield f"an array of shape {list(value.shape)} and type {value.dtype.name}"
     elif isinstance(value, TensorName):
