@@ -30,6 +30,7 @@ _STANDARD_LIBRARY = {
     *_names("io", "BytesIO StringIO"),
     *_names("argparse", "Namespace"),
     *_names("collections", "OrderedDict defaultdict Counter deque"),
+    *_names("contextlib", "nullcontext"),
     *_names("copyreg", "_reconstructor"),
     *_names("copy_reg", "_reconstructor"),
     *_names("datetime", "date datetime time timedelta timezone"),
