@@ -31,7 +31,8 @@ from ckpt_formats.base import (
     Shard,
     WritableFormat,
 )
-from ckpt_formats.errors import Corrupt, NotFound
+from ckpt_formats.errors import Corrupt, NotFound, flaw
+from ckpt_formats.notices import Weight
 from ckpt_formats.state_dicts.objects import as_root
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
@@ -203,7 +204,7 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
         origin = Origin(said["engine"], said["version"], said["step"], decode(said["layout"], path))
         aliases = {str(alias): str(name) for alias, name in ours["aliases"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"not in the form in which ckpt writes files of torch: {error!r}", where=path) from None
+        raise Corrupt(f"not in the form in which ckpt writes files of torch: {flaw(error)}", where=path) from None
     return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
 
 
@@ -247,7 +248,8 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     found = training_state(root, file.path, options.order, options.orders)
     if not found.parameters:
-        raise NotFound("a file without a tensor is no checkpoint", where=file.path)
+        said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
+        raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)
     check_weights(found, root, file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(

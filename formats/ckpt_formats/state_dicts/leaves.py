@@ -20,7 +20,7 @@ def tensor_leaf(leaf: Leaf) -> Tensor:
 
 
 def has_tensor(value: Value, *, lists: bool = False) -> bool:
-    """In it or in dicts (and `lists`) in it. On a stack of our own, and each once: a file may nest and share at will."""
+    """In it or in dicts (and `lists`) in it. On a stack of our own, each once: a file may nest and share at will."""
     seen, waiting = set(), [value]
     while waiting:
         one = waiting.pop()

@@ -8,14 +8,15 @@
 What state dicts leave out, such as a module's hyper-parameters or attributes of a tensor, is carried as extras.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ckpt_formats.errors import Incomplete
+from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.extras import numbered
+from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.leaves import Leaf, between, is_extra_state, named_leaves, place
 from ckpt_formats.state_dicts.model import find_model
@@ -23,7 +24,7 @@ from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, NoData, array_tensor, class_of, is_tensor, tensor_parts
 from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef
-from ckpt_formats.values import Record, StdDict, Value
+from ckpt_formats.values import Record, StdDict, Value, kind_of
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
@@ -47,7 +48,7 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
     if isinstance(value, dict):
         return value, ()
     if isinstance(value, (list, tuple)):
-        said = Notice(f"the file is a {type(value).__name__}, not a dict: its items are called by their numbers")
+        said = Notice(f"the file is {kind_of(value)}, not a dict: its items are called by their numbers")
         return {str(i): item for i, item in enumerate(value)}, (said,)
     if is_module(value):
         return {"model": value}, ()
@@ -81,9 +82,7 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
     for one in opening.optimizers:
         one.fill(names, opening)
     beside = {OBJECTS: opening.objects, ATTRIBUTES: opening.attributes}
-    extras = {
-        next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra
-    }
+    extras = {next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra}
     return Opened(made, extras, tuple(opening.said()))
 
 
@@ -95,7 +94,9 @@ def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tupl
     inside = [(key, value) for key, value in between(model) if not is_extra_state(key) and not key.endswith(_OBJECT)]
     odd = (Record, Storage, StorageSlice) if rest else (Record, Storage, StorageSlice, np.ndarray)
     lost = [(key, value) for key, value in inside if isinstance(value, odd) or _holds_tensor(value)]
-    lost += [(key, value) for key, value in rest.items() if isinstance(value, (Storage, StorageSlice)) or _is_holder(value)]
+    lost += [
+        (key, value) for key, value in rest.items() if isinstance(value, (Storage, StorageSlice)) or _is_holder(value)
+    ]
     files = [key for key, value in (*inside, *rest.items()) if _is_file(value)]
     return tuple(
         Notice(text, names, Weight.LOST)
@@ -178,7 +179,9 @@ class _Optimizer:
             numbers.update(known)
         elif tensors:
             opening.objects[f"{self.path}.params"] = tensors
-        state = {numbers.get(id(key), key): opening.value(kept, f"{self.path}.state", 1) for key, kept in self._states()}
+        state = {
+            numbers.get(id(key), key): opening.value(kept, f"{self.path}.state", 1) for key, kept in self._states()
+        }
         self.made["state"] = state
         self.made["param_groups"] = [
             {
@@ -201,7 +204,8 @@ class _Opening:
         self._done: dict[int, tuple[Value, Value]] = {}
         self._modules: dict[str, str] = {}
         self._parts: dict[str, str] = {}
-        self._left: list[str] = []
+        self._derived: list[str] = []
+        self._endless: list[str] = []
         self.optimizers: list[_Optimizer] = []
         self.objects: dict[str, Value] = {}
         self.attributes: dict[str, Value] = {}
@@ -231,17 +235,33 @@ class _Opening:
             return self.value(item, f"{path}.{key}" if path else str(key), depth)
 
         if isinstance(value, dict):
-            made = {key: inner(item, key) for key, item in value.items()}
-            return value if _alike(value.values(), made.values()) else _dict_like(value, made)
+            items = {key: inner(item, key) for key, item in value.items()}
+            made = self._flat(value, items, path)
+            return value if _alike(value.values(), items.values()) else _dict_like(value, made)
         if isinstance(value, (list, tuple)):
-            items = [inner(item, i) for i, item in enumerate(value)]
-            return value if _alike(value, items) or type(value) not in (list, tuple) else type(value)(items)
+            listed = [inner(item, i) for i, item in enumerate(value)]
+            return value if _alike(value, listed) or type(value) not in (list, tuple) else type(value)(listed)
         if is_module(value):
             return self._module(read_module(value, self._where), path, depth)
         if _is_optimizer_object(value):
             self.optimizers.append(_Optimizer(value, path or "optimizer", is_placed=True))
             return self.optimizers[-1].made
         return self._record(value, path, depth)
+
+    def _flat(self, before: Mapping[Value, Value], after: Mapping[Value, Value], path: str) -> dict[Value, Value]:
+        """A dict with the parts of its tensors as its own entries, `w.values` beside `b`: so are they weights."""
+        made: dict[Value, Value] = {}
+        for key, item in after.items():
+            parts = {key: item}
+            if isinstance(before[key], Record) and isinstance(item, dict) and is_tensor(before[key]):
+                parts = dict(_joined(str(key), item))
+            for name, part in parts.items():
+                if name in made or (name is not key and name in before):
+                    raise Corrupt(
+                        f"two tensors are called `{show(f'{path}.{name}' if path else name)}`", where=self._where
+                    )
+                made[name] = part
+        return made
 
     def _record(self, record: Record, path: str, depth: int) -> Value:
         try:
@@ -273,10 +293,9 @@ class _Opening:
         for name, record in module.attributes.items():
             kept = {}
             for key, item in (record.state or {}).items():
-                if _can_be_carried(item, own):
+                place = ".".join(part for part in (path, name, str(key)) if part)
+                if self._can_be_carried(item, own, place):
                     kept[key] = item
-                else:
-                    self._left.append(".".join(part for part in (path, name, str(key)) if part))
             attributes[name] = Record(record.cls, state=kept or None)
         self.objects[path] = attributes
         return {
@@ -288,10 +307,16 @@ class _Opening:
         self.optimizers.append(_Optimizer(record, path))
 
     def _attribute(self, path: str, attrs: Value) -> None:
-        if _can_be_carried(attrs, set()):
+        if self._can_be_carried(attrs, set(), path):
             self.attributes[path] = attrs
-        else:
-            self._left.append(path)
+
+    def _can_be_carried(self, value: Value, own: set[int], path: str) -> bool:
+        seen = _look(value, own)
+        if seen == "own":
+            self._derived.append(path)
+        elif seen == "endless":
+            self._endless.append(path)
+        return seen == "fine"
 
     def place_optimizers(self, root: dict[str, Value]) -> None:
         """Put optimizers that only a scheduler mentions into the tree, and none twice."""
@@ -319,9 +344,20 @@ class _Opening:
         if self._parts:
             named = tuple(f"{path} ({what})" for path, what in self._parts.items())
             yield Notice("not plain tensors; each is read as the tensors it consists of", named)
-        if self._left:
-            text = "attributes of objects that are not carried, since they refer to the object itself"
-            yield Notice(text, tuple(self._left), Weight.LOST)
+        if self._derived:
+            text = "attributes that only refer to the module's own tensors or modules: not carried"
+            yield Notice(text, tuple(self._derived))
+        if self._endless:
+            text = "attributes that hold themselves, or are nested too deeply: not carried"
+            yield Notice(text, tuple(self._endless), Weight.LOST)
+
+
+def _joined(name: str, parts: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
+    for part, value in parts.items():
+        if isinstance(value, dict) and part != OBJECT:
+            yield from _joined(f"{name}.{part}", value)
+        else:
+            yield f"{name}.{part}", value
 
 
 def _is_optimizer_object(value: Value) -> bool:
@@ -361,8 +397,8 @@ def _alike(before: Iterable[Value], after: Iterable[Value]) -> bool:
     return all(a is b for a, b in zip(before, after, strict=True))
 
 
-def _can_be_carried(value: Value, own: set[int]) -> bool:
-    """Is nothing in it that is `own`, and nothing inside itself or nested too deeply?"""
+def _look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
+    """Is something in it that is `own`, or that holds itself or is nested too deeply?"""
     done: set[int] = set()
     above: dict[int, None] = {}
     stack: list[tuple[int, Any]] = [(0, iter((value,)))]
@@ -372,12 +408,14 @@ def _can_be_carried(value: Value, own: set[int]) -> bool:
             key, _ = stack.pop()
             above.pop(key, None)
             done.add(key)
-        elif id(part) in own or id(part) in above or len(stack) > _MOST_DEPTH:
-            return False
+        elif id(part) in own:
+            return "own"
+        elif id(part) in above or len(stack) > _MOST_DEPTH:
+            return "endless"
         elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
             above[id(part)] = None
             stack.append((id(part), iter(_parts_of(part))))
-    return True
+    return "fine"
 
 
 def _parts_of(value: Value) -> Iterable[Value]:

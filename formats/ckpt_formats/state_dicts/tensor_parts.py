@@ -102,7 +102,7 @@ def _sparse(args: Sequence[Value], where: str) -> Parts | None:
 
 
 def _quantised(args: Sequence[Value], where: str) -> Parts:
-    storage, offset, shape, strides, (scheme, *numbers) = args[:5]
+    storage, offset, shape, strides, (_, *numbers) = args[:5]
     names = ("scale", "zero_point") if len(numbers) == 2 else ("scales", "zero_points", "axis")
     said = {name: _number(part) for name, part in zip(names, numbers, strict=True)}
     whole = storage.whole if isinstance(storage, StorageSlice) else storage

@@ -13,7 +13,7 @@ from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.geometry import Shape
 from ckpt_formats.torchfile import arrays
 from ckpt_formats.torchfile.keys import hashable
-from ckpt_formats.torchfile.policy import BUILTINS, NOTHING_RAN, MOST_NAME, NUMPY_CORE, class_like, nested_refusal
+from ckpt_formats.torchfile.policy import BUILTINS, MOST_NAME, NOTHING_RAN, NUMPY_CORE, class_like, nested_refusal
 from ckpt_formats.torchfile.storages import MOST_AXES, MOST_ELEMENTS, Storage, StorageSlice, TensorRef, tensor_ref
 from ckpt_formats.values import Global, Record, Size, StdDict, Value
 
