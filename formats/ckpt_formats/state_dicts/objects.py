@@ -30,6 +30,8 @@ OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
 ATTRIBUTES = "tensor_attributes"
 """The extra that holds what was set on tensors."""
+_NOT_SAVED = "_buffers"
+"""The attribute that has the buffers which a module does not save."""
 _MOST_DEPTH = 100
 
 
@@ -204,6 +206,7 @@ class _Opening:
         self._done: dict[int, tuple[Value, Value]] = {}
         self._modules: dict[str, str] = {}
         self._parts: dict[str, str] = {}
+        self._set: list[str] = []
         self._derived: list[str] = []
         self._endless: list[str] = []
         self.optimizers: list[_Optimizer] = []
@@ -253,8 +256,10 @@ class _Opening:
         made: dict[Value, Value] = {}
         for key, item in after.items():
             parts = {key: item}
-            if isinstance(before[key], Record) and isinstance(item, dict) and is_tensor(before[key]):
+            if isinstance(item, dict) and _is_tensor(before[key]):
                 parts = dict(_joined(str(key), item))
+            elif isinstance(item, tuple) and any(map(_is_tensor, before[key])):  # as modules pack weight and bias
+                parts = dict(_joined(str(key), {str(i): part for i, part in enumerate(item)}))
             for name, part in parts.items():
                 if name in made or (name is not key and name in before):
                     raise Corrupt(
@@ -296,6 +301,8 @@ class _Opening:
                 place = ".".join(part for part in (path, name, str(key)) if part)
                 if self._can_be_carried(item, own, place):
                     kept[key] = item
+                    if key != _NOT_SAVED and _holds_tensor(item):
+                        self._set.append(place)
             attributes[name] = Record(record.cls, state=kept or None)
         self.objects[path] = attributes
         return {
@@ -344,12 +351,19 @@ class _Opening:
         if self._parts:
             named = tuple(f"{path} ({what})" for path, what in self._parts.items())
             yield Notice("not plain tensors; each is read as the tensors it consists of", named)
+        if self._set:
+            text = "attributes of modules that hold tensors, but are no parameters or buffers: carried as extras"
+            yield Notice(text, tuple(self._set), Weight.UNSURE)
         if self._derived:
             text = "attributes that only refer to the module's own tensors or modules: not carried"
             yield Notice(text, tuple(self._derived))
         if self._endless:
             text = "attributes that hold themselves, or are nested too deeply: not carried"
             yield Notice(text, tuple(self._endless), Weight.LOST)
+
+
+def _is_tensor(value: Value) -> bool:
+    return isinstance(value, Record) and is_tensor(value)
 
 
 def _joined(name: str, parts: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:

@@ -75,6 +75,8 @@ _TORCH = {
     *_names("torch._utils", "_rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"),
     *_names("torch._utils", "_rebuild_xla_tensor"),
     *_names("torch.nested._internal.nested_tensor", "_rebuild_njt"),
+    *_names("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
+    *_names("torch.cuda.amp.grad_scaler", "_refresh_per_optimizer_state"),
     *_names("torch.distributed.remote_device", "_remote_device"),
     # Activation functions: Megatron and its kin keep them in their arguments, by name.
     *_names("torch.nn.functional", "gelu relu relu6 silu sigmoid softmax softplus tanh elu selu leaky_relu mish"),
