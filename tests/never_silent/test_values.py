@@ -16,12 +16,16 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_cli.pipeline import Effort, copy
+from ckpt_formats.base import Goal
+from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import read
 from ckpt_formats.typed_json import same
+from ckpt_formats.universal import Universal
 from ckpt_formats.values import brief
 from damage import BROKEN, NOT_FOUND, UNSAFE, UNSUPPORTED, Ran, ckpt
-from held import bits
+from held import bits, checkpoint, parameter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, that sparse, nested and quantised tensors may change
 
@@ -504,3 +508,10 @@ def test_an_unknown_element_type_is_named_with_its_tensor(tmp_path: Path) -> Non
         assert "layer.w" in ran.err
     for ran in by_all(safetensors_of(tmp_path / "model.safetensors", "F4", [3], b"xy")):
         assert ran.code == BROKEN
+
+
+def test_a_master_that_is_not_rounded_to_its_copy_is_no_fault(tmp_path: Path) -> None:
+    """8-bit floats that are scales have no place among those that are values."""
+    states = {"fp32": np.ones(3, DTYPES["float8_e4m3fn"]), "param": np.ones(3, DTYPES["float8_e8m0fnu"])}
+    copy(checkpoint([parameter("w", states)]), Universal(), Goal(tmp_path / "target"), "", Effort(1, 1 << 20))
+    assert ckpt("verify", tmp_path / "target").code == 0
