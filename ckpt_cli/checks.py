@@ -164,9 +164,14 @@ def _compared(parameter: Parameter) -> int:
     """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-    if master is not None and copy is not None and _stored(copy) and master.shape == copy.shape:
+    if master is not None and copy is not None and _is_copy(copy, master):
         total += master.nbytes + copy.nbytes
     return total
+
+
+def _is_copy(copy: Tensor, master: Tensor) -> bool:
+    """Is it stored on its own, and may it be the master, rounded?"""
+    return _stored(copy) and master.shape == copy.shape and Rounded.rounds(master.dtype, copy.dtype)
 
 
 def _stored(tensor: Tensor) -> bool:
@@ -185,7 +190,7 @@ def _agreement(parameter: Parameter, slab: int, moved: Moved) -> list[Finding]:
                 except CkptError as error:
                     found.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-        if master is not None and copy is not None and _stored(copy) and master.shape == copy.shape:
+        if master is not None and copy is not None and _is_copy(copy, master):
             try:
                 found += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
             except CkptError as error:

@@ -771,7 +771,7 @@ _add_all(
     [
         ("a member that leads elsewhere", in_file("", members(lambda held: held.update({"../../escaped": b"x"}))), UNSAFE, ("../../escaped",)),
         ("a member of another folder", in_file("", members(lambda held: held.update({"other/data/0": b"x"}))), UNSAFE, ("other/data/0",)),
-        ("a TorchScript program", in_file("", members(lambda held: held.update({"archive/code/a.py": b"x"}))), UNSAFE, ("TorchScript",)),
+        ("a TorchScript program", in_file("", members(lambda held: held.update({"archive/code/a.py": b"x"}))), UNSUPPORTED, ("TorchScript",)),
         ("a member is missing", in_file("", members(lambda held: held.pop("archive/data/3"))), BROKEN, ("data/3",)),
         ("a member is shorter", in_file("", member("data/3", lambda data: data[:-4])), BROKEN, ("storage '3'",)),
         ("a member is longer", in_file("", member("data/3", lambda data: data + bytes(8))), BROKEN, ("storage '3'",)),

@@ -36,7 +36,12 @@ class Rounded(Codec):
     def holds(self, base: Array, dtype: DType) -> bool:
         """Is there a rounding of these values, the same on every machine?"""
         with np.errstate(invalid="ignore"):
-            return _castable(base, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
+            return self.rounds(base.dtype, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
+
+    @staticmethod
+    def rounds(base: DType, dtype: DType) -> bool:
+        """Are values of one type rounded to another? Not 8-bit floats that are values to those that are scales."""
+        return np.can_cast(base, dtype, "unsafe")
 
     def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         out = np.empty(shape, dtype)
@@ -46,18 +51,13 @@ class Rounded(Codec):
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
         if base is None or base.shape != out.shape or data:
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
-        if not _castable(base, out.dtype):
+        if not self.rounds(base.dtype, out.dtype):
             raise CodecError(f"{base.dtype} is not rounded to {out.dtype}")
         if _by_engine(base, out.dtype) and out.flags.c_contiguous:
             engine().to_bfloat16(words(base), words(out))
             return
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(out, base, casting="unsafe")
-
-
-def _castable(base: Array, dtype: DType) -> bool:
-    """Most pairs of types are; not the 8-bit floats that are scales and those that are values."""
-    return np.can_cast(base.dtype, dtype, "unsafe")
 
 
 def _by_engine(base: Array, dtype: DType) -> bool:

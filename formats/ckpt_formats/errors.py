@@ -75,7 +75,25 @@ def form_of(what: str, where: Path) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(
-            f"the files lack the form of {what} ({type(error).__name__}: {str(error)[:100]})",
+            f"the files lack the form of {what}: {flaw(error)}",
             where=where,
             hint="Run again with -v to see where reading stopped.",
         ) from error
+
+
+def flaw(error: Exception) -> str:
+    """What Python says of a tree that has not the form that its reader expects, in plain words.
+
+    >>> flaw(KeyError("params"))
+    'the entry `params` is missing'
+    """
+    if isinstance(error, KeyError) and error.args:
+        key = error.args[0]
+        return f"the entry `{key[:60]}` is missing" if isinstance(key, str) else "an entry is missing"
+    if isinstance(error, IndexError):
+        return "a list is shorter than it should be"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, (TypeError, AttributeError)):
+        return "a value is of another kind than it should be"
+    return f"a value is not as it should be ({str(error)[:100]})"

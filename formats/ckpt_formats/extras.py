@@ -1,15 +1,20 @@
 """Values with tensors in them, from a PyTorch file to the extras of a checkpoint and back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 
+import numpy as np
+
 from ckpt_formats.base import MODEL, Parameter
-from ckpt_formats.errors import Unsafe, Unsupported
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import Unsafe
 from ckpt_formats.tensor import Raw, Tensor
-from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef, tensor_of
-from ckpt_formats.values import Record, Size, StdDict, TensorName, Value
+from ckpt_formats.torchfile import Formed, Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
 _MOST_DEPTH = 150
+_MOST_SHOWN = 40
+_PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, Formed, TensorName)
 
 
 def lift(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
@@ -33,6 +38,11 @@ def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
 def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with what `leaf` makes of everything in it that is no container."""
     return _Walk(lambda found, name: leaf(found)).walk(value, "", 0)
+
+
+def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
+    """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
+    return _Walk(leaf).walk(value, name, 0)
 
 
 class _Lift:
@@ -73,11 +83,11 @@ class _Walk:
 
         if isinstance(value, StdDict):
             made = StdDict(value.cls, value.factory)
-            made.update((key, inner(item, key)) for key, item in value.items())
+            made.update(self._pairs(value.items(), inner))
             made.attrs = inner(value.attrs, "attrs")
             return made
         if isinstance(value, dict):
-            return {key: inner(item, key) for key, item in value.items()}
+            return dict(self._pairs(value.items(), inner))
         if type(value) is list:
             return [inner(item, i) for i, item in enumerate(value)]
         if type(value) is tuple:
@@ -89,10 +99,25 @@ class _Walk:
                 {key: inner(item, key) for key, item in value.kwargs.items()},
                 inner(value.state, "state") if value.state is not None else None,
                 [inner(item, i) for i, item in enumerate(value.items)],
-                [(key, inner(item, key)) for key, item in value.mapping],
+                list(self._pairs(value.mapping, inner)),
                 value.new,
             )
+        if isinstance(value, (set, frozenset)) and not all(isinstance(item, _PLAIN_KEYS) for item in value):
+            return type(value)(inner(item, "item") for item in value)
+        if (said := opaque(value)) is not None:
+            return inner(said, "array")
         return value if isinstance(value, Size) else self._leaf(value, name)
+
+    def _pairs(
+        self, pairs: Iterable[tuple[Value, Value]], inner: Callable[[Value, Value], Value]
+    ) -> Iterator[tuple[Value, Value]]:
+        """Keys are rebuilt, too: tensors may be some."""
+        for key, item in pairs:
+            if isinstance(key, _PLAIN_KEYS):
+                yield key, inner(item, key)
+            else:
+                shown = brief(key, _MOST_SHOWN)
+                yield inner(key, f"{shown} (key)"), inner(item, shown)
 
 
 def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
@@ -103,13 +128,9 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     storage, start, numel = (
         (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
     )
-    if storage.dtype is None:
-        raise Unsupported(
-            f"a tensor or storage ({storage.cls.name}) has an element type that is not supported",
-            where=storage.path,
-            hint="Save it as another type, such as float32 or uint8, or without it.",
-        )
     offset = storage.offset + start * storage.itemsize
+    if storage.dtype is None:  # NumPy has no such type: the bytes as they are
+        return Tensor.of(Raw.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal))
     return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 

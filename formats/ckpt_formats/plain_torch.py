@@ -31,10 +31,11 @@ from ckpt_formats.base import (
     Shard,
     WritableFormat,
 )
-from ckpt_formats.errors import Corrupt, NotFound, Unsupported
+from ckpt_formats.errors import Corrupt, NotFound, Unsupported, flaw
 from ckpt_formats.fsdp_ranks.alone import whole_tree
 from ckpt_formats.naming import show
-from ckpt_formats.state_dicts.leaves import has_tensor
+from ckpt_formats.notices import Weight
+from ckpt_formats.state_dicts.objects import as_root
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
@@ -214,7 +215,7 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
         origin = Origin(said["engine"], said["version"], said["step"], decode(said["layout"], path))
         aliases = {str(alias): str(name) for alias, name in ours["aliases"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"not in the form in which ckpt writes files of torch: {error!r}", where=path) from None
+        raise Corrupt(f"not in the form in which ckpt writes files of torch: {flaw(error)}", where=path) from None
     return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
 
 
@@ -252,15 +253,15 @@ class _Restore:
 
 
 def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
-    items = _entries(file.root)
-    root: dict[str, Value] = {str(key): value for key, value in items}
+    items, notices = as_root(file.root)
+    root: dict[str, Value] = {str(key): value for key, value in items.items()}
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
     found = training_state(root, file.path, options.order, options.orders)
-    if file.kind == "pickle" and not found.parameters:
-        # torch.save makes no such file; somebody's pickled state dict of arrays is welcome all the same.
-        raise NotFound("a pickle without a tensor is no checkpoint", where=file.path)
+    if not found.parameters:
+        said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
+        raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)
     check_weights(found, root, file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(
@@ -272,18 +273,9 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         found.aliases,
         _shards(file),
         file.seals(),
-        found.notices,
+        (*notices, *found.notices),
         saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
-
-
-def _entries(root: Value) -> list[tuple[Value, Value]]:
-    """Of the top level, by key; of a list, by number."""
-    if isinstance(root, dict):
-        return list(root.items())
-    if type(root) in (list, tuple) and has_tensor(root, lists=True):
-        return list(enumerate(root))
-    return [("value", root)]
 
 
 def _shards(file: TorchFile) -> tuple[Shard, ...]:

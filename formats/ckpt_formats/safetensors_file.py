@@ -17,10 +17,15 @@ from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS, DType
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.files import open_regular, unreadable
 from ckpt_formats.geometry import Shape
+from ckpt_formats.naming import show
 from ckpt_formats.tensor import Raw
+from ckpt_formats.values import brief
 
 MOST_HEADER = 100_000_000
 """Bytes: the limit of the reference implementation."""
+
+_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of an element, where it has less than a byte; elements follow one another, as they do in torch's types."""
 
 _BY_TAG: dict[str, DType] = {tag: DTYPES[name] for name, tag in SAFETENSORS_TAGS.items()}
 
@@ -33,6 +38,8 @@ class SafetensorsFile:
     nbytes: int
     tensors: Mapping[str, Raw]
     metadata: Mapping[str, str]
+    packed: tuple[str, ...] = ()
+    """Tensors with several elements in a byte: here they are bytes, with a last axis that is shorter by as much."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def read_header(path: Path) -> SafetensorsFile:
             where=path,
             hint="It was truncated or appended to.",
         )
-    return SafetensorsFile(path, nbytes, tensors, metadata)
+    packed = tuple(name for name, entry in header.items() if entry["dtype"] in _PACKED)
+    return SafetensorsFile(path, nbytes, tensors, metadata, packed)
 
 
 def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
@@ -140,6 +148,15 @@ def parse_json(raw: bytes, where: Path) -> Any:
         raise Corrupt(f"not valid JSON: {error}", where=where) from None
 
 
+def _packed(shape: list[int], bits: int, where: str) -> list[int]:
+    """The shape of the bytes of a tensor whose elements have fewer than 8 bits; flat, if its rows end within a byte."""
+    if prod(shape) * bits % 8:
+        raise Corrupt(f"shape {brief(shape, 80)} of elements of {bits} bits does not end with a byte", where=where)
+    if shape and shape[-1] * bits % 8 == 0:
+        return [*shape[:-1], shape[-1] * bits // 8]
+    return [prod(shape) * bits // 8]
+
+
 def natural(value: Any, most: int = 1 << 62) -> bool:
     """Is it a whole number from 0? (JSON's `true` is not.)"""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
@@ -150,13 +167,19 @@ def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> Raw:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise Corrupt("an entry needs dtype, shape and data_offsets", where=where)
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
-    if dtype is None:
-        raise Unsupported(f"unknown element type {tag!r}", where=where)
     if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
-        raise Corrupt(f"not a shape: {shape!r:.80}", where=where)
+        raise Corrupt(f"not a shape: {brief(shape, 80)}", where=where)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
-        raise Corrupt(f"not a range of bytes: {offsets!r:.80}", where=where)
+        raise Corrupt(f"not a range of bytes: {brief(offsets, 80)}", where=where)
+    dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
+    if isinstance(tag, str) and tag in _PACKED:
+        shape, dtype = _packed(shape, _PACKED[tag], where), DTYPES["uint8"]
+    if dtype is None:
+        raise Unsupported(
+            f"tensor `{show(name)}` has the element type {brief(tag)}, which is not known",
+            where=path,
+            hint="Save it as another type, or without this tensor.",
+        )
     start, stop = offsets
     if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
         raise Corrupt(f"range {start}:{stop} does not hold shape {shape} of {dtype.name} within the file", where=where)

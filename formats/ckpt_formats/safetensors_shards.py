@@ -17,7 +17,7 @@ from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import write_sealed
 from ckpt_formats.geometry import Box
 from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice
+from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.safetensors_file import (
     SafetensorsFile,
     Slot,
@@ -81,9 +81,19 @@ def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
     shards = [Shard(file.path, file.nbytes, "model") for file in files]
     if index is None:
         numbered = len(files) > 1 and not any(placed)
-        return Weights(tensors, said, tuple(shards), (NO_INDEX,) if numbered else (), any(placed))
+        notices = (*_of_packed(files), *((NO_INDEX,) if numbered else ()))
+        return Weights(tensors, said, tuple(shards), notices, any(placed))
     notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
-    return Weights(tensors, said, (*shards, index.shard()), notices)
+    return Weights(tensors, said, (*shards, index.shard()), (*_of_packed(files), *notices))
+
+
+def _of_packed(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
+    names = tuple(name for file in files for name in file.packed)
+    text = (
+        "elements of 4 or 6 bits (F4, F6) are read and written as their bytes (uint8), several in one, with a last "
+        "axis that is shorter by as much"
+    )
+    return (Notice(text, names, Weight.UNSURE),) if names else ()
 
 
 def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Parameter]]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.dtypes import DTYPES, DType
-from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported, flaw
+from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
 _MOST_WRITTEN = 32_000_000
 """Values, of which a text or an array counts one more for every 32 bytes."""
@@ -44,7 +44,7 @@ def decode(said: Any, where: Path) -> Value:
     try:
         return _decode(said, 0)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
-        raise Corrupt(f"not a typed value: {error}", where=where) from None
+        raise Corrupt(f"not a typed value: {flaw(error)}", where=where) from None
 
 
 def same(value: Value, other: Value) -> bool:
@@ -72,7 +72,7 @@ class _Encoder:
         for kind, write in _WRITERS:
             if isinstance(value, kind):
                 return write(value, lambda inner: self.encode(inner, depth + 1))
-        raise Unsupported(f"a value of type {type(value).__name__} has no place in a checkpoint")
+        raise Unsupported(f"{kind_of(value)} has no place among the values of a checkpoint")
 
     def _count(self, value: Value) -> None:
         amount = 1
@@ -149,6 +149,8 @@ def _name(value: Global, inner: Inner) -> list[Any]:
 
 
 def _array(value: Any, inner: Inner) -> Any:
+    if (said := opaque(value)) is not None:
+        return inner(said)
     array = np.asarray(value)
     dtype: DType = array.dtype
     named = DTYPES.get(dtype.name) == dtype

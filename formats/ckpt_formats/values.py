@@ -86,6 +86,32 @@ class StdDict(dict[Value, Value]):
         """What was set on the object itself, such as `_metadata` of a module's state dict."""
 
 
+def kind_of(value: Value) -> str:
+    """What a value is, for people: never the name of a class of ours.
+
+    >>> kind_of({}), kind_of(1.5), kind_of(Record(Global("argparse", "Namespace")))
+    ('a dict', 'a float', 'an object of class argparse.Namespace')
+    """
+    if isinstance(value, Record):
+        return f"an object of class {value.cls}"
+    if isinstance(value, Global):
+        return f"the name of a class or function ({value})"
+    if isinstance(value, dict):
+        return "a dict"
+    name = type(value).__name__
+    if value is None or isinstance(value, int):
+        return {"NoneType": "None", "bool": "a bool"}.get(name, "an int")
+    return f"a {name}" if isinstance(value, _PYTHON) else "a tensor" if "ensor" in name else "a storage"
+
+
+_PYTHON = (float, complex, str, bytes, bytearray, list, tuple, set, frozenset, np.ndarray, np.generic)
+
+
+def opaque(value: Value) -> Value:
+    """What stands in an array for one that NumPy is not asked to build, as a `Record`; None for any other value."""
+    return value[()] if isinstance(value, np.ndarray) and value.dtype == object and value.shape == () else None
+
+
 def tensor_names(value: Value) -> Iterator[str]:
     """The names of all tensors in a value that is a tree, as those that come from JSON are."""
     if isinstance(value, TensorName):
@@ -140,6 +166,8 @@ def _pieces(value: Value, most: int, depth: int) -> Iterator[str]:
         yield repr(bytes(value[: most + 1]))
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         yield f"an integer of {value.bit_length():,} bits"
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield "an array of objects, dates or rows"
     elif isinstance(value, np.ndarray):
         yield f"an array of shape {list(value.shape)} and type {value.dtype.name}"
     elif isinstance(value, TensorName):
@@ -147,7 +175,7 @@ def _pieces(value: Value, most: int, depth: int) -> Iterator[str]:
     elif value is None or isinstance(value, (bool, int, float, complex, Global, np.generic)):
         yield str(value)
     else:
-        yield f"a {type(value).__name__}"
+        yield kind_of(value)
 
 
 def _pairs(value: dict[Value, Value], most: int, depth: int) -> Iterator[Iterator[str]]:

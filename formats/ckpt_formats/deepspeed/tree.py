@@ -9,7 +9,7 @@ from ckpt_formats.geometry import Shape
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.tensor import Raw, Tensor, packed
 from ckpt_formats.torchfile import TensorRef, tensor_of
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, kind_of
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def get(tree: Value, key: Any, kind: type[T], where: Path) -> T:
     except (KeyError, IndexError, TypeError):
         raise Corrupt(f"the entry {key!r} is missing", where=where, hint=_HINT) from None
     if not isinstance(value, kind):
-        raise Corrupt(f"the entry {key!r} is a {type(value).__name__}, expected a {kind.__name__}", where=where)
+        raise Corrupt(f"the entry {key!r} is {kind_of(value)}, expected a {kind.__name__}", where=where)
     return value
 
 
@@ -38,7 +38,7 @@ def shape_of(value: Value, where: Path) -> Shape:
 def tensor(value: Value, where: Path) -> Tensor:
     """A stored tensor."""
     if not isinstance(value, TensorRef):
-        raise Corrupt(f"expected a tensor, found a {type(value).__name__}", where=where)
+        raise Corrupt(f"expected a tensor, found {kind_of(value)}", where=where)
     return tensor_of(value)
 
 

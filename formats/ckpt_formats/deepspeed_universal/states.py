@@ -14,7 +14,7 @@ from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.geometry import Shape
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TorchFile
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, kind_of
 
 
 def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tuple[dict[str, Tensor], dict[str, Value]]:
@@ -31,7 +31,7 @@ def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tupl
         held = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
         if not is_tensor(held):
             if state != "step" or not isinstance(held, (int, float)):
-                raise Corrupt(f"expected a tensor, found a {type(held).__name__}", where=file.path)
+                raise Corrupt(f"expected a tensor, found {kind_of(held)}", where=file.path)
             values[state] = held
             continue
         found = tensor(held, file.path)

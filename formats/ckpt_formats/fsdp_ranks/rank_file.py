@@ -11,7 +11,7 @@ from ckpt_formats.errors import Corrupt, Unsafe
 from ckpt_formats.fsdp_ranks.dtensor import Meshes
 from ckpt_formats.fsdp_ranks.leaf import Known, leaf_of
 from ckpt_formats.torchfile import TorchFile, open_file
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, kind_of
 
 _MOST_DEPTH = 50
 _MOST_VALUES = 4_000_000
@@ -39,7 +39,7 @@ def open_rank(path: Path, role: str, rank: int, world: int, known: Known) -> Ran
         if isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _WRAPPERS:
             (root,) = root.values()
         if not isinstance(root, dict):
-            raise Corrupt(f"holds a {type(root).__name__}, not a state dict", where=path)
+            raise Corrupt(f"holds {kind_of(root)}, not a state dict", where=path)
         root = _Leaves(role == "optimizer", Meshes(rank, path, known.meshes, known.specs), world, known).tree(root)
     return RankFile(rank, path, root, replace(file, root=None))
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.geometry import Shape
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.values import Global, Record, Value
+from ckpt_formats.values import Global, Record, Value, kind_of
 
 T = TypeVar("T")
 
@@ -18,8 +18,8 @@ def attribute(record: Value, name: str, kind: type[T], where: Path) -> T:
     """An attribute of an object, of the kind expected. Raises `Corrupt` otherwise."""
     value = record.get(name) if isinstance(record, Record) else None
     if not isinstance(value, kind):
-        what = f"a {type(record).__name__}" if not isinstance(record, Record) else f"a {record.cls.name}"
-        raise Corrupt(f"`{name}` of {what} is a {type(value).__name__}, expected a {kind.__name__}", where=where)
+        what = kind_of(record) if not isinstance(record, Record) else f"a {record.cls.name}"
+        raise Corrupt(f"`{name}` of {what} is {kind_of(value)}, expected a {kind.__name__}", where=where)
     return value
 
 

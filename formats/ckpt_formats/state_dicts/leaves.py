@@ -32,12 +32,19 @@ def has_tensor(value: Value, *, lists: bool = False) -> bool:
     return False
 
 
+def is_extra_state(name: str) -> bool:
+    """Is it what `get_extra_state` of a module gave? That may be a tensor, and is no weight."""
+    return name == "_extra_state" or name.endswith("._extra_state")
+
+
 def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:
     """Tensors by dotted names. Raises `Corrupt` if they are nested without end."""
     if depth > _MOST_DEPTH:
         raise Corrupt("dicts are nested too deeply to be a model")
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        if is_extra_state(name):
+            continue
         if isinstance(value, Leaf):
             yield name, value
         elif isinstance(value, dict) and has_tensor(value):
@@ -47,10 +54,19 @@ def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) 
 def between(tree: Mapping[Value, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
     """What lies between the tensors and is none."""
     for key, value in tree.items():
-        if isinstance(value, dict) and has_tensor(value):
+        if is_extra_state(f"{prefix}{key}"):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict) and has_tensor(value):
             yield from between(value, f"{prefix}{key}.")
         elif not isinstance(value, Leaf):
             yield f"{prefix}{key}", value
+
+
+def place(leaf: Leaf) -> tuple[object, ...]:
+    """Where its elements lie: the same of two names for one tensor."""
+    if isinstance(leaf, TensorRef):
+        return (leaf.storage.path, leaf.storage.key, leaf.dtype, leaf.offset, leaf.shape, leaf.strides)
+    return (id(leaf),)
 
 
 def ties(found: Mapping[str, Leaf]) -> dict[str, str]:
@@ -58,9 +74,7 @@ def ties(found: Mapping[str, Leaf]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, leaf in found.items():
-        place: tuple[object, ...] = (id(leaf),)
-        if isinstance(leaf, TensorRef):
-            place = (leaf.storage.path, leaf.storage.key, leaf.dtype, leaf.offset, leaf.shape, leaf.strides)
-        if leaf.size and first.setdefault(place, name) != name:
-            aliases[name] = first[place]
+        at = place(leaf)
+        if leaf.size and first.setdefault(at, name) != name:
+            aliases[name] = first[at]
     return aliases

@@ -19,6 +19,7 @@ from ckpt_formats.numbering import Named
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
 from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
+from ckpt_formats.state_dicts.objects import not_weights, open_objects
 from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
 from ckpt_formats.state_dicts.part import signs_of_part
@@ -51,6 +52,8 @@ def training_state(
     if has_record(root):
         rest = {key: value for key, value in root.items() if key != KEY}
         return with_record(training_state(rest, where, order, orders, carried=carried), root[KEY], where)
+    opened = open_objects(root, str(where))
+    root = opened.root
     optimizers = optimizers_in(root)
     model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
     found = _by_name(model.tree, where)
@@ -68,11 +71,16 @@ def training_state(
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
     stated = {**root, **(carried or {})}
-    extras = {key: lift(value, key, parameters) for key, value in (rest | dict(carried or {})).items()}
+    extras = {key: lift(value, key, parameters) for key, value in (rest | opened.extras).items()}
+    for key, value in (carried or {}).items():
+        free = next(name for name in numbered(key) if name not in extras)
+        extras[free] = lift(value, free, parameters)
     for key, value in between(model.tree):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
     notices = (
+        *opened.notices,
+        *not_weights(model.tree, rest if model.place is None else {}),
         *matched.notices,
         *_joined(matched),
         *model.notices,

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from ckpt_codecs import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.errors import Corrupt, flaw
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
@@ -86,7 +86,7 @@ def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -
         groups = tuple(Group(decode(options, where), _texts(names)) for options, names in said["groups"])
         extras = {**found.extras, **decode(said["extras"], where)}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"its record is not as ckpt writes it: {error!r:.200}", where=where) from None
+        raise Corrupt(f"its record is not as ckpt writes it: {flaw(error)}", where=where) from None
     return replace(
         found,
         parameters=parameters,

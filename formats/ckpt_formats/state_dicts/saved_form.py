@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Parameter
-from ckpt_formats.errors import CkptError, Corrupt
+from ckpt_formats.errors import CkptError, Corrupt, flaw
 from ckpt_formats.extras import lower, rebuilt
 from ckpt_formats.state_dicts.storages import Changed, Laid, Place, names, place, shared
 from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef, TorchFile, emit, load_pickle, tensor_of
@@ -86,7 +86,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
     except Changed:
         return None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        why = f"what it notes of the file that it was is not as ckpt writes it: {error!r:.200}"
+        why = f"what it notes of the file that it was is not as ckpt writes it: {flaw(error)}"
         raise Corrupt(why, where=source.path) from None
 
 

@@ -351,7 +351,9 @@ def _is_program(name: str) -> bool:
     return name == "constants.pkl" or name.partition("/")[0] == "code"
 
 
-def _program(where: str) -> Unsafe:
-    return Unsafe(
-        "is a TorchScript program, not a checkpoint", where=where, hint="Save its state_dict() with torch.save instead."
+def _program(where: str) -> Unsupported:
+    return Unsupported(
+        "is a TorchScript program: its tensors are named by code, which nothing here runs",
+        where=where,
+        hint="Load it with torch.jit.load, and save its state_dict() with torch.save.",
     )

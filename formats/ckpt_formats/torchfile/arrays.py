@@ -1,8 +1,9 @@
 """NumPy's arrays and scalars, built from bytes that were checked first.
 
 A `numpy.dtype` in a pickle stays a `Record`; `dtype_of` says which type it
-means. Arrays of Python objects and structured arrays are not supported: no
-checkpoint we know of has one, and NumPy would have to interpret their fields.
+means. Arrays of Python objects, of dates or with named fields are not built,
+since NumPy would have to interpret them: an array of one object, the `Record`
+of what the pickle says, stands for them (`opaque`).
 """
 
 import re
@@ -18,6 +19,8 @@ from ckpt_formats.geometry import Shape
 from ckpt_formats.values import Global, Record, Value
 
 Array = np.ndarray[Any, DType]
+
+RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 
 _CODE = re.compile(r"[<>=|]?([biufcSUV?])(\d{0,9})\Z")
 _ORDERS = ("<", ">", "=", "|")
@@ -78,13 +81,26 @@ def fill(array: Array, state: Value, where: str) -> None:
         raise Corrupt("a malformed NumPy array", where=where)
     _, shape, dtype, fortran, data = state
     if type(data) is list:
-        raise Unsupported("NumPy arrays of Python objects", where=where)
+        _stand_for(array, state, where)
+        return
     if type(data) not in (bytes, str) or type(fortran) not in (bool, int):
         raise Corrupt("a malformed NumPy array", where=where)
-    made = _from_bytes(dtype_of(dtype, where), shape, "F" if fortran else "C", data, where)
+    try:
+        made = _from_bytes(dtype_of(dtype, where), shape, "F" if fortran else "C", data, where)
+    except Unsupported:
+        _stand_for(array, state, where)
+        return
     # In place, because other places of the pickle may refer to the array already.
     order: Literal["C", "F"] = "F" if fortran else "C"
     content: Any = (1, made.shape, made.dtype, order == "F", made.tobytes(order))  # NumPy's stub wants a numpy.bool
+    array.__setstate__(content)
+
+
+def _stand_for(array: Array, state: Value, where: str) -> None:
+    """Make of an array, in place, the array of one object that says what the pickle says."""
+    _checked(state[1], where)
+    said = Record(RECONSTRUCT, (Global("numpy", "ndarray"), (0,), b"b"), state=state)
+    content: Any = (1, (), np.dtype(object), False, [said])
     array.__setstate__(content)
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from ckpt_formats.dtypes import DTYPES, DType
-from ckpt_formats.errors import Corrupt, Unsafe
+from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.geometry import Shape
 from ckpt_formats.torchfile import arrays
 from ckpt_formats.torchfile.keys import hashable
-from ckpt_formats.torchfile.policy import BUILTINS, NOTHING_RAN, NUMPY_CORE, class_like, nested_refusal
+from ckpt_formats.torchfile.policy import BUILTINS, MOST_NAME, NOTHING_RAN, NUMPY_CORE, class_like, nested_refusal
 from ckpt_formats.torchfile.storages import MOST_AXES, MOST_ELEMENTS, Storage, StorageSlice, TensorRef, tensor_ref
 from ckpt_formats.values import Global, Record, Size, StdDict, Value
 
@@ -158,12 +158,18 @@ def build_nested(cls: Global, args: Args, where: str) -> Value:
 
     Only the former may be called in turn, which is why only it becomes a `Global`.
     """
+    if len(args) == 2 and type(args[0]) is Record and type(args[1]) is str and _is_member(args[1]):
+        return Record(cls, args)  # a method of an object, as hooks are; whoever would call it is refused
     if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
         raise Unsafe("the pickle takes an attribute of an object", where=where, hint=NOTHING_RAN)
     outer, name = args
     if reason := nested_refusal(outer.module, outer.name, name):
         raise Unsafe(f"the pickle names {outer}.{name:.80}, which {reason}", where=where, hint=NOTHING_RAN)
     return Global(outer.module, f"{outer.name}.{name}") if class_like(name) else Record(cls, args)
+
+
+def _is_member(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("__") and len(name) <= MOST_NAME
 
 
 def build_old_object(cls: Global, args: Args, where: str) -> Value:
@@ -182,11 +188,17 @@ def build_unfilled_array(cls: Global, args: Args, where: str) -> Value:
 
 
 def build_scalar(cls: Global, args: Args, where: str) -> Value:
-    return arrays.scalar_of(args, where)
+    try:
+        return arrays.scalar_of(args, where)
+    except Unsupported:  # a date, a row of a table: it stays as the pickle says it
+        return Record(cls, args)
 
 
 def build_buffer_array(cls: Global, args: Args, where: str) -> Value:
-    return arrays.buffer_array(args, where)
+    try:
+        return arrays.buffer_array(args, where)
+    except Unsupported:
+        return Record(cls, args)
 
 
 TENSOR_BUILDERS: dict[tuple[str, str], Builder] = {

@@ -14,7 +14,7 @@ import numpy as np
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.torchfile import interpreter as op
-from ckpt_formats.values import Global, Record, Size, StdDict, Value
+from ckpt_formats.values import Global, Record, Size, StdDict, Value, kind_of, opaque
 
 _BATCH = 1000  # as many items between two marks as CPython's pickler writes
 _TUPLES = {1: op.TUPLE1, 2: op.TUPLE2, 3: op.TUPLE3}
@@ -133,7 +133,7 @@ class _Emitter:
         try:
             self._out += bytes((op.GLOBAL,)) + f"{value.module}\n{value.name}\n".encode()
         except UnicodeEncodeError:
-            raise Unsupported(f"the name {value!r} cannot be written") from None
+            raise Unsupported(f"the name {value} cannot be written") from None
         self._name(value)
 
     def write_list(self, value: list[Value]) -> None:
@@ -215,7 +215,7 @@ class _Emitter:
             return _scalar(value)
         if isinstance(value, np.dtype):
             return _dtype(value)
-        raise Unsupported(f"a value of type {type(value).__name__} cannot be written")
+        raise Unsupported(f"{kind_of(value)} cannot be written")
 
     def _items(self, items: list[Value]) -> None:
         self._batches(items, _BATCH, op.APPEND, op.APPENDS)
@@ -297,6 +297,8 @@ def _std_dict(value: StdDict) -> Record:
 
 
 def _array(value: np.ndarray[Any, Any]) -> Record:
+    if isinstance(said := opaque(value), Record):
+        return said
     if value.dtype.hasobject or value.dtype.names is not None:
         raise Unsupported("NumPy arrays of Python objects or with named fields cannot be written")
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous

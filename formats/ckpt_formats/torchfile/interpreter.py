@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckpt_formats.errors import Corrupt, Unsafe
+from ckpt_formats.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.torchfile import arrays
 from ckpt_formats.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
 from ckpt_formats.torchfile.forms import SKIPPED, Form, Former
 from ckpt_formats.torchfile.keys import hashable
 from ckpt_formats.torchfile.policy import NOTHING_RAN, refusal
 from ckpt_formats.torchfile.sharing import check_repeated
-from ckpt_formats.values import Global, Record, StdDict, Value
+from ckpt_formats.values import Global, Record, StdDict, Value, kind_of
 
 MOST_BYTES = 512 << 20
 """No pickle of a checkpoint is longer; a million tensors take some 150 MB."""
@@ -146,7 +146,7 @@ class Interpreter:
         ) as error:
             if self._pos > self._size:
                 raise self.truncated() from error
-            raise self.corrupt(f"malformed ({type(error).__name__})") from error
+            raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
             self._data, self._stack, self._below, self._memo = b"", [], [], {}
         self._forms = {}
@@ -388,7 +388,7 @@ class Interpreter:
         return self._named(made) if type(made) is Global else made
 
     def _refuse_call(self, function: Value) -> NoReturn:
-        raise self.unsafe(f"the pickle calls something that is not a plain name, but of type {type(function).__name__}")
+        raise self.unsafe(f"the pickle calls something that is not a plain name, but {kind_of(function)}")
 
     def set_items(self, target: Value, items: list[Value]) -> None:
         if len(items) % 2:
@@ -400,7 +400,7 @@ class Interpreter:
         elif type(target) is Record:
             target.mapping.extend(zip(keys, values, strict=True))
         else:
-            raise self.corrupt(f"malformed: it sets an item of a {type(target).__name__}")
+            raise self.corrupt(f"malformed: it sets an item of {kind_of(target)}")
 
     def extend(self, target: Value, items: list[Value]) -> None:
         if type(target) is list:
@@ -408,7 +408,7 @@ class Interpreter:
         elif type(target) is Record:
             target.items.extend(items)
         else:
-            raise self.corrupt(f"malformed: it appends to a {type(target).__name__}")
+            raise self.corrupt(f"malformed: it appends to {kind_of(target)}")
 
     def build(self, target: Value, state: Value) -> None:
         """Give an object its state: its attributes, or what its `__setstate__` would take."""
@@ -423,7 +423,7 @@ class Interpreter:
         elif type(target) is np.ndarray:
             arrays.fill(target, state, self.where)
         else:
-            raise self.corrupt(f"malformed: it gives a state to a {type(target).__name__}")
+            raise self.corrupt(f"malformed: it gives a state to {kind_of(target)}")
 
 
 def _proto(m: Interpreter) -> None:
@@ -583,7 +583,7 @@ def _additems(m: Interpreter) -> None:
     items = m.pop_mark()
     target = m._stack[-1]
     if type(target) is not set:
-        raise m.corrupt(f"malformed: it adds elements to a {type(target).__name__}")
+        raise m.corrupt(f"malformed: it adds elements to {kind_of(target)}")
     target.update(hashable(item, m.where) for item in items)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_formats.errors import Unsafe
 from ckpt_formats.torchfile.forms import Formed
 from ckpt_formats.torchfile.storages import Storage, TensorRef
-from ckpt_formats.values import Global, Record, Size, Value
+from ckpt_formats.values import Global, Record, Size, Value, kind_of
 
 MOST_DEPTH = 6
 MOST_PARTS = 256
@@ -44,6 +44,6 @@ def _count(key: Value, depth: int, parts: int, where: str) -> int:
     elif isinstance(key, np.generic) and not isinstance(key, np.void):
         return parts + 1
     raise Unsafe(
-        f"a value of type {kind.__name__} is a key or an element of a set; it cannot be one, or is nested too deeply",
+        f"{kind_of(key)} is a key or an element of a set; it cannot be one, or is nested too deeply",
         where=where,
     )

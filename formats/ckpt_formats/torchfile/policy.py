@@ -26,8 +26,11 @@ NUMPY_CORE = ("numpy.core", "numpy._core")  # before NumPy 2, and since
 
 _STANDARD_LIBRARY = {
     *_names("_codecs", "encode"),
+    *_names("_io", "BytesIO StringIO"),
+    *_names("io", "BytesIO StringIO"),
     *_names("argparse", "Namespace"),
     *_names("collections", "OrderedDict defaultdict Counter deque"),
+    *_names("contextlib", "nullcontext"),
     *_names("copyreg", "_reconstructor"),
     *_names("copy_reg", "_reconstructor"),
     *_names("datetime", "date datetime time timedelta timezone"),
@@ -75,6 +78,8 @@ _TORCH = {
     *_names("torch._utils", "_rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"),
     *_names("torch._utils", "_rebuild_xla_tensor"),
     *_names("torch.nested._internal.nested_tensor", "_rebuild_njt"),
+    *_names("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
+    *_names("torch.cuda.amp.grad_scaler", "_refresh_per_optimizer_state"),
     *_names("torch.distributed.remote_device", "_remote_device"),
     # Activation functions: Megatron and its kin keep them in their arguments, by name.
     *_names("torch.nn.functional", "gelu relu relu6 silu sigmoid softmax softplus tanh elu selu leaky_relu mish"),

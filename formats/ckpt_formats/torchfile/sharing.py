@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_formats.errors import Unsafe
 from ckpt_formats.torchfile.forms import Formed
 from ckpt_formats.torchfile.storages import Storage, StorageSlice, TensorRef
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value, opaque
 
 MOST_REPEATED = 400_000
 """Containers, and long texts and arrays by 32 bytes, that a value may repeat."""
@@ -77,14 +77,20 @@ class _Count:
             if amount is None:
                 amount = _amount(part)
                 self._stored += amount
-                if isinstance(part, _CONTAINERS) or kind is TensorRef:
-                    # In tuples and lists of numbers nothing is left to look at.
-                    if (kind is not tuple and kind is not list) or not _ATOMS.issuperset(map(type, part)):
-                        known[id(part)] = 0  # while it is open: a mention from its inside
-                        return part
+                if _has_parts(part):
+                    known[id(part)] = 0  # while it is open: a mention from its inside
+                    return part
                 known[id(part)] = amount
             counted[0] += amount
         return None
+
+
+def _has_parts(value: Value) -> bool:
+    """Is something in it that is to be counted? In tuples and lists of numbers nothing is left to look at."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return not _ATOMS.issuperset(map(type, value))
+    return isinstance(value, _CONTAINERS) or kind is TensorRef or opaque(value) is not None
 
 
 def _amount(value: Value) -> int:
@@ -105,5 +111,7 @@ def _parts(value: Value) -> Iterable[Value]:
         return [part for part in (value.args, value.kwargs, value.state, value.items, value.mapping) if part]
     if isinstance(value, TensorRef):
         return (value.attrs,)
+    if isinstance(value, np.ndarray):
+        return (opaque(value),)
     parts: Iterable[Value] = value
     return parts

@@ -37,7 +37,7 @@ class Copy:
         if master is None or copy is None or master.shape != copy.shape:
             return None
         alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if alike and np.can_cast(master.dtype, copy.dtype, "unsafe") else None
+        return cls(copy, master) if alike and Rounded.rounds(master.dtype, copy.dtype) else None
 
     def compare(self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, kept: Array | None = None) -> None:
         """`kept` is what is kept of the master, where that is not the master itself."""

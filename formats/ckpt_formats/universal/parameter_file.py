@@ -13,7 +13,8 @@ import xxhash
 from ckpt_codecs import NotApplicable
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.coding import Coding
-from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.errors import Unsupported
 from ckpt_formats.files import write_all
 from ckpt_formats.naming import show
 from ckpt_formats.safetensors_file import Slot, header_bytes
@@ -116,6 +117,13 @@ def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[
 
 def check_storable(parameter: Parameter) -> None:
     """Raises `Unsupported` for states that a safetensors file cannot hold."""
+    for state, tensor in parameter.states.items():
+        if tensor.dtype.name not in SAFETENSORS_TAGS:
+            raise Unsupported(
+                f"tensor `{show(parameter.name)}`: its state `{show(state)}` is of type {tensor.dtype.name}, which "
+                "safetensors, and so the universal format, does not have",
+                hint="Leave the tensor out with --skip, or convert to torch.",
+            )
     header_bytes(_slots(parameter.states.items()), {})
 
 
