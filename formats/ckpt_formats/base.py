@@ -245,16 +245,20 @@ class Format(ABC):
     def read(self, path: Path, options: Options) -> Checkpoint:
         """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
 
-    def open(self, path: Path, options: Options) -> Checkpoint:
-        """The same, with the identities of all files that it is in. Raises `Corrupt` if one was changed meanwhile."""
-        with recording() as identities:
-            found = self.read(path, options)
-        for file in dict.fromkeys(_files(found)):
-            if file not in identities:
-                with suppress(OSError):  # who reads it says that it is missing
-                    identities[file] = Identity.of(file.stat())
-        check_unchanged(identities)
-        return replace(found, identities=identities)
+
+def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
+    """What `read` returns, with the identities of all files that it is in.
+
+    Raises `Corrupt` if one of them was changed meanwhile.
+    """
+    with recording() as identities:
+        found = read()
+    for file in dict.fromkeys(_files(found)):
+        if file not in identities:
+            with suppress(OSError):  # who reads it says that it is missing
+                identities[file] = Identity.of(file.stat())
+    check_unchanged(identities)
+    return replace(found, identities=identities)
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[Path]:

@@ -70,8 +70,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     """
     from dataclasses import replace
 
-    from ckpt_formats.base import Options, SavedAs
-    from ckpt_formats.hf.around import with_run_around
+    from ckpt_formats.base import Options, SavedAs, identified
     from ckpt_formats.lacking_states import check_states
     from ckpt_formats.one_of_several import check_alone, parts_unread
     from ckpt_formats.torchfile import check_repeated
@@ -81,9 +80,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
         check_alone(path)
     located = _located(path)
     format = located.format
-    found = format.open(located.path, options or Options())
-    if format.name in _OF_ENGINES and not is_file:
-        found = with_run_around(found, located.path)
+    found = identified(lambda: _read(located, options or Options()))
     _check_folders(found, located)
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
     check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
@@ -99,6 +96,15 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
         return found
     return replace(found, saved_as=SavedAs(format.name, path.name if is_file else None))
+
+
+def _read(located: "_Located", options: "Options") -> "Checkpoint":
+    """The checkpoint, and what a trainer around its engine left beside it."""
+    from ckpt_formats.hf.around import with_run_around
+
+    found = located.format.read(located.path, options)
+    of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
+    return with_run_around(found, located.path) if of_engine else found
 
 
 @dataclass(frozen=True)

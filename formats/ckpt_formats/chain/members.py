@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Options
+from ckpt_formats.base import Checkpoint, Options, identified
 from ckpt_formats.chain.index import Chain, Member
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound
 from ckpt_formats.universal import Universal, manifest
@@ -76,7 +76,7 @@ def _open(run: Path, member: Member) -> Checkpoint:
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
-    return Universal().open(folder, Options())
+    return identified(lambda: Universal().read(folder, Options()))
 
 
 def _speaks_of(where: str, folder: Path) -> bool:
