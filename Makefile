@@ -4,12 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
 # A worker for each core, up to four; a file's tests stay together, since they share what is made for them.
-PYTEST := $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile
+PYTEST := $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
 
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check lint style types docs kernels test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels kernels.of.all deltas.kernels lossy.kernels test samples clean
 
 demo: $(VENV)/.installed  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -25,6 +25,9 @@ check: $(VENV)/.tested  ## everything that CI runs
 	$(MAKE) --jobs 2 lint docs kernels
 	$(PYTEST)
 
+campaign: kernels  ## what the check tries a sample of, twenty times as long: hours
+	CKPT_CAMPAIGN=20 $(PYTEST) -m "not engines"
+
 lint: style types
 
 style: $(VENV)/.tested
@@ -38,8 +41,14 @@ types: $(VENV)/.tested
 docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 	$(BIN)/python docs/make_cli.py --check
 
-kernels: $(VENV)/.tested  ## compiled once, or the tests' workers would each do it
-	$(BIN)/python -c "import ckpt_codecs.kernels, ckpt_codecs.deltas.kernels, ckpt_codecs.lossy.kernels"
+# Kernels are compiled once, or the tests' workers would each do it.
+kernels: deltas.kernels lossy.kernels
+
+deltas.kernels lossy.kernels: %: kernels.of.all
+	$(BIN)/python -c "import ckpt_codecs.$@"
+
+kernels.of.all: $(VENV)/.tested
+	$(BIN)/python -c "import ckpt_codecs.kernels"
 
 test: $(VENV)/.tested
 	$(PYTEST)

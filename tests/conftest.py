@@ -32,6 +32,12 @@ settings.register_profile(
 settings.load_profile("ckpt")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def zoo() -> Path:
     """The folder of every kind that real DeepSpeed has trained."""

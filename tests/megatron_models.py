@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ckpt_codecs import Rounded
 from ckpt_formats.base import Checkpoint, Group, Origin, Parameter
@@ -42,6 +43,11 @@ BASE: dict[str, Value] = {
     "num_experts": None,
 }
 FAMILIES = ("llama", "gpt", "moe", "shared_moe", "latent", "mamba")
+EACH_FAMILY = pytest.mark.parametrize(
+    "family",
+    [family if family in ("gpt", "moe") else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+)
+"""Two of them are enough for `make quick`."""
 
 
 def args_of(family: str, layers: int, unit: int, experts: int = 4) -> dict[str, Value]:

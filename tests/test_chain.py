@@ -338,6 +338,7 @@ def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_will_be_stored_and_writes_nothing(tmp_path: Path) -> None:
     saved, run, alone = save_run(tmp_path, 3), tmp_path / "run", tmp_path / "alone"
     for path, options in zip(saved, ((), (), ("--preset", "resume")), strict=True):
@@ -449,6 +450,7 @@ def peak(run: Path) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_chain(tmp_path: Path) -> None:
     states = list(drifting(12, CHUNK))
     chain_of(tmp_path / "short", iter(states[:2]))

@@ -125,6 +125,7 @@ def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path
     assert after == before
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_delta_is_found(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
     expected = contents(open_checkpoint(run))

@@ -158,6 +158,7 @@ def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("command", ["diff", "compact"])
+@pytest.mark.slow
 def test_a_limit_of_file_sizes(command: str, whole: Path, run: Path) -> None:
     before = snapshot(run)
     told = ["diff", "--into", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
@@ -188,6 +189,7 @@ def test_a_chain_may_be_moved_and_renamed_as_a_whole(whole: Path, run: Path, tmp
         assert is_state(out, whole / "step2")
 
 
+@pytest.mark.slow
 def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
     """One of them waits for nobody: it is told. Whoever is told may come again, unless its step has gone by."""
     random_ = random.Random(1)

@@ -82,6 +82,7 @@ def norm(values: Array) -> float:
     [("--preset", "resume"), ("--codec", "lc:bits=3,scope=state,coder=packed")],
     ids=["subspace", "lc"],
 )
+@pytest.mark.slow
 def test_errors_settle_and_do_not_add_up(options: tuple[str, str], saved: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     appended(run, saved, *options)
@@ -115,6 +116,7 @@ def test_where_nothing_was_learned_little_is_lost(saved: list[Path], tmp_path: P
 
 @pytest.mark.parametrize("bound", [1e-3, 1e-6])
 @pytest.mark.parametrize("anchor", ["exact", "coded"])
+@pytest.mark.slow
 def test_no_weight_is_off_by_more_than_was_promised(
     bound: float, anchor: str, saved: list[Path], tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path
 
 
 @pytest.mark.parametrize("bound", [0.5, 0.01])
+@pytest.mark.slow
 def test_the_error_is_no_larger_than_the_share_of_the_change_that_was_promised(
     bound: float, saved: list[Path], tmp_path: Path
 ) -> None:
@@ -379,6 +382,7 @@ def evaluate(script: Path, state: Path, true: Path) -> float:
     return float(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: list[Path], tmp_path: Path) -> None:
     script, run, limit = tmp_path / "evaluate it.py", tmp_path / "run", 1e-6
     script.write_text(EVALUATION)
@@ -430,6 +434,7 @@ def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, save
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.slow
 def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tmp_path: Path) -> None:
     """Interrupted, killed, and two at once for one target."""
     base, delta, asked = tmp_path / "base", tmp_path / "delta", tmp_path / "asked"

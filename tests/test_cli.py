@@ -193,6 +193,7 @@ UNPRIVILEGED = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if o
 
 
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root minds no permissions")
+@pytest.mark.slow
 def test_files_and_folders_without_permission_are_named(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(ZERO1, source)
@@ -302,6 +303,7 @@ def test_verbose_shows_where_an_error_came_from(tmp_path: Path) -> None:
         assert long.err.endswith(brief.err)
 
 
+@pytest.mark.slow
 def test_no_escape_codes_without_a_terminal(universal: Path, tmp_path: Path) -> None:
     for arguments in (
         ["--help"],
@@ -334,6 +336,7 @@ def on_a_terminal(arguments: list[object], **env: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.slow
 def test_no_color_is_heeded_on_a_terminal(universal: Path, tmp_path: Path) -> None:
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
     for number, arguments in enumerate((["inspect", universal], ["verify", universal], ["convert", universal, "OUT"])):
@@ -360,6 +363,7 @@ def test_a_stdout_that_is_full_is_said_plainly(universal: Path) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_streams_do_no_harm(universal: Path, tmp_path: Path) -> None:
     for i, closed in enumerate(("2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-")):
         target = tmp_path / f"out{i}"

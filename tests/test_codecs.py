@@ -252,6 +252,7 @@ class Fake(Zstd):
 """
 
 
+@pytest.mark.slow
 def test_another_package_offers_a_codec(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
     info = tmp_path / "mine-1.0.dist-info"
@@ -302,11 +303,13 @@ def run(code: str, **env: str) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_numba_is_imported_with_the_first_chunk() -> None:
     engine()  # so that the cache is full
     assert run(REPORT) == [[], "kernels", True, False]
 
 
+@pytest.mark.slow
 def test_no_numba_is_needed() -> None:
     assert run(REPORT, CKPT_NO_JIT="1") == [[], "portable", False, False]
     hidden = "import sys; sys.modules['numba'] = None\n" + REPORT.replace('"numba" in sys.modules', "False")
@@ -328,6 +331,7 @@ print(json.dumps([first, work(60)]))
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
     first, last = run(PEAK.format(warm="c.warm_up()"))
     assert isinstance(first, int)

@@ -168,6 +168,7 @@ def run(code: str) -> list[list[float]]:
 
 
 @counts_faults
+@pytest.mark.slow
 def test_a_chunk_takes_no_fresh_pages() -> None:
     """Fewer than one for each 64 KiB of it, where arrays of one's own take one for each 4 KiB."""
     for encode, encode_into, decode, decode_into in run(CHUNKS):
@@ -211,6 +212,7 @@ print(json.dumps([[written / chunks, read / chunks]]))
 
 
 @counts_faults
+@pytest.mark.slow
 def test_states_are_written_and_read_without_fresh_pages_for_each_chunk(tmp_path: Path) -> None:
     [[written, read]] = run(STATES.format(folder=str(tmp_path)))
     assert written < 16

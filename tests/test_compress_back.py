@@ -228,6 +228,7 @@ def test_a_tie_in_the_metadata_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", sorted(p.name for p in SAMPLES.iterdir() if p.is_dir() and p.name != "damaged"))
+@pytest.mark.slow
 def test_it_is_in_the_format_that_it_was_in(sample: str, tmp_path: Path) -> None:
     source = open_checkpoint(SAMPLES / sample)
     done(ckpt("compress", SAMPLES / sample, tmp_path / "small"))

@@ -171,6 +171,7 @@ def test_an_estimate_is_about_right_and_writes_nothing(level: str, trained: Path
         assert about["raw_nbytes"] == true["raw_nbytes"]
 
 
+@pytest.mark.slow
 def test_an_estimate_takes_no_longer_for_more(tmp_path: Path) -> None:
     """400 MB of which it looks at a little."""
     held = {f"w{i}": torch.randn(1000, 1000) for i in range(4)}
@@ -244,6 +245,7 @@ def run(*arguments: object, **env: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_what_is_written_with_kernels_is_read_without_and_the_other_way_round(trained: Path, tmp_path: Path) -> None:
     truth = contents(open_checkpoint(trained))
     for writing, reading in (("0", "1"), ("1", "0"), ("1", "1")):
@@ -256,6 +258,7 @@ def test_what_is_written_with_kernels_is_read_without_and_the_other_way_round(tr
     assert abs(_size(tmp_path / "01" / "small") / _size(tmp_path / "10" / "small") - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_neither_numba_nor_zstandard_is_imported_where_nothing_is_coded(trained: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from ckpt_cli.main import cli\n"
@@ -300,6 +303,7 @@ def _remove(target: Path) -> None:
     shutil.rmtree(target)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     peaks = []
     for count in (2, 12):

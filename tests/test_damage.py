@@ -108,6 +108,7 @@ def test_the_damaged_samples_are_refused(name: str, tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_sample_is_refused_by_the_real_command(tmp_path: Path) -> None:
     code, says = DAMAGED["truncated-shard"]
     told = [sys.executable, "-m", "ckpt_cli", "convert", SAMPLES / "damaged" / "truncated-shard", tmp_path / "out"]

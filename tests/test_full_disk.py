@@ -94,6 +94,7 @@ def test_a_disk_that_is_read_only_is_said(source: Path, small_disk: Path) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_a_limit_of_file_sizes_is_said_and_leaves_no_target(form: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     told = [*CKPT, "convert", str(source), str(target), "--to", form]
@@ -112,6 +113,7 @@ def test_a_limit_of_file_sizes_is_said_and_leaves_no_target(form: str, source: P
     assert ckpt("verify", target).code == 0
 
 
+@pytest.mark.slow
 def test_few_open_files_are_enough(tmp_path: Path) -> None:
     zero3 = next(SAMPLES.glob("deepspeed-*-zero3-*"))
 
@@ -123,6 +125,7 @@ def test_few_open_files_are_enough(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_little_memory_is_enough_for_an_index(tmp_path: Path) -> None:
     """What a header or manifest may be at most is not what is allocated for it."""
     assert ckpt("convert", ZERO1, tmp_path / "universal").code == 0

@@ -69,6 +69,7 @@ def test_it_has_one_of_everything(golden: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("without", ["kernels", "nothing"])
+@pytest.mark.slow
 def test_it_is_read_with_and_without_kernels(without: str, tmp_path: Path) -> None:
     env = {**os.environ, "CKPT_NO_JIT": "1" if without == "kernels" else "0"}
     command = [sys.executable, "-m", "ckpt_cli", "verify", str(GOLDEN), "--json"]

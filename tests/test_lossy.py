@@ -44,6 +44,7 @@ def same(a: States, b: States) -> bool:
 
 
 @EACH
+@pytest.mark.slow
 def test_each_engine_reads_the_same_from_what_either_wrote(codec: DeltaCodec) -> None:
     for name, change in CHANGES[::7]:
         found = []

@@ -29,7 +29,7 @@ from ckpt_formats.tensor_views import Pile
 from ckpt_formats.values import Record
 from effort import TIMES
 from held import array, bits, boxes, folder, parameter, plain, tensor
-from megatron_models import FAMILIES, args_of, model
+from megatron_models import EACH_FAMILY, args_of, model
 
 LAYERS = 4
 
@@ -79,7 +79,7 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
     return Degrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EACH_FAMILY
 @settings(max_examples=3 * TIMES)
 @given(data=st.data())
 def test_any_degrees_and_back_is_the_identity(family: str, data: st.DataObject) -> None:

@@ -18,7 +18,7 @@ from ckpt_formats.tensor import read
 from effort import TIMES
 from held import contents, folder, parameter, plain
 from megatron_files import loaded, write
-from megatron_models import FAMILIES, args_of, model
+from megatron_models import EACH_FAMILY, args_of, model
 
 EFFORT = Effort(1, 1 << 20)
 UNIT = 12
@@ -47,7 +47,7 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 
 @settings(max_examples=6 * TIMES)
 @given(data=st.data())
-@pytest.mark.parametrize("family", FAMILIES)
+@EACH_FAMILY
 def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 4))
     said = args_of(family, layers, UNIT)

@@ -621,6 +621,7 @@ JUNK: list[Any] = [None, -1, 0, 3, 10**30, 1e300, float("nan"), float("inf"), "x
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_no_configuration_makes_it_fall_over(family: str) -> None:
     """Whatever an entry says: an answer, or an error that says what is wrong."""
     kind = {"llama": {}, "mixtral": {"num_local_experts": 2}}.get(family, {})
@@ -635,6 +636,7 @@ def test_no_configuration_makes_it_fall_over(family: str) -> None:
             assert_answers(partial(to_megatron, replace(source, extras={CONFIG: config | {key: value}})))
 
 
+@pytest.mark.slow
 def test_no_argument_makes_it_fall_over() -> None:
     made = in_megatron()
     record = made.extras[ARGUMENTS]

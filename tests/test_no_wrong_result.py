@@ -84,6 +84,7 @@ def test_a_flipped_bit_is_refused_or_harmless(name: str, sources: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", SEALED)
+@pytest.mark.slow
 def test_what_convert_refuses_verify_finds(name: str, sources: Path, tmp_path: Path) -> None:
     rng, flipper = random.Random(name), Flipper(sources / name, tmp_path / name)
     for _ in range(TRIALS):
@@ -97,6 +98,7 @@ def test_what_convert_refuses_verify_finds(name: str, sources: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", sorted(set(SOURCES) - set(SEALED)))
+@pytest.mark.slow
 def test_without_checksums_a_flipped_bit_still_ends_in_no_other_error(name: str, sources: Path, tmp_path: Path) -> None:
     rng, flipper = random.Random(name), Flipper(sources / name, tmp_path / name)
     codes: Counter[int] = Counter()
@@ -115,6 +117,7 @@ def test_without_checksums_a_flipped_bit_still_ends_in_no_other_error(name: str,
 
 
 @pytest.mark.parametrize("name", ["zero3", "universal", "model.pt"])
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_path: Path) -> None:
     """What an interrupted run left behind is no more to be believed than a source."""
     rng, target = random.Random(name), tmp_path / "out"

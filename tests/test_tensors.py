@@ -127,6 +127,7 @@ def test_a_strided_tensor_with_great_holes_is_read_without_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("strides", [(4 << 12, 4), (4, 4 << 12)], ids=["rows", "transposed"])
 @pytest.mark.parametrize("slab", [1 << 16, 1 << 20])
+@pytest.mark.slow
 def test_64_mib_pass_through_slabs_within_their_budget(strides: Shape, slab: int, tmp_path: Path) -> None:
     side = 1 << 12
     values = np.arange(side * side, dtype=np.float32).reshape(side, side)

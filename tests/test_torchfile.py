@@ -437,6 +437,7 @@ def test_values_that_hold_themselves_are_read_and_written() -> None:
         emit(record)
 
 
+@pytest.mark.slow
 def test_lists_deeper_than_any_stack_are_read_and_written() -> None:
     deep: Value = []
     for _ in range(200_000):

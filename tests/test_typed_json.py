@@ -121,6 +121,7 @@ ABSURD = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ABSURD)
+@pytest.mark.slow
 def test_values_without_end_are_refused_quickly(kind: str) -> None:
     with pytest.raises(Unsafe):
         encode(ABSURD[kind]())

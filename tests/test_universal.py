@@ -302,6 +302,7 @@ def test_the_content_id_changes_with_everything_that_is_content(kind: str, tmp_p
     assert content(tmp_path / "before") != content(tmp_path / "after")
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     """Every bit flipped, byte removed or doubled, end cut off; in the first line every byte put for every other."""
     write(checkpoint([parameter("w", {"param": np.zeros(1, np.int8)})]), tmp_path / "target")
