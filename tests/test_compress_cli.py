@@ -248,7 +248,7 @@ def run(*arguments: object, **env: str) -> str:
 @pytest.mark.slow
 def test_what_is_written_with_kernels_is_read_without_and_the_other_way_round(trained: Path, tmp_path: Path) -> None:
     truth = contents(open_checkpoint(trained))
-    for writing, reading in (("0", "1"), ("1", "0"), ("1", "1")):
+    for writing, reading in (("0", "1"), ("1", "0")):
         at = tmp_path / f"{writing}{reading}"
         at.mkdir()
         run("compress", trained, at / "small", CKPT_NO_JIT=writing)
@@ -281,7 +281,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     good = {path.name: path.read_bytes() for path in target.rglob("*") if path.is_file()}
     resumed = []
-    for wanted in (40, 150):
+    for wanted in (100,):
         _remove(target)
         running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         journal = stage / "journal.jsonl"

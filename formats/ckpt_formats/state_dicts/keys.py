@@ -1,9 +1,13 @@
 """How a tree of state dicts is keyed: where the model's dict is, where the optimizer's, and whether that is flat."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from ckpt_formats.values import Value
+if TYPE_CHECKING:  # the names of styles are in `--help`, which needs no NumPy
+    from ckpt_formats.values import Value
 
 
 @dataclass(frozen=True)
