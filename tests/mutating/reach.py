@@ -15,7 +15,7 @@ from mutating.session import Collected, Test, shared_fixtures, stop
 
 
 def recorded(faults: Sequence[Fault], collected: Collected, path: Path, told: Namespace) -> list[Test]:
-    """The tests that pass, with what each reaches. Files of tests are recorded that were not yet, or that have changed."""
+    """The tests that pass, with what each reaches. A file of tests is recorded if it was not yet, or has changed."""
     known = {} if told.record or not path.exists() else json.loads(path.read_text())
     keys = {fault.key for fault in faults}
     if not keys <= set(known.get("faults", ())):
