@@ -1,17 +1,15 @@
 """Each fault on trial: the tests that reach it, in the order in which one is likely to fail soon."""
 
-import json
-import os
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mutating.faults import ROOT, Fault
-from mutating.session import Collected, Fork, Test, shared_fixtures, stop
+from mutating.faults import Fault
+from mutating.reach import recorded
+from mutating.session import Collected, Fork, Test
 
 _FIRST = 4
 """So many tests of each file are run before the rest of any."""
@@ -21,8 +19,7 @@ def measure(
     faults: Sequence[Fault], chosen: Sequence[Fault], collected: Collected, results: Any, told: Namespace
 ) -> None:
     """Record what the tests reach of all faults, then try every chosen one that has no result yet."""
-    record = told.folder / "reach.json"
-    tests = [t for t in _record(faults, collected, record, told) if t.quick or not told.quick]
+    tests = [t for t in recorded(faults, collected, told.folder / "reach.json", told) if t.quick or not told.quick]
     if told.record_only:
         return
     todo = [faults.index(fault) for fault in chosen if _is_due(results.known.get(fault.key), told)]
@@ -120,89 +117,3 @@ class _Trials:
             yield from of[:_FIRST]
         for of in in_order:
             yield from of[_FIRST:]
-
-
-def _record(faults: Sequence[Fault], collected: Collected, kept: Path, told: Namespace) -> list[Test]:
-    """The tests that pass, with what each reaches. Recorded are files of tests that were not, or that have changed."""
-    known = {} if told.record or not kept.exists() else json.loads(kept.read_text())
-    keys = {fault.key for fault in faults}
-    if not keys <= set(known.get("faults", ())):
-        known = {"faults": sorted(keys), "files": {}}
-    files: dict[str, list[str]] = defaultdict(list)
-    for name in collected.items:
-        files[name.split("::")[0]].append(name)
-    missing = {file: names for file, names in files.items() if not _is_known(known["files"].get(file), file, names)}
-    if missing:
-        print(f"recording {sum(map(len, missing.values()))} tests of {len(missing)} files", flush=True)
-    for batch in _batches(missing, told.jobs):
-        _run_batch(batch, faults, collected, known["files"])
-        kept.write_text(json.dumps(known))
-    numbers = {fault.key: n for n, fault in enumerate(faults)}
-    return [
-        Test(name, seconds, is_quick(collected.items[name]), frozenset(numbers[k] for k in reached if k in numbers))
-        for file in files
-        for name, (outcome, seconds, reached) in known["files"][file]["tests"].items()
-        if outcome == "passed" and name in collected.items
-    ]
-
-
-def is_quick(item: Any) -> bool:
-    """Is this test one of `make quick`?"""
-    return not any(item.get_closest_marker(name) for name in ("engines", "slow"))
-
-
-def _is_known(known: dict[str, Any] | None, file: str, names: Sequence[str]) -> bool:
-    return known is not None and known["changed"] == _changed(file) and set(names) <= set(known["tests"])
-
-
-def _changed(file: str) -> float:
-    return (ROOT / file).stat().st_mtime
-
-
-def _batches(files: dict[str, list[str]], jobs: int) -> Iterator[list[list[str]]]:
-    """Files, so many at a time; the smallest first, so that most is known soon."""
-    left = sorted(files.values(), key=len)
-    while left:
-        yield [left.pop(0) for _ in range(min(jobs, len(left)))]
-
-
-def _run_batch(
-    batch: Sequence[Sequence[str]], faults: Sequence[Fault], collected: Collected, files: dict[str, Any]
-) -> None:
-    folder = Path(os.environ["CKPT_FAULTS"])
-    began = time.monotonic()
-    for i in range(len(batch)):
-        for path in (folder / f"reach-{i}", folder / f"outcomes-{i}"):
-            path.unlink(missing_ok=True)
-        (folder / f"reach-{i}").touch()
-    processes = [
-        collected.record(names, folder / f"reach-{i}", folder / f"outcomes-{i}") for i, names in enumerate(batch)
-    ]
-    try:
-        for process in processes:
-            os.waitpid(process, 0)
-    except BaseException:
-        for process in processes:
-            stop(process)
-        raise
-    for i, names in enumerate(batch):
-        by_context = defaultdict(set)
-        for line in (folder / f"reach-{i}").read_text().splitlines():
-            number, _, context = line.partition("\t")
-            by_context[context].add(faults[int(number)].key)
-        file = names[0].split("::")[0]
-        outcomes = map(json.loads, (folder / f"outcomes-{i}").read_text().splitlines())
-        tests = {
-            name: [outcome, seconds, sorted(_reached(collected.items[name], name, by_context))]
-            for name, outcome, seconds in outcomes
-        }
-        files[file] = {"changed": _changed(file), "tests": {**{name: ["lost", 0, []] for name in names}, **tests}}
-        bad = [name for name, (outcome, *_) in files[file]["tests"].items() if outcome in ("failed", "lost")]
-        print(
-            f"{file}: {len(tests)} tests, {time.monotonic() - began:.0f} s{f', failed: {bad[:5]}' if bad else ''}",
-            flush=True,
-        )
-
-
-def _reached(item: Any, name: str, by_context: dict[str, set[str]]) -> set[str]:
-    return set().union(*(by_context.get(context, ()) for context in (name, *shared_fixtures(item))))

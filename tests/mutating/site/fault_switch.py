@@ -5,15 +5,22 @@ fault could happen. The answer is True for the one fault that is on; while reach
 each question leaves a line in `CKPT_REACH`: what ran, and the fault's number.
 """
 
+from __future__ import annotations
+
 import builtins
-import importlib.util
 import marshal
 import os
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from typing import Any
+from importlib._bootstrap_external import spec_from_file_location  # importlib.util imports much more
+from importlib.machinery import SourceFileLoader
+
+TYPE_CHECKING = False  # typing is not to be imported where a test counts what is
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from typing import Any
 
 _NONE = -1
+_write = os.write  # tests may put something else there
 
 
 class _Loader(SourceFileLoader):
@@ -39,7 +46,7 @@ class _Finder:
                 origin, code = marshal.load(file)
         except FileNotFoundError:
             return None
-        return importlib.util.spec_from_file_location(name, origin, loader=_Loader(name, origin, code))
+        return spec_from_file_location(name, origin, loader=_Loader(name, origin, code))
 
 
 class _Record:
@@ -57,8 +64,8 @@ class _Record:
     def __call__(self, number: int) -> bool:
         if number not in self._now:
             self._now.add(number)
-            try:
-                os.write(self._file, f"{number}\t{self.context}\n".encode())
+            try:  # noqa: SIM105 -- contextlib is not to be imported either
+                _write(self._file, f"{number}\t{self.context}\n".encode())
             except OSError:
                 pass  # the test has set a limit to the size of files
         return False
