@@ -350,6 +350,7 @@ CHOICES: dict[str, tuple[Any, set[str], set[str], str]] = {
     ),
     "esrgan": ({"params": G.state_dict(), "params_ema": TWIN.state_dict()}, {""}, {"params_ema"}, "params_ema"),
     "list": ({"models": [G.state_dict(), D.state_dict()], "epoch": 1}, {"models.0.", "models.1."}, {"epoch"}, "models"),
+    "beside by name": ({"model": G.state_dict(), "loss_net": D.state_dict()}, {""}, {"loss_net"}, "loss_net"),
     "loss": ({"encoder": G.state_dict(), "loss": torch.tensor(0.5)}, {"encoder."}, {"loss"}, "encoder"),
 }
 
@@ -483,6 +484,28 @@ def test_an_optimizer_by_name_is_told_to_a_model_that_was_wrapped(wrap: Callable
     assert all(
         is_same(found.parameters[wrap(n)].states["exp_avg"], OPT_G.state[p]["exp_avg"]) for n, p in G.named_parameters()
     )
+
+
+def test_names_that_several_submodules_have_are_told_by_shapes_or_not_at_all(tmp_path: Path) -> None:
+    opt_g, opt_d = (named_states(o.state_dict(), list(m.state_dict())) for o, m in ((OPT_G, G), (OPT_D, D)))
+    tree = {"G": G.state_dict(), "D": D.state_dict(), "g_opt": opt_g, "d_opt": opt_d}
+    found = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(found, G, OPT_G, "G.")
+    assert has_states(found, D, OPT_D, "D.")
+    alike = {"student": G.state_dict(), "teacher": TWIN.state_dict(), "opt": opt_g}
+    found = open_checkpoint(saved(tmp_path, alike))
+    assert not found.groups
+    assert "several submodules" in said(found)
+    assert lost(alike, found) == []
+
+
+def test_an_optimizer_elsewhere_does_not_take_the_names_of_the_models_own(tmp_path: Path) -> None:
+    other = {"state": {0: {"exp_avg": torch.rand(9)}}, "param_groups": [{"params": [0]}]}
+    tree = {"model": G.state_dict(), "optimizer": OPT_G.state_dict(), "callbacks": {"x": {"optimizer": other}}}
+    found = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(found, G, OPT_G)
+    assert "callbacks.x.optimizer" in said(found)
+    assert lost(tree, found) == []
 
 
 # Flattened, and spread over ranks
