@@ -112,8 +112,6 @@ def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
         chosen = {k: v for k, v in likely.items() if k not in averages} or likely
     else:  # no floats: integers alone, such as a table or quantised weights
         chosen = {k: v for k, v in (bare | dicts).items() if not _is_beside(k) and not _is_random(v)}
-    if len(chosen) == 1 and averages and averages[0] in chosen:
-        return Model((averages[0],), dicts[averages[0]], _others(str(averages[0]), list(bare)))
     order = [key for key in root if key in chosen]
     others = (key for key, value in able.items() if key in likely or _is_another(key, value))
     left = [key for key in (*others, *bare) if key not in chosen]

@@ -344,9 +344,6 @@ def _remarks(one: _Keyed, titles: Mapping[Value, str], trainable: Sequence[Named
     if apart:
         text = "states of the optimizer have names that stand for weights here; they are carried as values"
         yield Notice(text, tuple(apart), Weight.INFO)
-    idle = [titles[key] for key in one.keys if not one.states.get(key)]
-    if idle and len(idle) < len(one.keys):
-        yield Notice("the optimizer lists these parameters, but has no states of them", tuple(idle), Weight.INFO)
 
 
 def _is_odd(state: str, leaf: Leaf, whole: Shape) -> bool:
