@@ -18,13 +18,13 @@ from torch.distributed.tensor import Replicate
 
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal
-from ckpt_formats.errors import Corrupt, Unsupported
+from ckpt_formats.errors import CkptError
 from ckpt_formats.plain_torch import PlainTorch
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.universal import Universal
 from ckpt_formats.values import tensor_names
-from damage import BAD_RULES, UNSUPPORTED, ckpt
+from damage import BAD_RULES, NOT_FOUND, UNSUPPORTED, ckpt
 from rank_files import being, rows, spread, write
 
 State = Mapping[str, torch.Tensor]
@@ -137,22 +137,24 @@ def test_an_optimizer_is_no_part_of_the_model_wherever_it_is(place: str, tmp_pat
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "code", "says"),
     [
-        (OPT_G.state_dict(), "optimizer"),
-        ({"optimizer": OPT_G.state_dict()}, "optimizer"),
-        ({"optimizer_states": [OPT_G.state_dict()], "epoch": 3}, "optimizer"),
-        ({"state": OPT_G.state_dict()["state"]}, "optimizer"),
-        ({"last_epoch": 3, "_last_lr": [0.1]}, "no weights"),
-        ({"python": 3, "cpu": torch.get_rng_state()}, "no weights"),
-        ({"_scale": 65536.0}, "no weights"),
+        (OPT_G.state_dict(), UNSUPPORTED, "optimizer"),
+        ({"optimizer": OPT_G.state_dict()}, UNSUPPORTED, "optimizer"),
+        ({"optimizer_states": [OPT_G.state_dict()], "epoch": 3}, UNSUPPORTED, "optimizer"),
+        ({"state": OPT_G.state_dict()["state"]}, UNSUPPORTED, "optimizer"),
+        ({"python": 3, "cpu": torch.get_rng_state()}, UNSUPPORTED, "no weights"),
+        ({"last_epoch": 3, "_last_lr": [0.1]}, NOT_FOUND, "without a tensor"),
+        ({"_scale": 65536.0}, NOT_FOUND, "without a tensor"),
     ],
-    ids=["optimizer", "under its key", "list", "states", "scheduler", "rng", "scaler"],
+    ids=["optimizer", "under its key", "list", "states", "rng", "scheduler", "scaler"],
 )
-def test_what_lies_beside_a_model_is_refused_without_it(command: str, tree: Any, says: str, tmp_path: Path) -> None:
+def test_what_lies_beside_a_model_is_refused_without_it(
+    command: str, tree: Any, code: int, says: str, tmp_path: Path
+) -> None:
     path = saved(tmp_path, tree)
     ran = ckpt(command, path, *([tmp_path / "target"] if command == "convert" else []))
-    assert (ran.code, says in ran.err) == (UNSUPPORTED, True), ran.err
+    assert (ran.code, says in ran.err) == (code, True), ran.err
     assert not (tmp_path / "target").exists()
 
 
@@ -350,6 +352,7 @@ CHOICES: dict[str, tuple[Any, set[str], set[str], str]] = {
     ),
     "esrgan": ({"params": G.state_dict(), "params_ema": TWIN.state_dict()}, {""}, {"params_ema"}, "params_ema"),
     "list": ({"models": [G.state_dict(), D.state_dict()], "epoch": 1}, {"models.0.", "models.1."}, {"epoch"}, "models"),
+    "beside by name": ({"model": G.state_dict(), "loss_net": D.state_dict()}, {""}, {"loss_net"}, "loss_net"),
     "loss": ({"encoder": G.state_dict(), "loss": torch.tensor(0.5)}, {"encoder."}, {"loss"}, "encoder"),
 }
 
@@ -439,14 +442,14 @@ def test_an_optimizer_that_contradicts_itself_or_the_model_is_carried_and_why_is
 
 
 def test_states_of_another_shape_than_their_parameter_are_named(tmp_path: Path) -> None:
-    states = {"w": {"exp_avg": torch.ones(5), "exp_avg_sq": torch.ones(2)}, "v": {"exp_avg": torch.ones(3)}}
+    states = {"w": {"exp_avg": torch.ones(5)}, "v": {"exp_avg": torch.ones(3)}}
     tree = {
         "model": {"w": torch.rand(2), "v": torch.rand(3), "x": torch.rand(4)},
         "optimizer": {"state": states, "param_groups": [{"params": ["w", "v", "x"]}]},
     }
     found = open_checkpoint(saved(tmp_path, tree))
     assert "another shape than their parameter: w.exp_avg\n" in said(found) + "\n"
-    assert "no states of them: x" in said(found)
+    assert "no state of these parameters: it never stepped them, or their states were lost: x" in said(found)
 
 
 def test_tensors_that_share_values_but_are_trained_apart_are_two_parameters(tmp_path: Path) -> None:
@@ -483,6 +486,28 @@ def test_an_optimizer_by_name_is_told_to_a_model_that_was_wrapped(wrap: Callable
     assert all(
         is_same(found.parameters[wrap(n)].states["exp_avg"], OPT_G.state[p]["exp_avg"]) for n, p in G.named_parameters()
     )
+
+
+def test_names_that_several_submodules_have_are_told_by_shapes_or_not_at_all(tmp_path: Path) -> None:
+    opt_g, opt_d = (named_states(o.state_dict(), list(m.state_dict())) for o, m in ((OPT_G, G), (OPT_D, D)))
+    tree = {"G": G.state_dict(), "D": D.state_dict(), "g_opt": opt_g, "d_opt": opt_d}
+    found = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(found, G, OPT_G, "G.")
+    assert has_states(found, D, OPT_D, "D.")
+    alike = {"student": G.state_dict(), "teacher": TWIN.state_dict(), "opt": opt_g}
+    found = open_checkpoint(saved(tmp_path, alike))
+    assert not found.groups
+    assert "several submodules" in said(found)
+    assert lost(alike, found) == []
+
+
+def test_an_optimizer_elsewhere_does_not_take_the_names_of_the_models_own(tmp_path: Path) -> None:
+    other = {"state": {0: {"exp_avg": torch.rand(9)}}, "param_groups": [{"params": [0]}]}
+    tree = {"model": G.state_dict(), "optimizer": OPT_G.state_dict(), "callbacks": {"x": {"optimizer": other}}}
+    found = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(found, G, OPT_G)
+    assert "callbacks.x.optimizer" in said(found)
+    assert lost(tree, found) == []
 
 
 # Flattened, and spread over ranks
@@ -676,7 +701,7 @@ def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(s
         path = saved(Path(folder), tree)
         try:
             found = open_checkpoint(path)
-        except (Unsupported, Corrupt):
+        except CkptError:
             return  # no model in it, or names that meet
         assert lost(tree, found) == []
         copy(found, Universal(), Goal(Path(folder) / "universal"), "", Effort(1, 1 << 20))

@@ -71,7 +71,7 @@ def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> Model:
 
 def _is_another(key: Value, value: Value) -> bool:
     """Could it be a model's, too: by its key, or having weights?"""
-    count = sum(map(_is_weight, _leaves(value))) if _is_tree(value) and not _is_beside(key) else 0
+    count = sum(map(_is_weight, _leaves(value))) if _is_tree(value) and not CALLED.search(str(key)) else 0
     return count > (0 if key in MODEL_KEYS or _AVERAGES.search(str(key)) else 1)
 
 
@@ -103,7 +103,8 @@ def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
     """The model whose tensors have no dict of a known name."""
     bare = {key: value for key, value in root.items() if isinstance(value, Leaf)}
     dicts = {key: _as_dict(value) for key, value in root.items() if _is_tree(value)}
-    likely = {key: value for key, value in dicts.items() if has_weights(value) and not _is_beside(key)}
+    able = {key: value for key, value in dicts.items() if has_weights(value) and not CALLED.search(str(key))}
+    likely = {key: value for key, value in able.items() if not _BESIDE.search(str(key))} or able
     averages = [key for key in likely if _AVERAGES.search(str(key))]
     if any(map(_is_weight, bare.values())):
         chosen = {**bare, **({} if beside_optimizer else {k: v for k, v in likely.items() if k not in averages})}
@@ -111,10 +112,9 @@ def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
         chosen = {k: v for k, v in likely.items() if k not in averages} or likely
     else:  # no floats: integers alone, such as a table or quantised weights
         chosen = {k: v for k, v in (bare | dicts).items() if not _is_beside(k) and not _is_random(v)}
-    if len(chosen) == 1 and averages and averages[0] in chosen:
-        return Model((averages[0],), dicts[averages[0]], _others(str(averages[0]), list(bare)))
     order = [key for key in root if key in chosen]
-    left = [key for key in (*likely, *bare) if key not in chosen]
+    others = (key for key, value in able.items() if key in likely or _is_another(key, value))
+    left = [key for key in (*others, *bare) if key not in chosen]
     notices: tuple[Notice, ...] = ()
     joined = [key for key in order if key in dicts]
     if joined and (len(joined) < len(order) or len(dicts) > 1 or not _is_plain(root, joined)):

@@ -31,8 +31,8 @@ class Numbered:
 def number(optimizers: Mapping[int, Numbered], trainable: Sequence[Named]) -> dict[int, Titles | None]:
     """The tensors behind the numbers of each optimizer; None where there are none, or several ways.
 
-    Optimizers share a model without overlap: so all together are tried first, then each alone, then each with
-    one submodule that it has all of.
+    Optimizers mostly share a model without overlap: so all together are tried first, then each with one submodule
+    that it has all of. If neither is one way, each is tried alone: then two may have the same tensors.
     """
     if not optimizers:
         return {}
@@ -45,10 +45,7 @@ def number(optimizers: Mapping[int, Numbered], trainable: Sequence[Named]) -> di
         return dict.fromkeys(optimizers)
     if (paired := _by_submodule(optimizers, runs, trainable)) is not None:
         return dict(paired)
-    alone = {i: _titles(one, _matched(runs[i], trainable)) for i, one in optimizers.items()}
-    names = Counter(name for titles in alone.values() if titles for name in titles.values())
-    clear = {i: titles is not None and all(names[name] == 1 for name in titles.values()) for i, titles in alone.items()}
-    return {i: titles if clear[i] else None for i, titles in alone.items()}
+    return {i: _titles(one, _matched(runs[i], trainable)) for i, one in optimizers.items()}
 
 
 def has_equals(names: Iterable[str], trainable: Sequence[Named]) -> bool:

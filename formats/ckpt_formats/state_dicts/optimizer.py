@@ -177,10 +177,11 @@ def _titles(
             f"{len(numbering)} optimizers number their parameters, so the order must say whose it is: {places}",
             hint="Write --param-order PLACE=FILE, once for each.",
         )
+    shapes = {named.name: named.tensor.shape for named in trainable}
     for i, one in enumerate(keyed):
         order = orders.by_place.get(one.optimizer.title, orders.only)
         if not one.numbers:
-            named = found.attempt(one.optimizer, partial(_by_name, one, names))
+            named = found.attempt(one.optimizer, partial(_by_name, one, names, shapes))
             if named is not None:
                 titled[i] = named
         elif order:
@@ -215,20 +216,38 @@ def _unmatched(one: Optimizer, why: str) -> Notice:
     return Notice(text if why else text + how, (one.title,) if one.title else (), Weight.LOST)
 
 
-def _by_name(one: _Keyed, names: Sequence[str], _: Optimizer) -> dict[Value, str]:
+def _by_name(one: _Keyed, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
     stated = _stated(one.groups, one.members)
     said = {key: str(key) for key in one.keys} if stated is None else stated
     if len(set(said.values())) < len(said):
         raise _Unmatched("its groups call two parameters by one name")
     known = set(names)
-    for prefix in ("", *_prefixes(names)):
-        if all(prefix + name in known for name in said.values()):
-            return {key: prefix + name for key, name in said.items()}
+    if known.issuperset(said.values()):
+        return said
+    fitting = [
+        {key: prefix + name for key, name in said.items()}
+        for prefix in _prefixes(names)
+        if all(prefix + name in known for name in said.values())
+    ]
+    fitting = [titles for titles in fitting if _fits(one, titles, shapes)] if len(fitting) > 1 else fitting
+    if len(fitting) > 1:
+        raise _Unmatched("its names are those of several submodules")
+    if fitting:
+        return fitting[0]
     plain = {_unwrapped(name): name for name in names}
     if len(plain) == len(known) and all(_unwrapped(name) in plain for name in said.values()):
         return {key: plain[_unwrapped(name)] for key, name in said.items()}
     lacking = next(name for name in said.values() if name not in known)
     raise _Unmatched(f"it speaks of a parameter that the model does not have (`{show(lacking[:80])}`)")
+
+
+def _fits(one: _Keyed, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
+    """Could all states with the shapes of their parameters be those of these?"""
+    return not any(
+        isinstance(leaf, Leaf) and titles[key] in shapes and _is_odd(str(name), leaf, shapes[titles[key]])
+        for key, state in one.states.items()
+        for name, leaf in state.items()
+    )
 
 
 def _stated(groups: Groups, members: Sequence[Sequence[Value]]) -> dict[Value, str] | None:
@@ -325,9 +344,6 @@ def _remarks(one: _Keyed, titles: Mapping[Value, str], trainable: Sequence[Named
     if apart:
         text = "states of the optimizer have names that stand for weights here; they are carried as values"
         yield Notice(text, tuple(apart), Weight.INFO)
-    idle = [titles[key] for key in one.keys if not one.states.get(key)]
-    if idle and len(idle) < len(one.keys):
-        yield Notice("the optimizer lists these parameters, but has no states of them", tuple(idle), Weight.INFO)
 
 
 def _is_odd(state: str, leaf: Leaf, whole: Shape) -> bool:
