@@ -4,10 +4,9 @@ Values are import paths, not classes, so that the names cost nothing to look at.
 The order is the order of detection: the more particular first.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_formats.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.naming import PARTIAL, show
@@ -101,8 +100,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     return replace(found, saved_as=SavedAs(format.name, path.name if is_file else None))
 
 
-@dataclass(frozen=True)
-class _Located:
+class _Located(NamedTuple):
     """A checkpoint, its format, and what to tell of how it was chosen."""
 
     path: Path
