@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     from ckpt_formats.base import Options, SavedAs
     from ckpt_formats.hf.around import with_run_around
     from ckpt_formats.lacking_states import check_states
-    from ckpt_formats.one_of_several import check_alone, parts_unread
+    from ckpt_formats.one_of_several import check_alone, check_whole_of_meta, parts_unread
     from ckpt_formats.torchfile import check_repeated
     from ckpt_formats.unread import unread
 
@@ -84,6 +84,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     if format.name in _OF_ENGINES and not is_file:
         found = with_run_around(found, located.path)
     _check_folders(found, located)
+    check_whole_of_meta(found)
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
     check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
