@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.errors import CkptError, Incomplete, Unsupported
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.shard_index import INDEX_SUFFIX, number_of, read_index
@@ -42,6 +43,25 @@ def check_alone(path: Path) -> None:
                 where=show(str(path)),
                 hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
             )
+
+
+def check_whole_of_meta(found: Checkpoint) -> None:
+    """Raises `Incomplete` for one file of a model of Meta's whose others are lost: its sizes contradict each other."""
+    if not any(_META.fullmatch(shard.path.name) for shard in found.shards):
+        return
+    table, norm = found.parameters.get("tok_embeddings.weight"), found.parameters.get("norm.weight")
+    said = found.extras.get("hf/params.json")
+    rows = said.get("vocab_size") if isinstance(said, dict) else None
+    if table is None or norm is None or len(table.weight.shape) != 2 or len(norm.weight.shape) != 1:
+        return
+    width = table.weight.shape[1] < norm.weight.shape[0]
+    if width or (isinstance(rows, int) and table.weight.shape[0] < rows):
+        raise Incomplete(
+            f"one of several files over which tensor parallelism cut a model of Meta's: `tok_embeddings.weight` has "
+            f"the shape {list(table.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
+            where=found.path,
+            hint="Copy all files consolidated.*.pth, and join them with transformers' convert_llama_weights_to_hf.py.",
+        )
 
 
 def parts_unread(path: Path) -> Iterator[Notice]:

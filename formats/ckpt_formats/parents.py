@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_formats.errors import CkptError, Incomplete, NotFound
+from ckpt_formats.errors import Incomplete, NotFound
 from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
@@ -31,7 +31,8 @@ _NUMBERS = re.compile(r"\d{1,15}")
 def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path, Notice] | None:
     """The checkpoint that is meant, and what to tell of the choice; None if the folder holds none.
 
-    Raises `NotFound` if there are several and nothing says which, `Incomplete` if a pointer names none of them.
+    Raises `NotFound` if there are several and nothing says which, or a pointer is no file;
+    `Incomplete` if a pointer names none of them.
     """
     folders = _folders(path)
     names = {folder.name for folder in folders}
@@ -51,7 +52,8 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
             )
         return chosen, Notice(f"of {len(inside)} checkpoints here, {show(chosen.name)} is read, as `{pointer}` says")
     if len(inside) == 1:
-        return inside[0], Notice(f"{show(inside[0].name)} is read, the one checkpoint in the folder")
+        text = f"{show(inside[0].name)} is read, the one checkpoint in the folder"
+        return inside[0], Notice(text, weight=Weight.UNSURE)
     inside.sort(key=lambda folder: _age(folder))
     if all(_OF_TRAINER.fullmatch(folder.name) for folder in inside):
         newest = inside[-1]
@@ -75,11 +77,10 @@ def _named_by_pointer(path: Path) -> tuple[str, str] | None:
     for pointer in POINTERS:
         if (path / pointer).is_symlink() and (path / pointer).is_dir():
             return pointer, Path(os.path.realpath(path / pointer)).name
-        try:
-            with open_regular(path / pointer) as file:
-                name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
-        except (CkptError, OSError):
+        if not (path / pointer).exists():
             continue
+        with open_regular(path / pointer) as file:
+            name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
         return pointer, Path(name).name
     return None
 

@@ -4,10 +4,9 @@ Values are import paths, not classes, so that the names cost nothing to look at.
 The order is the order of detection: the more particular first.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_formats.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.naming import PARTIAL, show
@@ -72,7 +71,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
 
     from ckpt_formats.base import Options, SavedAs, identified
     from ckpt_formats.lacking_states import check_states
-    from ckpt_formats.one_of_several import check_alone, parts_unread
+    from ckpt_formats.one_of_several import check_alone, check_whole_of_meta, parts_unread
     from ckpt_formats.torchfile import check_repeated
     from ckpt_formats.unread import unread
 
@@ -82,6 +81,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     format = located.format
     found = identified(lambda: _read(located, options or Options()))
     _check_folders(found, located)
+    check_whole_of_meta(found)
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
     check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
@@ -107,8 +107,7 @@ def _read(located: "_Located", options: "Options") -> "Checkpoint":
     return with_run_around(found, located.path) if of_engine else found
 
 
-@dataclass(frozen=True)
-class _Located:
+class _Located(NamedTuple):
     """A checkpoint, its format, and what to tell of how it was chosen."""
 
     path: Path

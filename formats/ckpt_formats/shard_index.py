@@ -105,8 +105,8 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
             continue
         key = file.name.removesuffix(suffix) if number is None else _OF_A_RANK.sub("shard", number.stem)
         held = sets.setdefault(key, [])
-        if isinstance(held, list):
-            held.append(file)
+        assert isinstance(held, list)  # indices come below
+        held.append(file)
     for index in sorted(folder.glob(f"*{suffix}.index.*json")):
         stem, _, variant = index.name.removesuffix(".json").partition(f"{suffix}.index")
         sets[stem + variant] = (
@@ -136,7 +136,17 @@ def _shown(sets: Collection[Path | list[Path]]) -> str:
 
 
 def all_numbered(files: Sequence[Path]) -> list[Path]:
-    """The files, if those that are called `NAME-00002-of-00003.SUFFIX` are all here. Raises `Incomplete`."""
+    """The files, if those that are called `NAME-00002-of-00003.SUFFIX` are all here. Raises `Incomplete`, `Corrupt`."""
+    counts: dict[str, tuple[int, Path]] = {}
+    for file in files:
+        if number := number_of(file.name):
+            count, first = counts.setdefault(number.stem, (number.count, file))
+            if count != number.count:
+                raise Corrupt(
+                    f"{show(first.name)} and {show(file.name)} are of two ways to cut a model",
+                    where=file.parent,
+                    hint="Two models were saved into one folder: separate them.",
+                )
     names = {file.name for file in files}
     for file in files:
         if match := _NUMBERED.fullmatch(file.name):

@@ -210,6 +210,23 @@ def test_tensor_parallel_files_of_metas_are_refused(tmp_path: Path) -> None:
         assert "tensor parallelism" in done.err
 
 
+@pytest.mark.parametrize("as_file", [True, False])
+def test_one_file_of_metas_whose_others_are_lost_is_incomplete(as_file: bool, tmp_path: Path) -> None:
+    weights = {"tok_embeddings.weight": torch.ones(8, 2), "norm.weight": torch.ones(4)}
+    folder = put(tmp_path / "m", consolidated__00__pth=weights)
+    done = ckpt("verify", folder / "consolidated.00.pth" if as_file else folder)
+    assert done.code == BROKEN
+    assert "one of several files" in done.err
+
+
+def test_numbered_files_of_two_models_are_not_joined(tmp_path: Path) -> None:
+    names = [f"model-0000{i}-of-0000{n}__safetensors" for n in (2, 3) for i in range(1, n + 1)]
+    folder = put(tmp_path / "m", **{name: {str(i): torch.ones(2)} for i, name in enumerate(names)})
+    done = ckpt("verify", folder)
+    assert done.code == BROKEN
+    assert "two ways to cut a model" in done.err
+
+
 # Files of torch in a folder
 
 

@@ -92,6 +92,11 @@ def is_training_file(name: str) -> bool:
     return name == TRAINER_STATE or _TRAINING.fullmatch(name) is not None or _DEEPSPEED.fullmatch(name) is not None
 
 
+def is_further(name: str) -> bool:
+    """Is it a model or an optimizer of a run that has several, and not the first?"""
+    return re.fullmatch(r"(model|pytorch_model|optimizer)_\d+\.(safetensors|pt|bin)", name) is not None
+
+
 def names_in_run(path: Path) -> list[str]:
     """Names of the files of Hugging Face's libraries in a folder, but for what DeepSpeed puts there."""
     return [name for name in _names(path) if not _DEEPSPEED.fullmatch(name)]

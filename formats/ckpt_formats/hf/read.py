@@ -11,7 +11,7 @@ from ckpt_formats.extras import lift
 from ckpt_formats.files import Seal
 from ckpt_formats.hf.beside import PREFIX, carry, config_of
 from ckpt_formats.hf.components import Found, components_of, read_components, together
-from ckpt_formats.hf.folder import TRAINER_STATE, Folder, sort_files
+from ckpt_formats.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.hf.order import UNTOLD, in_models_order, numbered_only
 from ckpt_formats.hf.weights import Model, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
@@ -81,7 +81,12 @@ def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
     if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
         base = found.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
-        yield Notice(f"an adapter of PEFT, without the model that it adapts ({show(str(named))[:100]})")
+        which = f" ({show(named)[:100]})" if isinstance(named, str) and named else ""
+        yield Notice(f"an adapter of PEFT, without the model that it adapts{which}")
+    further = [file.name for file in (*folder.models, *folder.training) if is_further(file.name)]
+    if further:
+        text = "further models and optimizers of the run, which are carried as extras under the names of their files"
+        yield Notice(text, tuple(further), Weight.LOST)
     if (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
 
