@@ -12,6 +12,9 @@ from ckpt_formats.notices import Notice, Weight
 _BLOCKWISE = ("qmap", "absmax")
 """States that 8-bit optimizers keep of large parameters only begin so."""
 
+_COMMON = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
+"""States that the optimizers which have them keep of every parameter."""
+
 States = frozenset[str]
 
 
@@ -33,7 +36,7 @@ def check_states(
             if one is not None and one.weight.size:
                 kinds.setdefault(len(one.weight.shape) > 1, {})[name] = _states(one)
         for held in kinds.values():
-            _check_kind(held, number, where)
+            yield from _check_kind(held, number, where)
         if any(states for held in kinds.values() for states in held.values()):
             without += (name for held in kinds.values() for name, states in held.items() if not states)
     if without and even:
@@ -66,20 +69,29 @@ def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group])
             yield Notice(text, tuple(lacking), Weight.UNSURE)
 
 
-def _check_kind(held: Mapping[str, States], number: int, where: Path) -> None:
+def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
+    """Raises `Incomplete` for a state of every optimizer's kind, or one that most have; of others it is said."""
     counts = Counter(states for states in held.values() if states)
+    holders = Counter(state for states in held.values() for state in states)
+    odd: dict[str, list[str]] = {}
     for name, states in held.items():
         fuller = [other for other in counts if states < other and states]
         if not fuller:
             continue
         lacking = sorted(max(fuller, key=lambda other: counts[other]) - states)
-        if not all(state.startswith(_BLOCKWISE) for state in lacking):
+        if all(state.startswith(_BLOCKWISE) for state in lacking):
+            continue
+        if any(state in _COMMON or 2 * holders[state] > len(held) for state in lacking):
             raise Incomplete(
                 f"`{show(name)}` has no {' and no '.join(f'`{show(state)}`' for state in lacking)}, which other "
                 f"parameters of optimizer group {number} have",
                 where=where,
                 hint="Files were lost, or are of another save: copy all files of one step again.",
             )
+        odd.setdefault(", ".join(f"`{show(state)}`" for state in lacking), []).append(name)
+    for lost, names in odd.items():
+        text = f"these parameters of optimizer group {number} have no {lost}, which others have"
+        yield Notice(text, tuple(names), Weight.UNSURE)
 
 
 def _states(parameter: Parameter) -> States:

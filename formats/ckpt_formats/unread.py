@@ -43,7 +43,7 @@ def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> It
     for parts, is_folder in _entries(path, around):
         if parts in read or parts in around or is_harmless(parts[-1]):
             continue
-        if parts[-1] in known or "/".join(parts) in known:
+        if parts[-1] in known or "/".join(parts) in known or _is_empty(path.joinpath(*parts)):
             continue
         if len(others) + len(beside) == _MOST_UNREAD:
             break
@@ -53,6 +53,14 @@ def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> It
         yield Notice(BESIDE, tuple(beside), Weight.LOST)
     if others:
         yield Notice(OTHERS, tuple(others))
+
+
+def _is_empty(path: Path) -> bool:
+    """Is it a file without a byte? Ranks that have nothing to save leave such files."""
+    try:
+        return path.is_file() and not path.stat().st_size
+    except OSError:
+        return False
 
 
 def _parts(path: Path, file: Path) -> tuple[str, ...]:

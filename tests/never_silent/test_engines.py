@@ -4,6 +4,7 @@
 Each is a real one, changed in one place: it is refused, or what is special about it is said.
 """
 
+import io
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,12 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from ckpt_formats.base import MODEL, Checkpoint
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.tensor import read
 from ckpt_formats.values import Record
 from damage import SAMPLES, Ran, ckpt, drop, in_file, put, remove, tree
 from dcp_states import loaded, save
+from rank_files import being, edit, rows
 
 DAMAGED, INCOMPLETE = 20, 20
 
@@ -219,15 +225,11 @@ SAID: dict[str, Change] = {
 
 
 def _rewrite(path: Path, value: Any) -> None:
-    import torch
-
     torch.save(value, path)
 
 
 def _as_layer(root: Path, tp: int) -> None:
     """A layer file that is saved under its own name."""
-    import torch
-
     old = next(root.rglob(f"layer_01-model_{tp:02}-model_states.pt"))
     torch.save(torch.load(old), old.with_name(f"layer_09-model_{tp:02}-model_states.pt"))
 
@@ -285,10 +287,6 @@ def test_what_is_special_is_said_by_all_commands(change: Change, changed: Path, 
 
 
 def test_a_buffer_of_bytes_in_a_dcp_is_carried_and_written_back(tmp_path: Path) -> None:
-    import io
-
-    import torch
-
     state = {
         "model": {"w": torch.ones(2), "m._extra_state": io.BytesIO(b"amax")},
         "rng": {"cpu": io.BytesIO(b"state")},
@@ -321,3 +319,166 @@ def test_keys_that_begin_as_the_models_do_are_carried(tmp_path: Path) -> None:
     extras = open_checkpoint(copy).extras
     assert {key: extras[key] for key in more} == more
     assert extras["distrib_optim"] == {"note": "of buffers"}
+
+
+# Files of ranks
+
+
+WEIGHTS = {"w": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0), "c": torch.arange(4.0)}
+
+
+def _of_rank(rank: int, tensor: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """What a script saves in one file: model, optimizer, and a step."""
+    state = {i: {"step": torch.tensor(5.0), "exp_avg": tensor(one + 1)} for i, one in enumerate(WEIGHTS.values())}
+    groups = [{"lr": 0.1, "params": [0, 1, 2], "param_names": list(WEIGHTS)}]
+    model = {name: tensor(one) for name, one in WEIGHTS.items()}
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3, "rng": rank}
+
+
+def _saved(folder: Path, name: str, world: int, tensor: Callable[[torch.Tensor], Any]) -> Path:
+    folder.mkdir()
+    for rank in range(world):
+        with being(rank, world):
+            torch.save(_of_rank(rank, tensor), folder / name.format(rank))
+    return folder
+
+
+def is_whole(found: Checkpoint) -> bool:
+    for name, one in WEIGHTS.items():
+        states = found.parameters[name].states
+        assert np.array_equal(read(states[MODEL]), one.numpy())
+        assert np.array_equal(read(states["exp_avg"]), (one + 1).numpy())
+    return {name for name, p in found.parameters.items() if p.role == "parameter"} == WEIGHTS.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["checkpoint_rank{}.pt", "model_world_size_2_rank_{}.pt", "ckpt.rank-{}.pth"])
+@pytest.mark.parametrize("form", ["cut", "whole"])
+def test_ranks_that_save_model_and_optimizer_in_one_file_are_put_together(name: str, form: str, tmp_path: Path) -> None:
+    tensor = (lambda one: rows(one, 2)) if form == "cut" else (lambda one: one)
+    folder = _saved(tmp_path / "run", name, 2, tensor)
+    found = open_checkpoint(folder)
+    assert is_whole(found)
+    assert (found.extras["epoch"], found.extras["ranks"]) == (3, {"1": {"rng": 1}})
+    assert ckpt("verify", folder).code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "run", "checkpoint_rank{}.pt", 4, lambda one: rows(one, 4))
+    (folder / "checkpoint_rank1.pt").unlink()
+    for done in runs(folder, tmp_path / "out"):
+        assert done.code == INCOMPLETE
+        assert "checkpoint_rank1.pt" in done.err
+    (folder / "checkpoint_rank2.pt").unlink()
+    (folder / "checkpoint_rank3.pt").unlink()
+    for done in runs(folder, tmp_path / "out"):
+        assert done.code in (20, 22), done.err
+    done = ckpt("convert", folder / "checkpoint_rank0.pt", tmp_path / "out")
+    assert done.code == 22
+    assert "checkpoint_rank1.pt, checkpoint_rank2.pt, checkpoint_rank3.pt" in done.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "run", "checkpoint_rank{}.pt", 2, lambda one: one)
+    edit(folder / "checkpoint_rank1.pt", lambda root: root["model"].update(b=root["optimizer"]["state"][1]["exp_avg"]))
+    assert ckpt("verify", folder).code == DAMAGED
+    done = ckpt("convert", folder, tmp_path / "out")
+    assert done.code == DAMAGED
+    assert "where: tensor b" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_another_rank_under_a_new_name_is_refused(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "run", "checkpoint_rank{}.pt", 2, lambda one: one)
+    shutil.copyfile(folder / "checkpoint_rank0.pt", folder / "checkpoint_rank1.pt")
+    for done in runs(folder, tmp_path / "out"):
+        assert done.code == DAMAGED
+        assert "was saved as checkpoint_rank0" in done.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_steps_of_ranks_in_one_folder_are_not_chosen_from(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "run", "step5_rank{}.pt", 2, lambda one: one)
+    for rank in range(2):
+        torch.save(_of_rank(rank, lambda one: one), folder / f"step6_rank{rank}.pt")
+    done = ckpt("inspect", folder)
+    assert done.code == 22
+    assert "step5_rank0.pt" in done.err
+    assert "step6_rank0.pt" in done.err
+
+
+# DCP
+
+
+def _dcp(folder: Path, **more: Any) -> Path:
+    model = {name: one.clone() for name, one in WEIGHTS.items()}
+    state = {name: {"exp_avg": one + 1, "step": torch.tensor(5.0)} for name, one in WEIGHTS.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(WEIGHTS)}]}
+    return save({"model": model, "optim": optim, **more}, folder)
+
+
+def test_a_dcp_whose_folder_states_another_step_is_refused(tmp_path: Path) -> None:
+    for name, code in (
+        ("step-5", 0),
+        ("backup_step-5", 0),
+        ("best", 0),
+        ("step-6", DAMAGED),
+        ("global_step6", DAMAGED),
+    ):
+        folder = _dcp(tmp_path / name, train_state={"step": 5})
+        for done in runs(folder, tmp_path / f"{name}.out"):
+            assert done.code == code, done.err
+            assert (
+                code == 0
+                or f"the step is 5 in the training state that was saved but 6 in the name of the folder {name}"
+                in done.err
+            )
+
+
+DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "a tensor that only the places name": (
+        metadata(lambda said: said.state_dict_metadata.pop("model.b")), DAMAGED, "`model.b` at [0] is stored, but lists no such block",
+    ),
+    "an object that only the places name": (
+        metadata(lambda said: said.state_dict_metadata.pop("train_state.step")), DAMAGED, "`train_state.step`",
+    ),
+    "a tensor that nothing names any more": (
+        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that no item of .metadata names",
+    ),
+    "a moment that nothing names any more": (
+        metadata(lambda said: _forget(said, "optim.state.b.exp_avg")), INCOMPLETE, "`b` has no `exp_avg`",
+    ),
+    "a file that is longer": (
+        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes behind the last item",
+    ),
+    "a file that is padded": (
+        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + bytes(512))), 0, "",
+    ),
+    "another version": (metadata(lambda said: setattr(said, "version", "2.0.0")), 0, "version 2.0.0"),
+    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are taken apart"),
+    "leftovers of more ranks": (copied("__0_0.distcp", "__1_0.distcp"), 0, "__1_0.distcp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("harm", "code", "says"), DCP.values(), ids=list(DCP))
+def test_what_the_metadata_of_a_dcp_say_and_what_is_there_is_compared(
+    harm: Harm, code: int, says: str, tmp_path: Path
+) -> None:
+    folder = _dcp(tmp_path / "saved", train_state={"step": 5})
+    harm(folder)
+    if "taken apart" in says:
+        assert {n for n, p in open_checkpoint(folder).parameters.items() if p.role != "extra"} <= WEIGHTS.keys()
+    for done in runs(folder, tmp_path / "out"):
+        assert done.code == code, done.err
+        assert says in done.err
+
+
+def test_a_parameter_that_was_never_stepped_is_read_and_said(tmp_path: Path) -> None:
+    state = {name: {"momentum_buffer": one + 1} for name, one in WEIGHTS.items() if name != "b"}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(WEIGHTS)}]}
+    done = ckpt("verify", save({"model": dict(WEIGHTS), "optim": optim}, tmp_path / "saved"))
+    assert done.code == 0
+    assert "no state of these parameters: it never stepped them, or their states were lost: b" in done.err

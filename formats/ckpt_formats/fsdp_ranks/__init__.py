@@ -20,7 +20,7 @@ from pathlib import Path
 from ckpt_formats.base import Checkpoint, Format, Options, Origin, Shard
 from ckpt_formats.errors import Corrupt, Unsupported, form_of
 from ckpt_formats.fsdp_ranks.carried import apart, carry
-from ckpt_formats.fsdp_ranks.folder import Folder, is_rank_file, list_folder
+from ckpt_formats.fsdp_ranks.folder import Folder, holds_own_names, is_rank_file, list_folder
 from ckpt_formats.fsdp_ranks.leaf import Known
 from ckpt_formats.fsdp_ranks.merge import Merge
 from ckpt_formats.fsdp_ranks.mesh import Mesh
@@ -44,7 +44,10 @@ class FsdpRanks(Format):
 
     def detect(self, path: Path) -> bool:
         try:
-            return is_rank_file(path.name) if path.is_file() else any(is_rank_file(e.name) for e in path.iterdir())
+            if path.is_file():
+                return is_rank_file(path.name)
+            names = [entry.name for entry in path.iterdir()]
+            return any(map(is_rank_file, names)) or holds_own_names(names)
         except OSError:
             return False
 

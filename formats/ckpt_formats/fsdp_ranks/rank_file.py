@@ -4,15 +4,19 @@ The trees of all ranks are in memory at once, so what a pickle says at length is
 once: meshes and specs, of which a model has few, are shared by the tensors of all ranks.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.errors import Corrupt, Unsafe
 from ckpt_formats.fsdp_ranks.dtensor import Meshes
 from ckpt_formats.fsdp_ranks.leaf import Known, leaf_of
+from ckpt_formats.naming import show
 from ckpt_formats.torchfile import TorchFile, open_file
 from ckpt_formats.values import Value, kind_of
 
+_RANK = re.compile(r"rank_?(\d{1,9})")
+"""The rank in a file's name, and in the name that it was saved under, which its archive holds."""
 _MOST_DEPTH = 50
 _MOST_VALUES = 4_000_000
 _WRAPPERS = ("model", "state_dict", "optimizer", "optim")
@@ -32,6 +36,13 @@ class RankFile:
 def open_rank(path: Path, role: str, rank: int, world: int, known: Known) -> RankFile:
     """Open a file, headers only. Raises `Corrupt`, `Unsupported`, `Unsafe`."""
     file = open_file(path)
+    saved, named = (_RANK.findall(name) for name in (file.stem, path.stem))
+    if saved and named and int(saved[-1]) != int(named[-1]):
+        raise Corrupt(
+            f"was saved as {show(file.stem)}: it is another rank's, renamed",
+            where=path,
+            hint="Copy the files of all ranks again, under their own names.",
+        )
     root = file.root
     if role == "extra":
         root = root if isinstance(root, dict) else {"extra": root}
