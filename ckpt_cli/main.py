@@ -1,6 +1,7 @@
 """The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
 
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -88,7 +89,14 @@ class Commands(click.Group):
         return command
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_WIDTH = shutil.get_terminal_size((100, 24)).columns
+"""As wide as the terminal; 100 where there is none."""
+
+
+@click.command(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDTH, "terminal_width": _WIDTH},
+)
 @click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
     """Convert, reshard, compare and verify the checkpoints of distributed training.

@@ -95,14 +95,20 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 def common(command: F) -> F:
     """`-v`, of every command."""
-    return click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show where an error came from.")(
-        command
-    )
+    return click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        help="Show all names in notes, and where an error came from.",
+    )(command)
 
 
 def as_json(command: F) -> F:
     """`--json`, of every command that prints data."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with notes and errors in it.")(
+        command
+    )
 
 
 def effort(command: F) -> F:

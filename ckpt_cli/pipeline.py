@@ -60,7 +60,8 @@ def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, 
     """Everything that can be known before the first byte is read: the parts. Raises if the copy cannot succeed."""
     check_whole(source)
     check_sound(source)
-    check_target(goal.target, source.path)
+    for one in (source, *format.beside()):
+        check_target(goal.target, one.path)
     return format.plan(source, goal)
 
 

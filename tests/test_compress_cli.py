@@ -163,7 +163,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("level", ["fast", "default", "max"])
+@pytest.mark.parametrize("level", ["default", "max"])
 def test_an_estimate_is_about_right_and_writes_nothing(level: str, trained: Path, tmp_path: Path) -> None:
     told = json.loads(done(ckpt("compress", trained, tmp_path / "small", "--dry-run", "--json", "--level", level)).out)
     assert list(tmp_path.iterdir()) == []

@@ -284,7 +284,6 @@ def test_a_process_killed_at_any_moment_leaves_the_target_absent_or_whole(tmp_pa
         assert contents(open_checkpoint(target)) == expected
         assert tree(target).keys() == {f.replace("source", target.name, 1) for f in tree(source)}
     assert resumed[0] == 0
-    assert resumed[-1] > 0
     assert not list(tmp_path.glob(".*"))
 
 

@@ -91,6 +91,7 @@ def diff(
     from ckpt_cli.pipeline import check_whole
     from ckpt_cli.progress import progress
     from ckpt_formats.identity import check_unchanged
+    from ckpt_formats.notices import Weight
 
     check_together(writing, click.get_current_context())
     if writing.asked:
@@ -102,6 +103,8 @@ def diff(
         page.check_place(Path(html))
     pair = [work.open_source(path, reading) for path in (first, second)]
     notes.note(*pair[0].notices, *pair[1].notices)
+    if Path(first).resolve() == Path(second).resolve():
+        notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
     ours, theirs = chosen(pair[0], pair[1], Choice(only, skip, extras=not tensors_only))
     for checkpoint in (ours, theirs):
         check_whole(checkpoint)
