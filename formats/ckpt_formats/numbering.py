@@ -7,7 +7,8 @@ decide which group each tensor comes from. Where that leaves a choice, nobody
 chooses: `one_way` refuses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +22,11 @@ from ckpt_formats.geometry import slabs
 from ckpt_formats.naming import show
 from ckpt_formats.tensor import Array, Raw, Tensor, read
 
+BY_ORDER = (
+    "the optimizer numbers its parameters, and their shapes allow several orders: they were taken in the order of the "
+    "model's tensors (--param-order gives another)"
+)
+"""What is said where order alone decided."""
 _LOOK = 64
 _MOST_STEPS = 2_000_000
 
@@ -134,6 +140,13 @@ def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True)
                 path.append(Match(choice, at[choice], end, module[i].name))
                 stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(ways)))
     return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
+
+
+def has_equals(names: Iterable[str], trainable: Sequence[Named]) -> bool:
+    """Could another tensor, by its shape, have the place of one of these?"""
+    shapes = {one.name: one.tensor.shape for one in trainable}
+    counts = Counter(shapes.values())
+    return any(counts[shapes[name]] > 1 for name in names)
 
 
 def by_values(runs: Sequence[Run], module: Sequence[Named]) -> list[Match] | None:

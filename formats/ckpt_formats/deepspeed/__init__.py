@@ -28,6 +28,7 @@ from ckpt_formats.deepspeed.write_parts import parts
 from ckpt_formats.errors import form_of
 from ckpt_formats.layout import Layout, Rule
 from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.numbering import BY_ORDER
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.torch_tree import write_tree
 from ckpt_formats.transfer import Transfer
@@ -109,6 +110,8 @@ def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> 
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
         text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
         yield Notice(text, tuple(twice), Weight.LOST)
+    if any(rank.by_order for rank in ranks):
+        yield Notice(BY_ORDER, weight=Weight.UNSURE)
     if unknown := tuple(name for rank in ranks for name in rank.unknown):
         text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
         yield Notice(text, unknown, Weight.UNSURE)

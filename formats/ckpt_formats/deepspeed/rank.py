@@ -46,6 +46,8 @@ class Rank:
     """More items of each file, that are no tensors of the model."""
     unknown: tuple[str, ...] = ()
     """Tensors of the model in files of layers that no optimizer knows."""
+    by_order: bool = False
+    """As in `Optimized`."""
 
 
 def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
@@ -122,7 +124,7 @@ def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
                 where=step.folder.path,
                 hint="Files of several runs may be mixed.",
             )
-    return Rank(parameters, tuple(optimized.groups), weights.aliases)
+    return Rank(parameters, tuple(optimized.groups), weights.aliases, by_order=optimized.by_order)
 
 
 _ALL = "Copy the files of all ranks into one folder."

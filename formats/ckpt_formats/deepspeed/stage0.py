@@ -7,7 +7,7 @@ from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.states import Optimized, Sorted, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, is_tensor, tensor, vector
 from ckpt_formats.errors import Unsupported
-from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, in_order, one_way
+from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, has_equals, in_order, one_way
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TorchFile
 from ckpt_formats.values import Value
@@ -42,7 +42,8 @@ def read_whole(
             hint="Name them, in the order of the optimizer's groups, with --param-order; "
             "or save from ZeRO stage 1, where names are stored.",
         )
-    found = Optimized()
+    bare = any(run.flat is None and any(slot.master is None for slot in run.slots) for run in runs)
+    found = Optimized(by_order=not told and bare and has_equals((match.name for match in matches), named))
     shapes = {one.name: one.tensor for one in named}
     for match in matches:
         group = groups[match.run]

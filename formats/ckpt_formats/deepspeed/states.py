@@ -42,6 +42,8 @@ class Optimized:
     groups: list[Group] = field(default_factory=list)
     unplaced: dict[Path, dict[str, Value]] = field(default_factory=dict)
     """By file: states that have not an element for each of the parameters', by group and name."""
+    by_order: bool = False
+    """Were numbers taken for the model's tensors in their order, where no values and not all shapes tell?"""
 
 
 @dataclass(frozen=True)

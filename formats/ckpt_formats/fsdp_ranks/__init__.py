@@ -26,13 +26,14 @@ from ckpt_formats.fsdp_ranks.merge import Merge
 from ckpt_formats.fsdp_ranks.mesh import Mesh
 from ckpt_formats.fsdp_ranks.model import is_flat, merge_model, shapes_in, shapes_stated
 from ckpt_formats.fsdp_ranks.names import unwrapping
-from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups
+from ckpt_formats.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups, took_order
 from ckpt_formats.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.fsdp_ranks.sections import Files, merged_extras, sorted_files
 from ckpt_formats.geometry import Shape
 from ckpt_formats.identity import in_threads
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.numbering import BY_ORDER
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.values import Value
@@ -83,12 +84,15 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     rest, shared = merged_extras(files.get("extra", {}))
     extra = carry(rest, merge.apart) | shared
     if optimizers:
-        optimizer = merge_optimizer(optimizers, model, merge.spread, options.order)
+        order = options.orders.get("optim", options.order)
+        optimizer = merge_optimizer(optimizers, model, merge.spread, order)
         if optimizer is None:
             notices.append(Notice(UNNAMED, weight=Weight.LOST))
             extra = apart(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
         else:
             root["optim"] = optimizer
+            if not order and took_order(optimizers, optimizer, model):
+                notices.append(Notice(BY_ORDER, ("optim",), Weight.UNSURE))
             _check_one_step(optimizer, folder)
     state = training_state(root, folder.path, options.order, options.orders, carried=extra)
     mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)

@@ -55,8 +55,7 @@ def _part(kind: str, name: str, world: int, path: Path) -> Unsupported:
     return Unsupported(
         f"is what one rank{ranks} holds: `{show(name)}` is {kind}, not a whole tensor",
         where=path,
-        hint=f"Needed too: {other_files(path, world)}. Put the files of all ranks into one folder, called "
-        f"model_world_size_{world or 'W'}_rank_R.pt, and name the folder.",
+        hint=f"Needed too: {other_files(path, world)}. Put all of them into one folder, and name the folder.",
     )
 
 

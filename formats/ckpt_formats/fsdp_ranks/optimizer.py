@@ -5,6 +5,7 @@ the model. `optimizer.state_dict()` of FSDP1 has what each rank's optimizer sees
 of flattened parameters, by number, and none where a rank has no element of it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt_formats.fsdp_ranks.flat_parameter import slices_of
@@ -51,6 +52,23 @@ def names_in_groups(trees: Trees) -> tuple[str, ...]:
     groups = tree.get("param_groups")
     listed = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     return tuple(name for names in listed if isinstance(names, list) for name in names if isinstance(name, str))
+
+
+def took_order(trees: Trees, merged: Mapping[str, Value], model: Mapping[str, Tensor]) -> bool:
+    """Did slices by number get names, though several tensors of the model have as many elements?"""
+    if not _numbers(next(iter(trees.values()), {})) or _numbers(merged):
+        return False
+    counts = Counter(tensor.size for tensor in model.values() if isinstance(tensor, Tensor))
+    listed = (name for group in merged["param_groups"] for name in group["params"])
+    return any(counts[model[name].size] > 1 for name in listed)
+
+
+def _numbers(tree: Mapping[str, Value]) -> bool:
+    """Does an optimizer know its parameters by number alone?"""
+    groups = tree.get("param_groups")
+    listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    keys = [key for group in listed if "param_names" not in group for key in group.get("params", ())]
+    return any(isinstance(key, int) for key in keys)
 
 
 def _of_slices(

@@ -1,7 +1,6 @@
 """Optimizers that number their parameters, several at once: which numbers mean which tensors of the model?"""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -46,13 +45,6 @@ def number(optimizers: Mapping[int, Numbered], trainable: Sequence[Named]) -> di
     if (paired := _by_submodule(optimizers, runs, trainable)) is not None:
         return dict(paired)
     return {i: _titles(one, _matched(runs[i], trainable)) for i, one in optimizers.items()}
-
-
-def has_equals(names: Iterable[str], trainable: Sequence[Named]) -> bool:
-    """Could another tensor, by its shape, have the place of one of these?"""
-    shapes = {one.name: one.tensor.shape for one in trainable}
-    counts = Counter(shapes.values())
-    return any(counts[shapes[name]] > 1 for name in names)
 
 
 def _matched(runs: Sequence[Run], trainable: Sequence[Named]) -> list[Match] | None:

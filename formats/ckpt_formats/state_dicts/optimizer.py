@@ -15,9 +15,9 @@ from ckpt_formats.errors import BadRules
 from ckpt_formats.geometry import Shape
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.numbering import Named, is_state_of
+from ckpt_formats.numbering import BY_ORDER, Named, has_equals, is_state_of
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.numbered import Numbered, has_equals, number
+from ckpt_formats.state_dicts.numbered import Numbered, number
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
@@ -201,10 +201,6 @@ def _titles(
     return [(one, titled[i]) for i, one in enumerate(keyed) if i in titled]
 
 
-BY_ORDER = (
-    "the optimizer numbers its parameters, and their shapes allow several orders: they were taken in the order of the "
-    "model's tensors (--param-order gives another)"
-)
 UNMATCHED = "the optimizer's states could not be matched to parameters, and are carried as they are"
 _LISTS = ("params", "param_names")
 """Options of a group that say which parameters it has."""
