@@ -635,6 +635,22 @@ def test_rank_files_of_model_and_optimizer_have_states(tmp_path: Path) -> None:
     assert found.extras["epoch"] == 3
 
 
+@pytest.mark.parametrize(("second", "unsure"), [(W, True), (W[:2], False)], ids=["alike", "another size"])
+def test_slices_that_were_named_by_their_order_alone_are_said(second: Any, unsure: bool, tmp_path: Path) -> None:
+    whole = (W, second)
+
+    def model(rank: int) -> Any:
+        return {name: rows(tensor, 2) for name, tensor in zip("ab", whole, strict=True)}
+
+    def optimizer(rank: int) -> Any:
+        slices = {i: {"exp_avg": t.reshape(2, -1)[rank].clone() * 2} for i, t in enumerate(whole)}
+        return {"state": slices, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+    found = open_checkpoint(write(tmp_path / "ranks", 2, model=model, optim=optimizer))
+    assert is_same(found.parameters["b"].states["exp_avg"], second * 2)
+    assert ("several orders" in said(found)) == unsure
+
+
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
@@ -694,7 +710,7 @@ def planted(tree: Any, count: Iterator[int]) -> Any:
 
 
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(shapes: dict[str, Any]) -> None:
     tree = planted(shapes, count(1))
     with TemporaryDirectory() as folder:
