@@ -282,10 +282,9 @@ def test_further_models_beside_the_model_are_extras_and_a_note_says_so(tmp_path:
         (("epoch_1", "epoch_2", "epoch_10"), NOT_FOUND, "3 models: epoch_1.pt, epoch_2.pt, epoch_10.pt"),
         (("gen", "disc"), NOT_FOUND, "2 models"),
         (("model", "model_2"), NOT_FOUND, "2 models"),
-        (("ckpt_rank0", "ckpt_rank1"), UNSUPPORTED, "several ranks"),
     ],
 )
-def test_files_of_several_models_steps_or_ranks_are_refused(
+def test_files_of_several_models_or_steps_are_refused(
     files: tuple[str, ...], code: int, said: str, tmp_path: Path
 ) -> None:
     folder = put(tmp_path / "m", **{f"{name}__pt": WEIGHTS for name in files})
