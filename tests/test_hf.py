@@ -65,7 +65,7 @@ def write(source: Checkpoint, target: Path, **goal: Any) -> tuple[str, str]:
     format, asked = writable("hf"), Goal(target, **goal)
     parts = format.plan(source, asked)
     copy(source, format, asked, "", EFFORT)
-    return " ".join(format.losses(source, parts)), " ".join(format.remarks(source, parts))
+    return " ".join(map(str, format.losses(source, parts))), " ".join(map(str, format.remarks(source, parts)))
 
 
 # What is one

@@ -100,7 +100,7 @@ def test_only_the_models_tensors_are_written_and_the_rest_is_said_to_be_lost(tmp
     assert {n: v for (n, _), v in contents(made).items()} == {
         n: v for (n, s), v in contents(source).items() if s == "param" and source.parameters[n].role != "extra"
     }
-    lost = " ".join(Safetensors().losses(source, Safetensors().plan(source, Goal(tmp_path / "t"))))
+    lost = " ".join(map(str, Safetensors().losses(source, Safetensors().plan(source, Goal(tmp_path / "t")))))
     assert all(word in lost for word in ("fp32", "exp_avg", "epoch", "note", "nested"))
     assert Safetensors().losses(made, Safetensors().plan(made, Goal(tmp_path / "t"))) == ()
 
@@ -254,7 +254,6 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
     "an entry without shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), Corrupt),
     "an unknown type": (file_of({"a": entry("F128")}, bytes(8)), Unsupported),
     "a type that is a list": (file_of({"a": entry(["F32"])}, bytes(8)), Unsupported),
-    "a type of less than a byte": (file_of({"a": entry("F4", (4,), (0, 2))}, bytes(2)), Unsupported),
     "a shape below zero": (file_of({"a": entry(shape=(-2,))}, bytes(8)), Corrupt),
     "a shape of minus times minus": (file_of({"a": entry(shape=(-2, -1))}, bytes(8)), Corrupt),
     "a shape of fractions": (file_of({"a": entry(shape=[2.0])}, bytes(8)), Corrupt),
