@@ -28,8 +28,8 @@ from ckpt_formats.values import Record, StdDict, Value, kind_of
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
-ATTRIBUTES = "tensor_attributes"
-"""The extra that holds what was set on tensors."""
+ATTRIBUTES = "attributes"
+"""The extra that holds what was set on tensors and dicts, by their places."""
 _NOT_SAVED = "_buffers"
 """The attribute that has the buffers which a module does not save."""
 _MOST_DEPTH = 100
@@ -86,6 +86,11 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
     beside = {OBJECTS: opening.objects, ATTRIBUTES: opening.attributes}
     extras = {next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra}
     return Opened(made, extras, tuple(opening.said()))
+
+
+def attributes_of(root: Value) -> dict[str, Value]:
+    """What was set on the dict that is the whole file, as an extra."""
+    return {ATTRIBUTES: root.attrs} if isinstance(root, StdDict) and not _is_usual(root.attrs) else {}
 
 
 def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tuple[Notice, ...]:
@@ -237,6 +242,8 @@ class _Opening:
         def inner(item: Value, key: Value) -> Value:
             return self.value(item, f"{path}.{key}" if path else str(key), depth)
 
+        if isinstance(value, StdDict) and not _is_usual(value.attrs):
+            self._attribute(path, value.attrs)
         if isinstance(value, dict):
             items = {key: inner(item, key) for key, item in value.items()}
             made = self._flat(value, items, path)
@@ -360,6 +367,18 @@ class _Opening:
         if self._endless:
             text = "attributes that hold themselves, or are nested too deeply: not carried"
             yield Notice(text, tuple(self._endless), Weight.LOST)
+
+
+def _is_usual(attrs: Mapping[str, Value]) -> bool:
+    """Is nothing set on a state dict but the versions of its modules, which torch sets and their classes state?"""
+    if not attrs:
+        return True
+    versions = attrs.get("_metadata")
+    of_modules = versions.values() if isinstance(versions, dict) else ()
+    return attrs.keys() == {"_metadata"} and all(isinstance(one, dict) and one.keys() <= _USUAL for one in of_modules)
+
+
+_USUAL = {"version"}
 
 
 def _is_tensor(value: Value) -> bool:

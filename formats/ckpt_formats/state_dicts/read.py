@@ -71,8 +71,8 @@ def training_state(
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
     stated = {**root, **(carried or {})}
-    extras = {key: lift(value, key, parameters) for key, value in (rest | opened.extras).items()}
-    for key, value in (carried or {}).items():
+    extras = {key: lift(value, key, parameters) for key, value in rest.items()}
+    for key, value in (*opened.extras.items(), *(carried or {}).items()):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
     for key, value in between(model.tree):
