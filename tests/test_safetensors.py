@@ -254,6 +254,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
     "an entry without shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), Corrupt),
     "an unknown type": (file_of({"a": entry("F128")}, bytes(8)), Unsupported),
     "a type that is a list": (file_of({"a": entry(["F32"])}, bytes(8)), Unsupported),
+    "a type of less than a byte, cut within one": (file_of({"a": entry("F4", (3,), (0, 2))}, bytes(2)), Corrupt),
     "a shape below zero": (file_of({"a": entry(shape=(-2,))}, bytes(8)), Corrupt),
     "a shape of minus times minus": (file_of({"a": entry(shape=(-2, -1))}, bytes(8)), Corrupt),
     "a shape of fractions": (file_of({"a": entry(shape=[2.0])}, bytes(8)), Corrupt),

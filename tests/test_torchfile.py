@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from ckpt_formats import torchfile
 from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt, NotFound, OutputError, Unsafe, Unsupported
+from ckpt_formats.errors import Corrupt, NotFound, OutputError, Unsupported
 from ckpt_formats.files import Reader, holds
 from ckpt_formats.tensor import Held, Tensor, read
 from ckpt_formats.torchfile import (
@@ -665,7 +665,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
         new.writestr("model/code/__torch__.py", "def forward(self): ...")
-    with pytest.raises(Unsafe, match="TorchScript"):
+    with pytest.raises(Unsupported, match="TorchScript"):
         open_file(tmp_path / "script.pt")
 
 

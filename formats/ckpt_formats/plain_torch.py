@@ -35,7 +35,7 @@ from ckpt_formats.errors import Corrupt, NotFound, Unsupported, flaw
 from ckpt_formats.fsdp_ranks.alone import whole_tree
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Weight
-from ckpt_formats.state_dicts.objects import as_root
+from ckpt_formats.state_dicts.objects import as_root, attributes_of
 from ckpt_formats.state_dicts.read import check_weights, training_state
 from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
@@ -258,7 +258,8 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
-    found = training_state(root, file.path, options.order, options.orders)
+    carried = attributes_of(file.root)
+    found = training_state(root, file.path, options.order, options.orders, carried=carried)
     if not found.parameters:
         said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
         raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)

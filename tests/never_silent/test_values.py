@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_a_pickled_optimizer_finds_its_parameters_by_identity(how: str, trained:
     net, made = trained
     path = saved(tmp_path, OPTIMIZERS[how](net, made))
     found = open_checkpoint(path)
-    prefix = "ema." if "ema" in how or "average" in how else ""
+    prefix = "ema." if "ema.first.weight" in found.parameters else ""
     for name, one in net.named_parameters():
         states = found.parameters[f"{prefix}{name}"].states
         for state, tensor in made.state[one].items():
@@ -515,3 +516,59 @@ def test_a_master_that_is_not_rounded_to_its_copy_is_no_fault(tmp_path: Path) ->
     states = {"fp32": np.ones(3, DTYPES["float8_e4m3fn"]), "param": np.ones(3, DTYPES["float8_e8m0fnu"])}
     copy(checkpoint([parameter("w", states)]), Universal(), Goal(tmp_path / "target"), "", Effort(1, 1 << 20))
     assert ckpt("verify", tmp_path / "target").code == 0
+
+
+# What lies around the pickle
+
+
+def with_member(path: Path, name: str) -> Path:
+    """The same archive with one member more, written as torch writes them."""
+    made = path.with_name("more.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+        new.writestr(f"saved/{name}", b"x" * 64)
+    return made
+
+
+@pytest.mark.parametrize("name", ["data/99", "extra/notes.txt", ".data/other"])
+def test_a_member_of_an_archive_that_nothing_refers_to_is_refused(name: str, tmp_path: Path) -> None:
+    for ran in by_all(with_member(saved(tmp_path, {"w": torch.ones(2)}), name)):
+        assert ran.code == UNSUPPORTED
+        assert name in ran.err
+
+
+def test_what_is_set_on_a_dict_is_carried(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert "attributes" not in open_checkpoint(saved(tmp_path, state)).extras
+    state._metadata[""]["scale"] = 0.5  # type: ignore[attr-defined]
+    for value in (state, {"model": state}):
+        assert "scale: 0.5" in brief(open_checkpoint(saved(tmp_path, value)).extras["attributes"], 1000)
+
+
+def test_tensors_that_are_only_attributes_of_modules_are_named(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.__dict__["hidden"] = nn.Linear(3, 3)
+    for ran in by_all(saved(tmp_path, net)):
+        assert ran.code == 0
+        assert "model.hidden" in ran.out + ran.err
+
+
+def test_what_holds_itself_in_a_module_is_left_out_and_named(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    endless: list[Any] = [1]
+    endless.append(endless)
+    net.notes, net.owners = endless, [net]  # type: ignore[assignment]
+    path = saved(tmp_path, net)
+    assert weights(path).keys() == {"weight", "bias"}
+    for ran in by_all(path):
+        assert ran.code == 0
+        assert "hold themselves" in ran.out + ran.err
+        assert "model.notes" in ran.out + ran.err
+        assert "model.owners" in ran.out + ran.err
+
+
+def test_weights_that_a_quantised_module_packs_are_read(tmp_path: Path) -> None:
+    packed = (torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8), torch.ones(2))
+    found = weights(saved(tmp_path, {"0.scale": torch.tensor(1.0), "0._packed_params": packed, "b": torch.ones(1)}))
+    assert {"0._packed_params.0.int_repr", "0._packed_params.0.scale", "0._packed_params.1"} <= found.keys()

@@ -6,6 +6,9 @@ optimizer_form  what an optimizer's state dict looks like, wherever it lies in a
 numbered      optimizers that number their parameters, told to tensors by shapes and order
 optimizer     optimizers' states and groups, told to the model's tensors
 model         where in a tree the model is
+objects       pickled modules, optimizers and tensors of parts, as the dicts they stand for: modules,
+              pickled_optimizer, tensor_parts; inside
+not_weights   what lies among the model's tensors and is none
 steps, part   what a tree states of its step, and of being a part of a model
 read          a tree, sorted into model, optimizer and the rest: `sorted_state`
 write         a checkpoint as the tree that a script loads

@@ -9,8 +9,8 @@ What state dicts leave out, such as a module's hyper-parameters or attributes of
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +18,22 @@ from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.extras import numbered
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.state_dicts.leaves import Leaf, between, is_extra_state, named_leaves, place
+from ckpt_formats.state_dicts.inside import MOST_DEPTH, holds_tensor, look
+from ckpt_formats.state_dicts.leaves import Leaf, named_leaves, place
 from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
+from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, NoData, array_tensor, class_of, is_tensor, tensor_parts
-from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef
+from ckpt_formats.torchfile import TensorRef
 from ckpt_formats.values import Record, StdDict, Value, kind_of
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
-ATTRIBUTES = "tensor_attributes"
-"""The extra that holds what was set on tensors."""
+ATTRIBUTES = "attributes"
+"""The extra that holds what was set on tensors and dicts, by their places."""
 _NOT_SAVED = "_buffers"
 """The attribute that has the buffers which a module does not save."""
-_MOST_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
         return {str(i): item for i, item in enumerate(value)}, (said,)
     if is_module(value):
         return {"model": value}, ()
-    if _is_optimizer_object(value):
+    if is_pickled_optimizer(value):
         return {"optimizer": value}, ()
     if isinstance(value, Record) and isinstance(value.state, dict) and not is_tensor(value):
         said = Notice(f"the file is an object of class {value.cls}: its attributes are read like a dict's entries")
@@ -82,120 +83,17 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
     opening.place_optimizers(made)
     names = _names(made) if opening.optimizers else {}
     for one in opening.optimizers:
-        one.fill(names, opening)
+        unnamed = one.fill(names, lambda value, path: opening.value(value, path, 1), where)
+        if unnamed:
+            opening.objects[f"{one.path}.params"] = unnamed
     beside = {OBJECTS: opening.objects, ATTRIBUTES: opening.attributes}
     extras = {next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra}
     return Opened(made, extras, tuple(opening.said()))
 
 
-def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tuple[Notice, ...]:
-    """What is said of entries of the model's dict, and of those beside it, that hold tensors and are no weights.
-
-    `rest` is empty where the model has a dict of its own: then nothing but tensors should be in that.
-    """
-    inside = [(key, value) for key, value in between(model) if not is_extra_state(key) and not key.endswith(_OBJECT)]
-    odd = (Record, Storage, StorageSlice) if rest else (Record, Storage, StorageSlice, np.ndarray)
-    lost = [(key, value) for key, value in inside if isinstance(value, odd) or _holds_tensor(value)]
-    lost += [
-        (key, value) for key, value in rest.items() if isinstance(value, (Storage, StorageSlice)) or _is_holder(value)
-    ]
-    files = [key for key, value in (*inside, *rest.items()) if _is_file(value)]
-    return tuple(
-        Notice(text, names, Weight.LOST)
-        for text, names in (
-            (
-                "holds tensors in a form that is not understood; carried as extras, not as weights",
-                tuple(f"{key} ({_kind(value)})" for key, value in lost),
-            ),
-            ("holds the bytes of a file, which is not read; carried as extras", tuple(files)),
-        )
-        if names
-    )
-
-
-_OBJECT = f".{OBJECT}"
-
-
-def _is_holder(value: Value) -> bool:
-    """Is it an object or a list with tensors right in it?"""
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(item, Leaf) for item in value)
-    return isinstance(value, Record) and _holds_tensor(value)
-
-
-def _kind(value: Value) -> str:
-    if isinstance(value, Record):
-        return value.cls.qualname
-    return "NumPy" if isinstance(value, np.ndarray) else type(value).__name__.lower()
-
-
-def _is_file(value: Value) -> bool:
-    """Are they the bytes of an archive or of a pickle, as they are or in an `io.BytesIO`?"""
-    if isinstance(value, Record) and value.cls.name == "BytesIO":
-        parts = value.state if isinstance(value.state, tuple) else value.args
-        value = parts[0] if parts else None
-    if not isinstance(value, (bytes, bytearray)) or len(value) < _LEAST_FILE:
-        return False
-    return bytes(value[:4]) == b"PK\3\4" or (value[0] == 0x80 and value[1] <= 5 and value[-1:] == b".")
-
-
-_LEAST_FILE = 16
-
-
-def _holds_tensor(value: Value) -> bool:
-    """Anywhere in it, also in lists and objects."""
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, (Leaf, Storage, StorageSlice)):
-            return True
-        if isinstance(one, (dict, list, tuple, set, frozenset, Record)) and id(one) not in seen:
-            seen.add(id(one))
-            waiting += _parts_of(one)
-    return False
-
-
-@dataclass(eq=False)
-class _Optimizer:
-    """A pickled optimizer; its state dict is filled in once all names are known."""
-
-    record: Record
-    path: str
-    made: dict[str, Value] = field(default_factory=dict)
-    is_placed: bool = False
-    """Is it in the tree, or only mentioned by another object, such as its scheduler?"""
-
-    def fill(self, names: Mapping[Any, str], opening: "_Opening") -> None:
-        """Number its parameters as `state_dict()` does, or call all of them by name if all have one."""
-        groups: list[dict[Value, Value]] = self.record.get("param_groups")
-        numbers: dict[int, Value] = {}
-        tensors = []
-        for group in groups:
-            for one in group.get("params", ()):
-                if id(one) not in numbers:
-                    numbers[id(one)] = len(numbers)
-                    tensors.append(one)
-        known = {id(one): names.get(place(one)) for one in tensors if isinstance(one, Leaf)}
-        if len(known) == len(tensors) and all(known.values()) and len(set(known.values())) == len(known):
-            numbers.update(known)
-        elif tensors:
-            opening.objects[f"{self.path}.params"] = tensors
-        state = {
-            numbers.get(id(key), key): opening.value(kept, f"{self.path}.state", 1) for key, kept in self._states()
-        }
-        self.made["state"] = state
-        self.made["param_groups"] = [
-            {
-                **{key: opening.value(option, f"{self.path}.param_groups", 1) for key, option in group.items()},
-                "params": [numbers[id(one)] for one in group.get("params", ())],
-            }
-            for group in groups
-        ]
-
-    def _states(self) -> Iterable[tuple[Value, Value]]:
-        states: dict[Value, Value] = self.record.get("state")
-        return states.items()
+def attributes_of(root: Value) -> dict[str, Value]:
+    """What was set on the dict that is the whole file, as an extra."""
+    return {ATTRIBUTES: root.attrs} if isinstance(root, StdDict) and not _is_usual(root.attrs) else {}
 
 
 class _Opening:
@@ -209,7 +107,7 @@ class _Opening:
         self._set: list[str] = []
         self._derived: list[str] = []
         self._endless: list[str] = []
-        self.optimizers: list[_Optimizer] = []
+        self.optimizers: list[PickledOptimizer] = []
         self.objects: dict[str, Value] = {}
         self.attributes: dict[str, Value] = {}
         self.empty: list[str] = []
@@ -226,7 +124,7 @@ class _Opening:
             return value
         if isinstance(value, np.ndarray):
             self.arrays = True
-        if depth > _MOST_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
+        if depth > MOST_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = value, value
@@ -237,6 +135,8 @@ class _Opening:
         def inner(item: Value, key: Value) -> Value:
             return self.value(item, f"{path}.{key}" if path else str(key), depth)
 
+        if isinstance(value, StdDict) and not _is_usual(value.attrs):
+            self._attribute(path, value.attrs)
         if isinstance(value, dict):
             items = {key: inner(item, key) for key, item in value.items()}
             made = self._flat(value, items, path)
@@ -246,9 +146,9 @@ class _Opening:
             return value if _alike(value, listed) or type(value) not in (list, tuple) else type(value)(listed)
         if is_module(value):
             return self._module(read_module(value, self._where), path, depth)
-        if _is_optimizer_object(value):
-            self.optimizers.append(_Optimizer(value, path or "optimizer", is_placed=True))
-            return self.optimizers[-1].made
+        if is_pickled_optimizer(value):
+            self.optimizers.append(PickledOptimizer(value, path or "optimizer", is_placed=True))
+            return self.optimizers[-1].state_dict
         return self._record(value, path, depth)
 
     def _flat(self, before: Mapping[Value, Value], after: Mapping[Value, Value], path: str) -> dict[Value, Value]:
@@ -282,7 +182,7 @@ class _Opening:
             return record
         state = {}
         for key, item in record.state.items():
-            if _is_optimizer_object(item):  # a scheduler's; it is no part of its state
+            if is_pickled_optimizer(item):  # a scheduler's; it is no part of its state
                 self._mention(item, f"{path}.{key}")
                 state[key] = item.cls
             else:
@@ -301,7 +201,7 @@ class _Opening:
                 place = ".".join(part for part in (path, name, str(key)) if part)
                 if self._can_be_carried(item, own, place):
                     kept[key] = item
-                    if key != _NOT_SAVED and _holds_tensor(item):
+                    if key != _NOT_SAVED and holds_tensor(item):
                         self._set.append(place)
             attributes[name] = Record(record.cls, state=kept or None)
         self.objects[path] = attributes
@@ -311,14 +211,14 @@ class _Opening:
         }
 
     def _mention(self, record: Record, path: str) -> None:
-        self.optimizers.append(_Optimizer(record, path))
+        self.optimizers.append(PickledOptimizer(record, path))
 
     def _attribute(self, path: str, attrs: Value) -> None:
         if self._can_be_carried(attrs, set(), path):
             self.attributes[path] = attrs
 
     def _can_be_carried(self, value: Value, own: set[int], path: str) -> bool:
-        seen = _look(value, own)
+        seen = look(value, own)
         if seen == "own":
             self._derived.append(path)
         elif seen == "endless":
@@ -331,13 +231,11 @@ class _Opening:
         for one in self.optimizers:
             if id(one.record) not in placed:
                 placed.add(id(one.record))
-                root[next(free for free in numbered("optimizer") if free not in root)] = one.made
+                root[next(free for free in numbered("optimizer") if free not in root)] = one.state_dict
                 one.is_placed = True
         self.optimizers = [one for one in self.optimizers if one.is_placed]
         for one in self.optimizers:
-            state = one.record.state
-            rest = {key: item for key, item in state.items() if key not in ("state", "param_groups")}
-            self.objects[one.path] = Record(one.record.cls, state=rest or None)
+            self.objects[one.path] = one.attributes
 
     def said(self) -> Iterable[Notice]:
         """What the user should know."""
@@ -362,6 +260,18 @@ class _Opening:
             yield Notice(text, tuple(self._endless), Weight.LOST)
 
 
+def _is_usual(attrs: Mapping[str, Value]) -> bool:
+    """Is nothing set on a state dict but the versions of its modules, which torch sets and their classes state?"""
+    if not attrs:
+        return True
+    versions = attrs.get("_metadata")
+    of_modules = versions.values() if isinstance(versions, dict) else ()
+    return attrs.keys() == {"_metadata"} and all(isinstance(one, dict) and one.keys() <= _USUAL for one in of_modules)
+
+
+_USUAL = {"version"}
+
+
 def _is_tensor(value: Value) -> bool:
     return isinstance(value, Record) and is_tensor(value)
 
@@ -374,14 +284,6 @@ def _joined(name: str, parts: Mapping[str, Value]) -> Iterator[tuple[str, Value]
             yield f"{name}.{part}", value
 
 
-def _is_optimizer_object(value: Value) -> bool:
-    if not isinstance(value, Record) or not isinstance(value.state, dict):
-        return False
-    groups = value.state.get("param_groups")
-    listed = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
-    return listed and isinstance(value.state.get("state"), dict)
-
-
 def _names(root: Mapping[str, Value]) -> dict[Any, str]:
     """Names of the model's tensors by their places."""
     model = find_model(without(root, optimizers_in(root)), beside_optimizer=True)
@@ -392,7 +294,7 @@ def _names(root: Mapping[str, Value]) -> dict[Any, str]:
 
 
 def _arrays_as_tensors(value: Value, depth: int) -> Value:
-    if isinstance(value, dict) and depth <= _MOST_DEPTH:
+    if isinstance(value, dict) and depth <= MOST_DEPTH:
         return _dict_like(value, {key: _arrays_as_tensors(item, depth + 1) for key, item in value.items()})
     tensor = array_tensor(value)
     return value if tensor is None else tensor
@@ -409,35 +311,3 @@ def _dict_like(value: dict[Value, Value], items: dict[Value, Value]) -> dict[Val
 
 def _alike(before: Iterable[Value], after: Iterable[Value]) -> bool:
     return all(a is b for a, b in zip(before, after, strict=True))
-
-
-def _look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
-    """Is something in it that is `own`, or that holds itself or is nested too deeply?"""
-    done: set[int] = set()
-    above: dict[int, None] = {}
-    stack: list[tuple[int, Any]] = [(0, iter((value,)))]
-    while stack:
-        part = next(stack[-1][1], stack)
-        if part is stack:
-            key, _ = stack.pop()
-            above.pop(key, None)
-            done.add(key)
-        elif id(part) in own:
-            return "own"
-        elif id(part) in above or len(stack) > _MOST_DEPTH:
-            return "endless"
-        elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
-            above[id(part)] = None
-            stack.append((id(part), iter(_parts_of(part))))
-    return "fine"
-
-
-def _parts_of(value: Value) -> Iterable[Value]:
-    if isinstance(value, Record):
-        return [value.args, value.kwargs, value.state, value.items, value.mapping]
-    if isinstance(value, TensorRef):
-        return [value.attrs]
-    if isinstance(value, dict):
-        return [*value, *value.values(), getattr(value, "attrs", None)]
-    parts: Iterable[Value] = value
-    return parts

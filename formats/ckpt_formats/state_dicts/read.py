@@ -19,7 +19,8 @@ from ckpt_formats.numbering import Named
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
 from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
-from ckpt_formats.state_dicts.objects import not_weights, open_objects
+from ckpt_formats.state_dicts.not_weights import not_weights
+from ckpt_formats.state_dicts.objects import open_objects
 from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
 from ckpt_formats.state_dicts.part import signs_of_part
@@ -71,8 +72,8 @@ def training_state(
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
     stated = {**root, **(carried or {})}
-    extras = {key: lift(value, key, parameters) for key, value in (rest | opened.extras).items()}
-    for key, value in (carried or {}).items():
+    extras = {key: lift(value, key, parameters) for key, value in rest.items()}
+    for key, value in (*opened.extras.items(), *(carried or {}).items()):
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = lift(value, free, parameters)
     for key, value in between(model.tree):

@@ -80,16 +80,16 @@ def fill(array: Array, state: Value, where: str) -> None:
     if type(state) is not tuple or len(state) != 5 or array.shape != (0,) or array.dtype != np.int8:
         raise Corrupt("a malformed NumPy array", where=where)
     _, shape, dtype, fortran, data = state
-    if type(data) is list:
-        _stand_for(array, state, where)
-        return
-    if type(data) not in (bytes, str) or type(fortran) not in (bool, int):
+    if type(data) not in (bytes, str, list) or type(fortran) not in (bool, int):
         raise Corrupt("a malformed NumPy array", where=where)
     try:
-        made = _from_bytes(dtype_of(dtype, where), shape, "F" if fortran else "C", data, where)
+        kind = dtype_of(dtype, where)
     except Unsupported:
         _stand_for(array, state, where)
         return
+    if type(data) is list:
+        raise Corrupt("a malformed NumPy array", where=where)
+    made = _from_bytes(kind, shape, "F" if fortran else "C", data, where)
     # In place, because other places of the pickle may refer to the array already.
     order: Literal["C", "F"] = "F" if fortran else "C"
     content: Any = (1, made.shape, made.dtype, order == "F", made.tobytes(order))  # NumPy's stub wants a numpy.bool

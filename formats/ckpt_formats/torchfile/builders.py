@@ -54,7 +54,10 @@ def build_tensor(cls: Global, args: Args, where: str) -> Value:
         raise _malformed(cls, where)
     if dtype is None:
         return Record(cls, args)
-    return _tensor(cls, args, dtype, where)
+    made = _tensor(cls, args, dtype, where)
+    if len(args) > 5 and args[5]:
+        made.attrs = {"_backward_hooks": args[5]}
+    return made
 
 
 def build_typed_tensor(cls: Global, args: Args, where: str) -> Value:

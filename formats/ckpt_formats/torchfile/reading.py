@@ -7,6 +7,7 @@ from typing import Literal
 
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.files import Seal
+from ckpt_formats.naming import show
 from ckpt_formats.tensor import Raw
 from ckpt_formats.torchfile import legacy
 from ckpt_formats.torchfile.alike import Alike, alike
@@ -119,9 +120,31 @@ def _open_archive(window: Bytes) -> TorchFile:
     root, end = interpreter.load(data + PAD)
     if end != len(data):
         raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
+    _check_members(archive, table)
     return TorchFile(
         window.path, "zip", root, tuple(table.storages.values()), tuple(interpreter.globals.values()), archive
     )
+
+
+_MEMBERS = ("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment")
+_MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
+
+
+def _check_members(archive: Archive, table: "_Table") -> None:
+    """Raises `Unsupported` for members that are neither torch's own nor the storage of any tensor."""
+    stem = len(archive.stem) + 1
+    names = (member.name[stem:] for member in archive.members)
+    odd = [name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")]
+    odd = [name for name in odd if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
+    if odd:
+        what = (
+            "holds values that no tensor refers to" if odd[0].startswith("data/") else "is none that torch.save writes"
+        )
+        raise Unsupported(
+            f"the archive's member `{show(odd[0][:80])}` {what}: what it is for is not known",
+            where=archive.path,
+            hint="Remove it (zip -d), if nothing needs it.",
+        )
 
 
 def _open_stream(window: Window) -> TorchFile:
