@@ -34,6 +34,9 @@ settings.load_profile("ckpt")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
     items.sort(key=lambda item: item.path not in long)
 

@@ -584,7 +584,11 @@ W = torch.arange(12.0).reshape(4, 3)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
-@pytest.mark.parametrize("wrap", [lambda w: {"model": {"w": w}}, lambda w: {"w": w}, lambda w: [{"w": w}]], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda w: {"model": {"w": w}}, lambda w: {"w": w}, lambda w: [{"w": w}]],
+    ids=["a model", "a dict", "a list"],
+)
 def test_one_ranks_dtensors_are_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     with being(1, 2):
         path = saved(tmp_path, wrap(rows(W, 2)), "model_rank1.pt")
