@@ -14,7 +14,7 @@ from ckpt_cli.interrupts import deferred, heed
 from ckpt_cli.locking import FULL
 from ckpt_cli.staging import Staging, check_target, staging, sweep
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.files import Reader, Seal, files_each, settle, unreadable
 from ckpt_formats.identity import Identities, Identity, check_unchanged
 from ckpt_formats.naming import show
@@ -62,6 +62,12 @@ def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, 
     check_sound(source)
     for one in (source, *format.beside()):
         check_target(goal.target, one.path)
+    if format.needs_model and all(parameter.role == "extra" for parameter in source.parameters.values()):
+        raise Unsupported(
+            f"there are no weights of a model to write, and {format.name} holds nothing else",
+            where=source.path,
+            hint="--to universal and --to torch carry everything that is there.",
+        )
     return format.plan(source, goal)
 
 

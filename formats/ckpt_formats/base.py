@@ -278,6 +278,8 @@ class WritableFormat(Format):
     """
 
     degrees: ClassVar[tuple[str, ...]] = ()
+    needs_model: ClassVar[bool] = True
+    """Is a checkpoint without weights of a model nothing that the format can hold?"""
 
     @abstractmethod
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:

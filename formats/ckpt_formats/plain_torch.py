@@ -58,6 +58,7 @@ _MOST_BITS = 2000
 class PlainTorch(WritableFormat):
     name = "torch"
     summary = "one file of torch.save: a state dict, flat or nested, with or without optimizer"
+    needs_model = False
 
     def detect(self, path: Path) -> bool:
         if not path.is_file():
@@ -263,7 +264,7 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
     if not found.parameters:
         said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
         raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)
-    check_weights(found, root, file.path)
+    without = check_weights(found, root, file.path)
     origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
     return Checkpoint(
         file.path,
@@ -274,7 +275,7 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         found.aliases,
         _shards(file),
         file.seals(),
-        (*notices, *found.notices),
+        (*notices, *without, *found.notices),
         saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
 

@@ -135,19 +135,40 @@ def test_an_optimizer_is_no_part_of_the_model_wherever_it_is(place: str, tmp_pat
     assert set(open_checkpoint(target).parameters) == weights(found)
 
 
+OPTIMIZER_ALONE = {
+    "the file": OPT_G.state_dict(),
+    "under its key": {"optimizer": OPT_G.state_dict()},
+    "list": {"optimizer_states": [OPT_G.state_dict()], "epoch": 3},
+    "states": {"state": OPT_G.state_dict()["state"]},
+}
+
+
+@pytest.mark.parametrize("tree", OPTIMIZER_ALONE.values(), ids=OPTIMIZER_ALONE)
+def test_an_optimizer_alone_is_carried_and_is_no_model(tree: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, tree)
+    for command in (["inspect", path], ["verify", path], ["convert", path, tmp_path / "universal"]):
+        ran = ckpt(*command)
+        assert (ran.code, "no weights of a model" in ran.err) == (0, True), ran.err
+    found = open_checkpoint(tmp_path / "universal")
+    assert {parameter.role for parameter in found.parameters.values()} == {"extra"}
+    moments = [state["exp_avg"] for state in OPT_G.state_dict()["state"].values()]
+    carried = [parameter.weight for name, parameter in found.parameters.items() if name.endswith("exp_avg")]
+    assert all(is_same(*pair) for pair in zip(carried, moments, strict=True))
+    for format in ("safetensors", "hf", "deepspeed", "megatron"):
+        ran = ckpt("convert", path, tmp_path / "target", "--to", format)
+        assert (ran.code, "weights" in ran.err) == (UNSUPPORTED, True), ran.err
+        assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
 @pytest.mark.parametrize(
     ("tree", "code", "says"),
     [
-        (OPT_G.state_dict(), UNSUPPORTED, "optimizer"),
-        ({"optimizer": OPT_G.state_dict()}, UNSUPPORTED, "optimizer"),
-        ({"optimizer_states": [OPT_G.state_dict()], "epoch": 3}, UNSUPPORTED, "optimizer"),
-        ({"state": OPT_G.state_dict()["state"]}, UNSUPPORTED, "optimizer"),
         ({"python": 3, "cpu": torch.get_rng_state()}, UNSUPPORTED, "no weights"),
         ({"last_epoch": 3, "_last_lr": [0.1]}, NOT_FOUND, "without a tensor"),
         ({"_scale": 65536.0}, NOT_FOUND, "without a tensor"),
     ],
-    ids=["optimizer", "under its key", "list", "states", "rng", "scheduler", "scaler"],
+    ids=["rng", "scheduler", "scaler"],
 )
 def test_what_lies_beside_a_model_is_refused_without_it(
     command: str, tree: Any, code: int, says: str, tmp_path: Path

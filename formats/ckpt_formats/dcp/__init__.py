@@ -27,6 +27,7 @@ from ckpt_formats.transfer import Transfer
 class DCP(WritableFormat):
     name = "dcp"
     summary = "PyTorch Distributed Checkpoint, of any number of ranks"
+    needs_model = False
     degrees = ("dp", "tp")
 
     def detect(self, path: Path) -> bool:

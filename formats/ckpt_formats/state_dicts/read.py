@@ -94,20 +94,19 @@ def training_state(
     )
 
 
-def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) -> None:
-    """Raises `Unsupported` if a tree holds no model: what lies beside one is no checkpoint without it."""
+def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) -> tuple[Notice, ...]:
+    """What to tell of a tree without a model. Raises `Unsupported` if it holds no optimizer either."""
     if any(parameter.role != "extra" for parameter in state.parameters.values()):
-        return
-    optimizers = [one.title or "the file itself" for one in optimizers_in(root)]
-    held = ", ".join(show(key) for key in list(root)[:5]) or "nothing"
-    if optimizers:
-        raise Unsupported(
-            f"holds the state of an optimizer ({show(optimizers[0])}), and no weights of a model",
-            where=where,
-            hint="Name the folder or the file that holds the model, too: states mean nothing without their parameters.",
+        return ()
+    if optimizers := optimizers_in(root):
+        text = (
+            "there are no weights of a model, only the state of an optimizer: it is carried as extras, and belongs to "
+            "no parameters"
         )
+        return (Notice(text, tuple(one.title for one in optimizers if one.title), Weight.LOST),)
+    entries = ", ".join(show(key) for key in list(root)[:5]) or "nothing"
     raise Unsupported(
-        f"holds no weights of a model: its entries are {held}",
+        f"holds no weights of a model: its entries are {entries}",
         where=where,
         hint="Name the file that the model was saved to.",
     )

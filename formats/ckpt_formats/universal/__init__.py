@@ -24,6 +24,7 @@ from ckpt_formats.version import WRITTEN_BY
 class Universal(WritableFormat):
     name = "universal"
     summary = "one safetensors file per parameter with all its states, and a JSON manifest"
+    needs_model = False
     parent: Parent | None = None
     """What the deltas that are written are against."""
     written: Manifest | None = None
