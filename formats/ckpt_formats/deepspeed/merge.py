@@ -67,15 +67,18 @@ def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, P
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
-    """Groups with the same options are one, first of all those of the same place on two ranks.
+    """Groups of different ranks with the same options are one, first of all those of the same place.
 
-    Raises `Corrupt` if a parameter is then in two groups: its ranks disagree on its options.
+    Groups without options, as elastic checkpoints have them, are told by their places alone. Raises `Corrupt` if
+    a parameter is then in two groups: its ranks disagree on its options.
     """
     merged: list[Group] = []
     for groups in ranks:
+        taken: set[int] = set()  # groups of one rank stay apart, whatever their options
         for i, group in enumerate(groups):
-            places = (i, *range(len(merged)))
-            at = next((n for n in places if n < len(merged) and _joins(merged[n], group)), len(merged))
+            free = [n for n in (i, *range(len(merged))) if n < len(merged) and n not in taken]
+            at = next((n for n in free if _joins(merged[n], group, n == i)), len(merged))
+            taken.add(at)
             if at == len(merged):
                 merged.append(group)
             else:
@@ -96,10 +99,10 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
     return tuple(merged)
 
 
-def _joins(one: Group, other: Group) -> bool:
+def _joins(one: Group, other: Group, same_place: bool) -> bool:
     """Are their options the same, as far as anything but tensors can tell? A group without parameters may lack them."""
     if not one.options or not other.options:
-        return True
+        return same_place
     return all(_alike(one, other, key) for key in {*one.options, *other.options})
 
 
