@@ -169,7 +169,7 @@ def _measure(
     if told.anew:
         results.known.clear()
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", *pytest_options]
-    plugin = Plugin(told.cases, lambda collected: measure(faults, chosen, collected, results, told))
+    plugin = Plugin(lambda collected: measure(faults, chosen, collected, results, told))
     os.chdir(ROOT)
     code = pytest.main(options, plugins=[plugin])
     if code not in (0, 5):

@@ -5,7 +5,7 @@ import os
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,14 @@ def recorded(faults: Sequence[Fault], collected: Collected, path: Path, told: Na
     files: dict[str, list[str]] = defaultdict(list)
     for name in collected.items:
         files[name.split("::")[0]].append(name)
-    missing = {file: names for file, names in files.items() if not _is_known(known["files"].get(file), file, names)}
+    missing = {
+        file: list(_some(names, told.cases))
+        for file, names in files.items()
+        if not _is_known(known["files"].get(file), file, names, told.cases)
+    }
     if missing:
         print(f"recording {sum(map(len, missing.values()))} tests of {len(missing)} files", flush=True)
-        _Recording(faults, collected, known, path).run(missing, told.jobs)
+        _Recording(faults, collected, known, path, told.cases).run(missing, told.jobs)
     numbers = {fault.key: n for n, fault in enumerate(faults)}
     return [
         Test(name, seconds, is_quick(collected.items[name]), frozenset(numbers[k] for k in reached if k in numbers))
@@ -41,8 +45,21 @@ def is_quick(item: Any) -> bool:
     return not any(item.get_closest_marker(name) for name in ("engines", "slow"))
 
 
-def _is_known(known: Mapping[str, Any] | None, file: str, names: Sequence[str]) -> bool:
-    return known is not None and known["content"] == _content(file) and set(names) <= set(known["tests"])
+def _is_known(known: Mapping[str, Any] | None, file: str, names: Sequence[str], cases: int | None) -> bool:
+    """Is it recorded as it is now, with all of these tests, or with some if only some are asked for?"""
+    if known is None or known["content"] != _content(file):
+        return False
+    return set(names) <= set(known["tests"]) or bool(cases and known["cases"])
+
+
+def _some(names: Sequence[str], cases: int | None) -> Iterator[str]:
+    """At most so many cases of each test, spread over all of them."""
+    functions: dict[str, list[str]] = {}
+    for name in names:
+        functions.setdefault(name.partition("[")[0], []).append(name)
+    for of_one in functions.values():
+        step = max(1, len(of_one) / cases) if cases else 1
+        yield from (of_one[int(i * step)] for i in range(int(len(of_one) / step)))
 
 
 def _content(file: str) -> str:
@@ -52,8 +69,10 @@ def _content(file: str) -> str:
 class _Recording:
     """Forks, one for each file of tests, a few at a time."""
 
-    def __init__(self, faults: Sequence[Fault], collected: Collected, known: dict[str, Any], path: Path) -> None:
-        self._faults, self._collected, self._known, self._path = faults, collected, known, path
+    def __init__(
+        self, faults: Sequence[Fault], collected: Collected, known: dict[str, Any], path: Path, cases: int | None
+    ) -> None:
+        self._faults, self._collected, self._known, self._path, self._cases = faults, collected, known, path, cases
         self._folder = Path(os.environ["CKPT_FAULTS"])
 
     def run(self, files: Mapping[str, Sequence[str]], jobs: int) -> None:
@@ -85,7 +104,7 @@ class _Recording:
         for name, outcome, took in map(json.loads, self._lines("ends", file).read_text().splitlines()):
             contexts = (name, *shared_fixtures(self._collected.items[name]))
             tests[name] = [outcome, took, sorted(set().union(*(by_context.get(c, ()) for c in contexts)))]
-        self._known["files"][file] = {"content": _content(file), "tests": tests}
+        self._known["files"][file] = {"content": _content(file), "cases": self._cases, "tests": tests}
         self._path.write_text(json.dumps(self._known))
         bad = [name for name, (outcome, *_) in tests.items() if outcome in ("failed", "lost")]
         print(f"{file}: {len(tests)} tests, {seconds:.0f} s{f', failed: {bad}' if bad else ''}", flush=True)

@@ -56,8 +56,7 @@ class Ending:
 class Plugin:
     """Hands the collected tests to `work` instead of running them."""
 
-    def __init__(self, cases: int | None, work: Callable[["Collected"], None]) -> None:
-        self._cases = cases
+    def __init__(self, work: Callable[["Collected"], None]) -> None:
         self._work = work
 
     @pytest.hookimpl(tryfirst=True)
@@ -73,16 +72,16 @@ class Plugin:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted("tests cannot be collected")
-        self._work(Collected(session.config, _some(session.items, self._cases)))
+        self._work(Collected(session))
         return True
 
 
 class Collected:
     """The collected tests, by name."""
 
-    def __init__(self, config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-        self.items: dict[str, pytest.Item] = {item.nodeid: item for item in items}
-        self._config = config
+    def __init__(self, session: pytest.Session) -> None:
+        self.items: dict[str, pytest.Item] = {item.nodeid: item for item in session.items}
+        self._config = session.config
 
     def record(self, names: Sequence[str], reach: Path, outcomes: Path) -> int:
         """Fork, run these tests with no fault on, and write what each asks for and how it ends. Returns the process."""
@@ -208,16 +207,6 @@ class _FirstFailure:
         if report.failed:
             self._say("fail", _message(report))
             time.sleep(60)  # the parent ends this process, and all that the test has started
-
-
-def _some(items: Sequence[pytest.Item], cases: int | None) -> Iterator[pytest.Item]:
-    """At most so many cases of each test, spread over all of them."""
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_one in functions.values():
-        step = max(1, len(of_one) / cases) if cases else 1
-        yield from (of_one[int(i * step)] for i in range(int(len(of_one) / step)))
 
 
 def _message(report: pytest.TestReport) -> str:

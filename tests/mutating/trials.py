@@ -1,5 +1,6 @@
 """Each fault on trial: the tests that reach it, in the order in which one is likely to fail soon."""
 
+import re
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
@@ -41,7 +42,6 @@ class _Trials:
         self._tests = {test.name: test for test in tests}
         self._sound: dict[str, bool] = {}
         """Tests that were run alone with no fault on: whether they pass."""
-        self._finders: Counter[str] = Counter()
 
     def run(self, todo: Sequence[int]) -> None:
         running: dict[Fork, tuple[int, list[str]]] = {}
@@ -72,7 +72,6 @@ class _Trials:
 
     def _note(self, number: int, order: list[str], failed: str | None, message: str, ran: int, seconds: float) -> None:
         fault = self._faults[number]
-        self._finders.update([failed] if failed else [])
         self._results.add(
             fault,
             found_by=failed,
@@ -102,18 +101,32 @@ class _Trials:
         return self._sound[name]
 
     def _order(self, number: int) -> list[str]:
-        """Tests of `make quick` first; then those that found most so far, then a few of each file, then the rest."""
+        """Tests of `make quick` first; then those of files with a name like the module's, a case of each test first."""
         reaching = [t for t in self._tests.values() if number in t.reaches and self._sound.get(t.name, True)]
+        words = set(re.findall("[a-z0-9]+", self._faults[number].module)) - {"ckpt", "formats", "codecs", "cli"}
         return [
-            test.name for quick in (True, False) for test in self._spread([t for t in reaching if t.quick == quick])
+            test.name for quick in (True, False) for test in _spread([t for t in reaching if t.quick == quick], words)
         ]
 
-    def _spread(self, tests: list[Test]) -> Iterator[Test]:
-        files = defaultdict(list)
-        for test in sorted(tests, key=lambda t: (-self._finders[t.name], t.seconds)):
-            files[test.file].append(test)
-        in_order = sorted(files.values(), key=lambda of: median(t.seconds for t in of))
-        for of in in_order:
-            yield from of[:_FIRST]
-        for of in in_order:
-            yield from of[_FIRST:]
+
+def _spread(tests: Sequence[Test], words: set[str]) -> Iterator[Test]:
+    files: dict[str, list[Test]] = defaultdict(list)
+    cases: Counter[str] = Counter()
+    case_of: dict[str, int] = {}
+    for test in sorted(tests, key=lambda t: t.seconds):
+        function = test.name.partition("[")[0]
+        case_of[test.name] = cases[function]
+        cases[function] += 1
+        files[test.file].append(test)
+    for of in files.values():
+        of.sort(key=lambda t: (case_of[t.name], t.seconds))
+    in_order = sorted(files.items(), key=lambda file: (-_alike(file[0], words), median(t.seconds for t in file[1])))
+    for file, of in in_order:
+        yield from of[: _FIRST * (1 + 2 * _alike(file, words))]
+    for file, of in in_order:
+        yield from of[_FIRST * (1 + 2 * _alike(file, words)) :]
+
+
+def _alike(file: str, words: set[str]) -> int:
+    """How many words of a module's name a file of tests has in its own."""
+    return len(words & set(re.findall("[a-z0-9]+", file)))
