@@ -34,9 +34,8 @@ def _pieces(value: Any) -> Iterator[str]:
             yield from _pieces(getattr(value, field.name))
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}"
-        for key, item in value.items():
-            yield from _pieces(key)
-            yield from _pieces(item)
+        # Threads may have filled it in any order.
+        yield from sorted(fingerprint(item) for item in value.items())
     elif isinstance(value, (list, tuple)):
         yield f"sequence {len(value)}"
         for item in value:

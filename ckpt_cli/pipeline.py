@@ -62,7 +62,8 @@ def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, 
     check_sound(source)
     for one in (source, *format.beside()):
         check_target(goal.target, one.path)
-    if format.needs_model and all(parameter.role == "extra" for parameter in source.parameters.values()):
+    roles = {parameter.role for parameter in source.parameters.values()}
+    if format.needs_model and roles == {"extra"}:
         raise Unsupported(
             f"there are no weights of a model to write, and {format.name} holds nothing else",
             where=source.path,

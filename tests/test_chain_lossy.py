@@ -391,7 +391,7 @@ def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: lis
         ckpt("diff", "--into", run, path, "--max-loss-increase", limit, "--eval-cmd", command, "--json")
         for path in saved[:2]
     )
-    assert "nothing to evaluate" in first.err
+    assert any("nothing to evaluate" in note["text"] for note in json.loads(first.out)["notes"])
     assert second.code == 0, second.err
     found = json.loads(second.out)["evaluation"]
     trials = re.findall(r"trial: step (\S+), loss \S+, (\S+)", second.err)

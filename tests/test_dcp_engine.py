@@ -421,7 +421,8 @@ def broken(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Broken:
     index = next(index for index in metadata.storage_data if index.fqn == VICTIM)
     place = metadata.storage_data[index]
     flip(flipped / place.relative_path, place.offset + place.length // 2)
-    metadata.state_dict_metadata[VICTIM].chunks.pop()
+    lost = metadata.state_dict_metadata[VICTIM].chunks.pop()
+    del metadata.storage_data[type(index)(VICTIM, lost.offsets)]
     (missing / ".metadata").write_bytes(pickle.dumps(metadata))
     jobs = [{"checkpoint": folder, "out": out / f"{folder.name}.pt"} for folder in (flipped, missing)]
     assert launch.merge_all(jobs, out) == ""
