@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.errors import Unsupported
+from ckpt_formats.errors import CkptError, Unsupported
+from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
 
 _KINDS = (
@@ -21,7 +22,7 @@ _KINDS = (
     (r".*\.mlmodel|.*\.mlpackage", "a model of Core ML"),
     (r".*\.engine|.*\.plan|.*\.trt", "an engine of TensorRT"),
     (r".*\.joblib|.*\.pickle", "a pickle of Python objects"),
-    (r".*\.(zip|tar|tgz|gz|bz2|xz|zst|7z)", "an archive"),
+    (r".*(?<!\.pt)(?<!\.pth)\.(zip|tar|tgz|gz|bz2|xz|zst|7z)", "an archive"),
 )
 _HINTS = {
     "an archive of NeMo": "It is a tar archive: unpack it, and name the folder of weights in it.",
@@ -35,9 +36,17 @@ _MAGIC = (
 )
 
 
+_OF_TORCH = (".tar", ".pickle")
+_STARTS_OF_TORCH = (b"PK", b"\x80")
+"""Of a zip archive, and of a pickle."""
+
+
 def check_file(path: Path) -> None:
     """Raises `Unsupported` for a file of another framework."""
-    kind = _kind_of(path.name) or _kind_within(path)
+    head = _head(path)
+    if path.suffix.lower() in _OF_TORCH and head.startswith(_STARTS_OF_TORCH):
+        return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
+    kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
     if kind is not None:
         raise Unsupported(f"{kind}, which is not read", where=show(str(path)), hint=_HINTS.get(kind, _HINT))
 
@@ -55,10 +64,9 @@ def _kind_of(name: str) -> str | None:
     return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
 
 
-def _kind_within(path: Path) -> str | None:
+def _head(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError:
-        return None
-    return next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
+        with open_regular(path) as file:
+            return file.read(8)
+    except CkptError:
+        return b""  # who reads it says what is wrong with it

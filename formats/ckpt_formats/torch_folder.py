@@ -30,7 +30,7 @@ from ckpt_formats.values import Value
 
 Kind = Literal["model", "optimizer", "other"]
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pth.tar", ".pt.tar")
 _BESIDE = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
 _MOST_FILES = 256
 _MOST_LISTED = 8
@@ -238,7 +238,7 @@ def _shard(one: _File) -> Shard:
 
 def _is_torch(path: Path) -> bool:
     """Is it, by its name and its first bytes, a file of `torch.save`? Never raises."""
-    if path.suffix not in SUFFIXES or path.name.startswith("."):
+    if not path.name.endswith(SUFFIXES) or path.name.startswith("."):
         return False
     try:
         if not path.is_file():

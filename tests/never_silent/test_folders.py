@@ -475,6 +475,14 @@ def test_checkpoints_of_other_frameworks_are_refused_for_what_they_are(file: str
         assert said in done.err
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older"])
+def test_a_file_of_torch_that_is_called_an_archive_is_read(zipped: bool, tmp_path: Path) -> None:
+    path = put(tmp_path / "run") / "model_best.pth.tar"
+    torch.save({"state_dict": {"w": torch.ones(2)}}, path, _use_new_zipfile_serialization=zipped)
+    for source, target in ((path, "of the file"), (path.parent, "of the folder")):
+        assert ckpt("convert", source, tmp_path / target).code == 0
+
+
 # Folders of several models
 
 

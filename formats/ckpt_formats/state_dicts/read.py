@@ -27,7 +27,7 @@ from ckpt_formats.state_dicts.part import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.state_dicts.steps import contradictions, step_of
-from ckpt_formats.values import Value
+from ckpt_formats.values import Value, kind_of
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that other things must not have, since they would be taken for the model or the optimizer."""
@@ -104,11 +104,11 @@ def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) 
             "no parameters"
         )
         return (Notice(text, tuple(one.title for one in optimizers if one.title), Weight.LOST),)
-    entries = ", ".join(show(key) for key in list(root)[:5]) or "nothing"
+    entries = ", ".join(f"{show(key)} ({kind_of(value)})" for key, value in list(root.items())[:5]) or "nothing"
     raise Unsupported(
-        f"holds no weights of a model: its entries are {entries}",
+        f"holds no weights of a model by their names: its entries are {entries}",
         where=where,
-        hint="Name the file that the model was saved to.",
+        hint="Name the file that the model was saved to: a dict of tensors by name, or a module.",
     )
 
 
