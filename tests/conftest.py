@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import megatron_jobs.launch
+from ckpt_cli import notes
 from effort import TIMES
 from engines import launch
 from engines.kinds import KINDS
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(autouse=True)
+def _no_notes_of_other_commands() -> None:
+    """A process runs one command; tests run many in one."""
+    notes.begin(as_json=False, verbose=False)
 
 
 @pytest.fixture(scope="session")

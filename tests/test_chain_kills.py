@@ -86,6 +86,7 @@ class Killed:
             assert {path.name for path in self.run.iterdir()} == names
 
 
+@pytest.mark.slow
 @BOTH
 def test_killed_at_any_point_the_chain_is_the_old_or_the_new(name: str, whole: Path, tmp_path: Path) -> None:
     one = Killed(name, whole, tmp_path)

@@ -272,6 +272,7 @@ def test_neither_numba_nor_zstandard_is_imported_where_nothing_is_coded(trained:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     held = {f"layers.{i}": torch.from_numpy(rng.standard_normal((64, 500)).astype(np.float32)) for i in range(40)}

@@ -115,7 +115,9 @@ def assert_absent_or_whole(work: Work, good: dict[str, str]) -> bool:
     return whole
 
 
-@pytest.mark.parametrize("form", POINTS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow) if form == "universal" else form for form in POINTS]
+)
 def test_killed_at_any_point_the_target_is_absent_or_whole(form: str, smaller: Path, tmp_path: Path) -> None:
     work = Work(smaller, tmp_path, form)
     count = points(work.do, tmp_path)

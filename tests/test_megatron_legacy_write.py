@@ -45,6 +45,7 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=6 * TIMES)
 @given(data=st.data())
 @EACH_FAMILY

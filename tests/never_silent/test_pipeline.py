@@ -300,6 +300,7 @@ def test_a_source_that_changed_between_two_runs_is_read_anew(tmp_path: Path) -> 
     assert json.loads(done.out)["resumed_files"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["the same command", "another command there"])
 def test_a_copy_that_a_killed_restore_left_behind_is_removed(then: str, tmp_path: Path) -> None:
     run = tmp_path / "run.chain"

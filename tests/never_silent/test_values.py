@@ -91,6 +91,7 @@ def test_a_value_that_repeats_its_parts_without_end_is_refused_by_all_commands_a
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 def test_what_is_shared_within_reason_is_read(tmp_path: Path) -> None:
     betas, row = (0.9, 0.95), list(range(50))
     groups = [{"betas": betas, "row": row} for _ in range(20_000)]
