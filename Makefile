@@ -19,7 +19,7 @@ demo: $(VENV)/.installed  ## install, then convert, inspect and verify a real De
 
 quick: $(VENV)/.tested  ## what finds most mistakes, in two minutes: all but the engines and what is slow
 	$(MAKE) --jobs 2 lint docs kernels
-	$(PYTEST) -m "not engines and not slow"
+	$(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
 check: $(VENV)/.tested  ## everything that CI runs
 	$(MAKE) --jobs 2 lint docs kernels

@@ -30,6 +30,7 @@ settings.register_profile(
     derandomize=TIMES == 1,  # a check that fails, fails again; campaigns look elsewhere each time
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=20)  # of `make quick`
 settings.load_profile("ckpt")
 
 

@@ -473,6 +473,7 @@ def counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
 def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"

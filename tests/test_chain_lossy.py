@@ -131,6 +131,7 @@ def test_no_weight_is_off_by_more_than_was_promised(
     assert loss(run)["promised_max_abs"] == bound
 
 
+@pytest.mark.slow
 def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path) -> None:
     bound, run = 1e-5, tmp_path / "run"
     for step, states in enumerate(training((700, 400), 3), 1):
@@ -309,6 +310,7 @@ def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float,
 # --- nothing is silent
 
 
+@pytest.mark.slow
 def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path], tmp_path: Path) -> None:
     exact, lossy = tmp_path / "exact", tmp_path / "lossy"
     for run, options in ((exact, ()), (lossy, ("--preset", "balanced"))):

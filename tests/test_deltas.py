@@ -38,6 +38,7 @@ def each_engine_reads(codec: DeltaCodec, change: Change, step: Step) -> None:
                     assert bits(back[state]) == bits(values), state
 
 
+@pytest.mark.slow
 @EACH
 def test_every_bit_comes_back_whichever_engine_wrote_it(codec: DeltaCodec) -> None:
     for _, change, step in cases():

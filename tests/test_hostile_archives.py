@@ -260,6 +260,7 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
             opened.seals()
 
 
+@pytest.mark.slow
 def test_compressed_members_are_never_inflated(tmp_path: Path) -> None:
     path = tmp_path / "bomb.pt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:

@@ -600,6 +600,7 @@ def test_pickles_mutated_at_random_give_values_or_typed_errors() -> None:
     assert {"read", "Corrupt", "Unsafe"} <= set(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory with RLIMIT_AS")
 def test_no_claim_of_a_length_takes_memory(tmp_path: Path) -> None:
     """All attacks again, in a process that may use little more memory than NumPy itself needs."""

@@ -498,6 +498,7 @@ def test_every_sample_opens_without_torch_being_imported() -> None:
     assert len(files) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="the samples are not here")
 def test_every_sample_comes_back_as_it_was_when_it_is_written_again(tmp_path: Path) -> None:
     for path in sample_files():
