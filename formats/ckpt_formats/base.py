@@ -262,9 +262,11 @@ def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Where seals are made when they are asked for, so are sources, by reading; there all files are shards."""
     yield from (shard.path for shard in checkpoint.shards)
-    yield from (seal.path for seal in checkpoint.seals)
-    yield from (raw.path for *_, tensor in checkpoint.tensors() for raw in tensor.sources())
+    if isinstance(checkpoint.seals, (tuple, list)):
+        yield from (seal.path for seal in checkpoint.seals)
+        yield from (raw.path for *_, tensor in checkpoint.tensors() for raw in tensor.sources())
 
 
 class WritableFormat(Format):

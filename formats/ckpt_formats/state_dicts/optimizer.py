@@ -137,7 +137,8 @@ def _keyed(optimizer: Optimizer, names: Sequence[str]) -> _Keyed:
     listed = keyed.keys
     if len(set(listed)) < len(listed) or len(set(map(str, listed))) < len(listed):
         raise _Unmatched("its groups list a parameter twice")
-    if unlisted := [str(key) for key in keyed.states if key not in set(listed)]:
+    known = set(listed)
+    if unlisted := [str(key) for key in keyed.states if key not in known]:
         raise _Unmatched(f"it has states of a parameter that no group lists (`{show(unlisted[0][:80])}`)")
     return keyed
 
