@@ -59,9 +59,10 @@ def training_state(
     model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
     found = _by_name(model.tree, where)
     aliases = ties(found)
-    matched = _match(optimizers, found, aliases, Orders(order, orders or {}), in_order)
+    named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items()]
+    matched = _match(optimizers, named, aliases, Orders(order, orders or {}), in_order)
     aliases = {alias: name for alias, name in aliases.items() if alias not in matched.untied}
-    parameters = _parameters(found, aliases, matched)
+    parameters = _parameters(named, aliases, matched)
     groups = tuple(
         Group(
             lift(dict(group.options), f"{place}/param_groups/{i}", parameters),
@@ -114,31 +115,31 @@ def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) 
 
 def _match(
     optimizers: Sequence[Optimizer],
-    found: Mapping[str, Leaf],
+    named: Sequence[Named],
     aliases: Mapping[str, str],
     orders: Orders,
     in_order: bool,
 ) -> Matched:
     """Optimizers see a tied tensor once; but where two parameters only share their data, twice."""
-    named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items()] if optimizers else []
+    names = [one.name for one in named]
     trainable = [one for one in named if role_of(one) != "buffer"]
     once = [one for one in trainable if one.name not in aliases]
-    matched = match(optimizers, list(found), once, aliases, orders, in_order=in_order)
+    matched = match(optimizers, names, once, aliases, orders, in_order=in_order)
     if len(matched.optimizers) == len(optimizers) or not aliases or orders.any:
         return matched
-    twice = match(optimizers, list(found), trainable, aliases, orders, in_order=in_order)
+    twice = match(optimizers, names, trainable, aliases, orders, in_order=in_order)
     return twice if len(twice.optimizers) == len(optimizers) else matched
 
 
-def _parameters(found: Mapping[str, Leaf], aliases: Mapping[str, str], matched: Matched) -> dict[str, Parameter]:
+def _parameters(named: Sequence[Named], aliases: Mapping[str, str], matched: Matched) -> dict[str, Parameter]:
     """The model's tensors with their states and values. What an optimizer keeps of a tied tensor is that tensor's."""
     states = {aliases.get(name, name): kept for name, kept in matched.states.items()}
     values = {aliases.get(name, name): kept for name, kept in matched.values.items()}
     trained = {aliases.get(name, name) for _, group in matched.groups for name in group.names} | states.keys()
     parameters: dict[str, Parameter] = {}
-    for name, leaf in found.items():
+    for one in named:
+        name = one.name
         if name not in aliases:
-            one = Named(name, tensor_leaf(leaf))
             role = role_of(one)
             if matched.optimizers:
                 role = "parameter" if name in trained else "buffer" if role == "buffer" else "frozen"
