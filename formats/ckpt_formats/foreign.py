@@ -7,6 +7,7 @@ from pathlib import Path
 from ckpt_formats.errors import CkptError, Unsupported
 from ckpt_formats.files import open_regular
 from ckpt_formats.naming import show
+from ckpt_formats.torchfile.reading import STARTS
 
 _KINDS = (
     (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow"),
@@ -37,14 +38,12 @@ _MAGIC = (
 
 
 _OF_TORCH = (".tar", ".pickle")
-_STARTS_OF_TORCH = (b"PK", b"\x80")
-"""Of a zip archive, and of a pickle."""
 
 
 def check_file(path: Path) -> None:
     """Raises `Unsupported` for a file of another framework."""
     head = _head(path)
-    if path.suffix.lower() in _OF_TORCH and head.startswith(_STARTS_OF_TORCH):
+    if path.suffix.lower() in _OF_TORCH and head.startswith(STARTS):
         return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
     kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
     if kind is not None:

@@ -41,6 +41,7 @@ from ckpt_formats.state_dicts.saved_form import form_of, tree_of
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.torch_tree import apart, tree_part, write_tree
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
+from ckpt_formats.torchfile.reading import STARTS
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.typed_json import decode, encode
 from ckpt_formats.values import Global, StdDict, TensorName, Value
@@ -68,7 +69,7 @@ class PlainTorch(WritableFormat):
                 head = file.read(2)
         except OSError:
             return False
-        return head == b"PK" or head[:1] == b"\x80" or path.suffix in _SUFFIXES
+        return head.startswith(STARTS) or path.suffix in _SUFFIXES
 
     def read(self, path: Path, options: Options) -> Checkpoint:
         file = open_file(path)

@@ -25,6 +25,7 @@ from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
 from ckpt_formats.state_dicts.steps import step_of
 from ckpt_formats.torchfile import TensorRef, TorchFile, open_file, tensor_of
+from ckpt_formats.torchfile.reading import STARTS
 from ckpt_formats.traces import names_in
 from ckpt_formats.values import Value
 
@@ -247,4 +248,4 @@ def _is_torch(path: Path) -> bool:
             head = file.read(2)
     except OSError:
         return False
-    return head == b"PK" or head[:1] == b"\x80"
+    return head.startswith(STARTS)

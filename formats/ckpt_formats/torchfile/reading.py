@@ -29,6 +29,10 @@ from ckpt_formats.values import Global, Value
 Kind = Literal["zip", "legacy", "pickle"]
 
 
+STARTS = (b"PK", b"\x80")
+"""First bytes of a file of `torch.save`: of a zip archive, and of a pickle."""
+
+
 @dataclass(frozen=True, eq=False)
 class TorchFile:
     """What a file holds: a tree of values, with `TensorRef`s where the tensors are."""
