@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process in which OpenMP has started threads waits for them for ever
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "mutating" / "site")]
 

@@ -14,6 +14,10 @@ from mutating.faults import ROOT, Fault
 from mutating.session import Collected, Test, shared_fixtures, stop
 
 
+_PATIENCE = 400
+"""Seconds: the longest test, with its fixtures, takes less."""
+
+
 def recorded(faults: Sequence[Fault], collected: Collected, path: Path, told: Namespace) -> list[Test]:
     """The tests that pass, with what each reaches. A file of tests is recorded if it was not yet, or has changed."""
     known = {} if told.record or not path.exists() else json.loads(path.read_text())
@@ -84,18 +88,31 @@ class _Recording:
                     file = waiting.pop()  # the one with fewest tests, so that most is known soon
                     process = self._collected.record(files[file], self._lines("reach", file), self._lines("ends", file))
                     running[process] = file, time.monotonic()
-                process, _ = os.wait()
+                process, how = self._first_to_end(running)
                 file, began = running.pop(process)
                 stop(process)
-                self._note(file, files[file], time.monotonic() - began)
+                self._note(file, files[file], time.monotonic() - began, how)
         finally:
             for process in running:
                 stop(process)
 
+    def _first_to_end(self, running: Mapping[int, tuple[str, float]]) -> tuple[int, str]:
+        """The next fork that ends, or in which no test has ended for `_PATIENCE` seconds: it waits for something."""
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process in running:
+                return process, f", ended with {os.waitstatus_to_exitcode(status)}" if status else ""
+            for fork, (file, began) in running.items():
+                ends = self._lines("ends", file)
+                last = ends.stat().st_mtime if ends.exists() else time.time() - (time.monotonic() - began)
+                if time.time() - last > _PATIENCE:
+                    return fork, f", killed: no test ended in {_PATIENCE} s"
+            time.sleep(0.05)
+
     def _lines(self, what: str, file: str) -> Path:
         return self._folder / f"{what}-{file.replace('/', '-')}"
 
-    def _note(self, file: str, names: Sequence[str], seconds: float) -> None:
+    def _note(self, file: str, names: Sequence[str], seconds: float, how: str) -> None:
         by_context = defaultdict(set)
         for line in self._lines("reach", file).read_text().splitlines():
             number, _, context = line.partition("\t")
@@ -107,4 +124,4 @@ class _Recording:
         self._known["files"][file] = {"content": _content(file), "cases": self._cases, "tests": tests}
         self._path.write_text(json.dumps(self._known))
         bad = [name for name, (outcome, *_) in tests.items() if outcome in ("failed", "lost")]
-        print(f"{file}: {len(tests)} tests, {seconds:.0f} s{f', failed: {bad}' if bad else ''}", flush=True)
+        print(f"{file}: {len(tests)} tests, {seconds:.0f} s{how}{f', failed: {bad[:9]}' if bad else ''}", flush=True)
