@@ -1,5 +1,6 @@
 """From what the user typed to what the library takes."""
 
+import gc
 import json
 import os
 import time
@@ -41,6 +42,7 @@ def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Che
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
     with reading_headers(path):
         found = open_checkpoint(Path(path), options_of(reading))
+    gc.freeze()  # the index stays as long as the process
     accepted = (Notice(doubt, weight=Weight.UNSURE) for doubt in found.doubts)
     return replace(found, doubts=(), notices=(*found.notices, *accepted)) if accept_doubts else found
 

@@ -17,6 +17,8 @@ _COMMON = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentu
 
 States = frozenset[str]
 
+_OF_THE_MODEL = frozenset((MODEL, MASTER))
+
 
 def check_states(
     parameters: Mapping[str, Parameter], groups: Sequence[Group], where: Path, *, even: bool
@@ -96,8 +98,8 @@ def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterato
 
 def _states(parameter: Parameter) -> States:
     """What the optimizer keeps of it, whether as tensors or as plain values; a value of None is nothing."""
-    values = {key for key, value in parameter.values.items() if value is not None}
-    return frozenset({*parameter.states, *values} - {MODEL, MASTER})
+    values = [key for key, value in parameter.values.items() if value is not None]
+    return frozenset((*parameter.states, *values)) - _OF_THE_MODEL
 
 
 def _some(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt_codecs import Rounded
 from ckpt_formats.errors import BadRules
 from ckpt_formats.files import Reader
-from ckpt_formats.geometry import slabs
+from ckpt_formats.geometry import Shape, slabs
 from ckpt_formats.naming import show
 from ckpt_formats.tensor import Array, Raw, Tensor, read
 
@@ -41,18 +41,18 @@ class Named:
 
 @dataclass(frozen=True)
 class Slot:
-    """A numbered parameter: its master, if there is one, and other states whose shapes tell of its own."""
+    """A numbered parameter: its master, if there is one, and the shapes of other states, which depend on its own."""
 
     master: Tensor | None
-    states: Mapping[str, Tensor]
+    state_shapes: Mapping[str, Shape]
 
     def fits(self, tensor: Tensor, reader: Reader) -> bool:
         if self.master is not None:
             return _looks(self.master, tensor, reader)
-        return all(is_state_of(name, state.shape, tensor.shape) for name, state in self.states.items())
+        return all(is_state_of(name, shape, tensor.shape) for name, shape in self.state_shapes.items())
 
 
-def is_state_of(state: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def is_state_of(state: str, shape: Shape, whole: Shape) -> bool:
     """Can a parameter of shape `whole` have a state of this name and shape?
 
     Factored second moments (Adafactor, Shazeer and Stern 2018; CAME) are means over the rows or the columns, which

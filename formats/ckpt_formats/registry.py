@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_formats.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.gc_pause import gc_paused
 from ckpt_formats.naming import PARTIAL, show
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def detect(path: Path) -> "Format":
     return _located(path).format
 
 
+@gc_paused()
 def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
     """The index of the checkpoint at a path, whatever its format. Reads headers only.
 

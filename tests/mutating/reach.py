@@ -13,7 +13,6 @@ from typing import Any
 from mutating.faults import ROOT, Fault
 from mutating.session import Collected, Test, shared_fixtures, stop
 
-
 _PATIENCE = 400
 """Seconds: the longest test, with its fixtures, takes less."""
 

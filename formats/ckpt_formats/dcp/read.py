@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Options, Origin, Shard
 from ckpt_formats.dcp.folder import ACCELERATE, Found, Member, find, leftovers, rank_of
-from ckpt_formats.dcp.garbage import uncollected
 from ckpt_formats.dcp.items import Block, Items, Seals, unnamed_bytes
 from ckpt_formats.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
 from ckpt_formats.dcp.nesting import nested
@@ -40,8 +39,7 @@ _STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_
 def read(path: Path, options: Options) -> Checkpoint:
     """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
     try:
-        with uncollected():
-            return _checkpoint(path, options)
+        return _checkpoint(path, options)
     except OSError as error:
         raise unreadable(error, path) from error
 

@@ -11,9 +11,9 @@ from uuid import UUID
 from ckpt_formats.base import Part, Receipt
 from ckpt_formats.dcp.entries import Entry, Layouts
 from ckpt_formats.dcp.folder import DRAFT, METADATA
-from ckpt_formats.dcp.garbage import uncollected
 from ckpt_formats.dcp.metadata import MODULE, STORAGE_MODULE
 from ckpt_formats.files import write_sealed
+from ckpt_formats.gc_pause import gc_paused
 from ckpt_formats.torchfile import emit
 from ckpt_formats.transfer import Transfer
 from ckpt_formats.values import Global, Record, Size, Value
@@ -71,7 +71,7 @@ def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = T
     for receipt in receipts:
         folders.setdefault((folder / receipt.file).parent, []).append(receipt)
     for one, held in folders.items():
-        with uncollected():
+        with gc_paused():
             data = emit(_metadata(held, named), protocol=4)
         with (one / DRAFT).open("wb") as file:
             file.write(data)

@@ -7,6 +7,7 @@ from ckpt_formats.base import MASTER, Group
 from ckpt_formats.deepspeed.states import Optimized, Sorted, options_of, sort_state
 from ckpt_formats.deepspeed.tree import get, is_tensor, tensor, vector
 from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import Shape
 from ckpt_formats.numbering import Match, Named, Run, Slot, by_values, has_equals, in_order, one_way
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TorchFile
@@ -74,7 +75,7 @@ class _Numbered:
             masters = get(get(outer, "fp32_groups", list, file.path), g, list, file.path)
         self._sorted = [sort_state([states.get(number, {})], [file]) for number in numbers]
         slots = (
-            Slot(tensor(master, file.path) if is_tensor(master) else None, self._vectors(one))
+            Slot(tensor(master, file.path) if is_tensor(master) else None, _shapes(one))
             for master, one in zip(masters, self._sorted, strict=True)
         )
         self.run = Run(tuple(slots))
@@ -84,7 +85,7 @@ class _Numbered:
         if self.run.flat is None:
             slot, one = self.run.slots[match.start], self._sorted[match.start]
             masters = {} if slot.master is None else {MASTER: slot.master}
-            return {**masters, **slot.states, **one.scalars}, dict(one.values)
+            return {**masters, **self._vectors(one), **one.scalars}, dict(one.values)
         one = self._sorted[0]
         flats = {MASTER: self.run.flat} | {key: vector(value[0], self._path) for key, value in one.vectors.items()}
         cut = {key: Tensor.of(flat.flat(match.start, match.stop).shaped(model.shape)) for key, flat in flats.items()}
@@ -92,6 +93,10 @@ class _Numbered:
 
     def _vectors(self, one: Sorted) -> dict[str, Tensor]:
         return {key: tensor(value[0], self._path) for key, value in one.vectors.items()}
+
+
+def _shapes(one: Sorted) -> dict[str, Shape]:
+    return {key: value[0].shape for key, value in one.vectors.items()}
 
 
 def _one_step(found: Optimized, names: Sequence[str]) -> None:

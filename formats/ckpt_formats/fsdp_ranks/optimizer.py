@@ -126,25 +126,21 @@ def _titles(
     if order:
         fit = all(isinstance(key, int) and 0 <= key < len(order) for key in keys)
         return {key: order[key] for key in keys} if fit else None
-    named = [Named(name, tensor) for name, tensor in model.items()]
-    trained = [Named(one.name, _vector(one.tensor.size, one.tensor)) for one in named if role_of(one) != "buffer"]
-    runs = [Run(tuple(_slot(held[key], trained[0].tensor) for key in group["params"])) for group in groups]
+    flat = [Named(name, Tensor((tensor.size,), tensor.dtype, ())) for name, tensor in model.items()]
+    trained = [one for one in flat if role_of(one) != "buffer"]
+    runs = [Run(tuple(_slot(held[key]) for key in group["params"])) for group in groups]
     matches = one_way(runs, trained) if trained else None
     return None if matches is None else {groups[m.run]["params"][m.start]: m.name for m in matches}
 
 
-def _slot(held: Mapping[int, Mapping[str, Value]], like: Tensor) -> Slot:
+def _slot(held: Mapping[int, Mapping[str, Value]]) -> Slot:
     """How many elements all ranks together have of a parameter."""
     sizes: dict[str, int] = {}
     for own in held.values():
         for state, value in own.items():
             if isinstance(value, TensorRef) and len(value.shape) == 1:
                 sizes[state] = sizes.get(state, 0) + value.size
-    return Slot(None, {state: _vector(size, like) for state, size in sizes.items()})
-
-
-def _vector(size: int, like: Tensor) -> Tensor:
-    return Tensor((size,), like.dtype, ())
+    return Slot(None, {state: (size,) for state, size in sizes.items()})
 
 
 def _states(tree: Mapping[str, Value]) -> Iterator[Mapping[str, Value]]:

@@ -6,8 +6,7 @@ from itertools import permutations
 
 from ckpt_formats.geometry import Shape
 from ckpt_formats.numbering import Match, Named, Run, Slot, is_state_of, one_way
-from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.tensor import Tensor
+from ckpt_formats.state_dicts.leaves import Leaf
 from ckpt_formats.values import Value
 
 Titles = dict[Value, str]
@@ -86,9 +85,7 @@ def _by_submodule(
 def _runs(one: Numbered, shapes: set[Shape]) -> list[Run]:
     silent = _silent(one, shapes)
     slots = {
-        key: Slot(
-            None, {name: tensor for name, tensor in _tensors(one.states.get(key, {})).items() if name not in silent}
-        )
+        key: Slot(None, {name: shape for name, shape in _shapes(one.states.get(key, {})).items() if name not in silent})
         for members in one.members
         for key in members
     }
@@ -112,16 +109,16 @@ def _silent(one: Numbered, shapes: set[Shape]) -> set[str]:
     lone: dict[str, bool] = {}
     beside: set[str] = set()
     for state in one.states.values():
-        tensors = {name: tensor.shape for name, tensor in _tensors(state).items() if name not in silent}
-        for name, shape in tensors.items():
+        shapes_of_state = {name: shape for name, shape in _shapes(state).items() if name not in silent}
+        for name, shape in shapes_of_state.items():
             fits[name] = fits.get(name, True) and any(is_state_of(name, shape, whole) for whole in shapes)
             lone[name] = lone.get(name, True) and shape in ((), (1,))
-        if any(shape not in ((), (1,)) for shape in tensors.values()):
-            beside |= {name for name, shape in tensors.items() if shape in ((), (1,))}
+        if any(shape not in ((), (1,)) for shape in shapes_of_state.values()):
+            beside |= {name for name, shape in shapes_of_state.items() if shape in ((), (1,))}
     if any(fits.values()):
         silent |= {name for name, fit in fits.items() if not fit}
     return silent | {name for name in beside if lone[name]}
 
 
-def _tensors(state: Mapping[str, Value]) -> dict[str, Tensor]:
-    return {str(key): tensor_leaf(value) for key, value in state.items() if isinstance(value, Leaf)}
+def _shapes(state: Mapping[str, Value]) -> dict[str, Shape]:
+    return {str(key): value.shape for key, value in state.items() if isinstance(value, Leaf)}

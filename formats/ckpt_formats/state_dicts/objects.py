@@ -19,12 +19,13 @@ from ckpt_formats.extras import numbered
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.state_dicts.inside import MOST_DEPTH, holds_tensor, look
-from ckpt_formats.state_dicts.leaves import Leaf, named_leaves, place
+from ckpt_formats.state_dicts.leaves import named_leaves, place
 from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, NoData, array_tensor, class_of, is_tensor, tensor_parts
+from ckpt_formats.tensor import Tensor
 from ckpt_formats.torchfile import TensorRef
 from ckpt_formats.values import Record, StdDict, Value, kind_of
 
@@ -34,6 +35,8 @@ ATTRIBUTES = "attributes"
 """The extra that holds what was set on tensors and dicts, by their places."""
 _NOT_SAVED = "_buffers"
 """The attribute that has the buffers which a module does not save."""
+_ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
+"""What has nothing in it to open, and most of what a file has."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,9 @@ class _Opening:
 
     def value(self, value: Value, path: str, depth: int) -> Value:
         """The value with all objects in it opened. What holds itself stays as it is there."""
-        if isinstance(value, Leaf):
+        if isinstance(value, (TensorRef, Tensor)):
             self.tensors = True
-            if isinstance(value, TensorRef) and value.attrs and id(value) not in self._done:
+            if type(value) is TensorRef and value.attrs and id(value) not in self._done:
                 self._done[id(value)] = value, value
                 self._attribute(path, value.attrs)
             return value
@@ -138,11 +141,12 @@ class _Opening:
         if isinstance(value, StdDict) and not _is_usual(value.attrs):
             self._attribute(path, value.attrs)
         if isinstance(value, dict):
-            items = {key: inner(item, key) for key, item in value.items()}
-            made = self._flat(value, items, path)
-            return value if _alike(value.values(), items.values()) else _dict_like(value, made)
+            items = {key: item if type(item) in _ATOMS else inner(item, key) for key, item in value.items()}
+            if _alike(value.values(), items.values()):
+                return value
+            return _dict_like(value, self._flat(value, items, path))
         if isinstance(value, (list, tuple)):
-            listed = [inner(item, i) for i, item in enumerate(value)]
+            listed = [item if type(item) in _ATOMS else inner(item, i) for i, item in enumerate(value)]
             return value if _alike(value, listed) or type(value) not in (list, tuple) else type(value)(listed)
         if is_module(value):
             return self._module(read_module(value, self._where), path, depth)

@@ -5,8 +5,7 @@ whoever writes them out, compares them or prints them ("billion laughs"). So thi
 linear in what is stored, before anything else looks at the value.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -21,6 +20,7 @@ _PER_BYTE = 4
 """The same for each byte of the pickle: a large file may share more."""
 
 _ATOMS = frozenset((int, float, bool, complex, type(None), Global, Storage, StorageSlice, Size, Formed, TensorName))
+_TEXT = frozenset((str,))
 _CONTAINERS = (list, tuple, dict, set, frozenset, Record)
 
 
@@ -30,7 +30,31 @@ def repeated(value: Value) -> int:
     A text or array counts one for every 32 bytes. A container inside itself is not counted again there, nor are texts
     that are keys.
     """
-    return _Count().of(value)
+    amounts: dict[int, int] = {}  # by id: what a value is when it is written out; 0 while it is being counted
+    outer: list[tuple[int, Iterator[Value], int]] = []  # a stack of our own: a file may nest without end
+    key, parts, count, stored = 0, iter((value,)), 0, 0
+    while True:
+        for part in parts:
+            kind = type(part)
+            if kind in _ATOMS or (kind is str and len(part) < 32) or (kind is TensorRef and part.attrs is None):
+                continue
+            amount = amounts.get(id(part))
+            if amount is None:
+                amount = _own_amount(part)
+                stored += amount
+                if inner := _parts(part):
+                    amounts[id(part)] = 0
+                    outer.append((key, parts, count))
+                    key, parts, count = id(part), iter(inner), amount
+                    break
+                amounts[id(part)] = amount
+            count += amount
+        else:
+            if not outer:
+                return count - stored
+            amounts[key] = inside = count
+            key, parts, count = outer.pop()
+            count += inside
 
 
 def check_repeated(value: Value, where: str, nbytes: int = 0) -> None:
@@ -43,75 +67,33 @@ def check_repeated(value: Value, where: str, nbytes: int = 0) -> None:
         )
 
 
-class _Count:
-    """One walk, on a stack of its own: a file may nest without end."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, int] = {}
-        self._stored = 0
-
-    def of(self, root: Value) -> int:
-        known, total = self._known, [0]
-        # Of each container that is being counted: its id, its parts that are left, what was counted of it.
-        stack: list[tuple[int, Iterator[Value], list[int]]] = [(0, iter((root,)), total)]
-        while stack:
-            key, parts, counted = stack[-1]
-            inner = self._next_container(parts, counted)
-            if inner is not None:
-                stack.append((id(inner), iter(_parts(inner)), [1]))
-                continue
-            stack.pop()
-            if stack:
-                known[key] = counted[0]
-                stack[-1][2][0] += counted[0]
-        return total[0] - self._stored
-
-    def _next_container(self, parts: Iterator[Value], counted: list[int]) -> Value:
-        """The next part that is to be counted on its own; what comes before it is added to `counted`."""
-        known = self._known
-        for part in parts:
-            kind = type(part)
-            if kind in _ATOMS or (kind is str and len(part) < 32) or (kind is TensorRef and part.attrs is None):
-                continue
-            amount = known.get(id(part))
-            if amount is None:
-                amount = _amount(part)
-                self._stored += amount
-                if _has_parts(part):
-                    known[id(part)] = 0  # while it is open: a mention from its inside
-                    return part
-                known[id(part)] = amount
-            counted[0] += amount
-        return None
-
-
-def _has_parts(value: Value) -> bool:
-    """Is something in it that is to be counted? In tuples and lists of numbers nothing is left to look at."""
+def _own_amount(value: Value) -> int:
+    """What a value is without its parts."""
     kind = type(value)
-    if kind is tuple or kind is list:
-        return not _ATOMS.issuperset(map(type, value))
-    return isinstance(value, _CONTAINERS) or kind is TensorRef or opaque(value) is not None
-
-
-def _amount(value: Value) -> int:
-    kind = type(value)
+    if kind in _CONTAINERS or kind is TensorRef:
+        return 1
     if kind is str or kind is bytes or kind is bytearray:
         return len(value) // 32
     if kind is np.ndarray:
         return int(value.nbytes) // 32
-    return 1 if isinstance(value, _CONTAINERS) or kind is TensorRef else 0
+    return 1 if isinstance(value, _CONTAINERS) else 0
 
 
-def _parts(value: Value) -> Iterable[Value]:
-    if isinstance(value, dict):
-        keys = (key for key in value if type(key) is not str)
-        attrs = (value.attrs,) if type(value) is StdDict and value.attrs else ()
-        return chain(keys, value.values(), attrs)
-    if isinstance(value, Record):
+def _parts(value: Value) -> Collection[Value]:
+    """What is to be counted in it: nothing in a list or tuple of atoms alone."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return () if _ATOMS.issuperset(map(type, value)) else value
+    if kind is Record:
         return [part for part in (value.args, value.kwargs, value.state, value.items, value.mapping) if part]
-    if isinstance(value, TensorRef):
+    if isinstance(value, dict):
+        attrs = (value.attrs,) if isinstance(value, StdDict) and value.attrs else ()
+        if not attrs and _TEXT.issuperset(map(type, value)):
+            return value.values()
+        return [*(key for key in value if type(key) is not str), *value.values(), *attrs]
+    if kind is TensorRef:
         return (value.attrs,)
-    if isinstance(value, np.ndarray):
-        return (opaque(value),)
-    parts: Iterable[Value] = value
-    return parts
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    inside = opaque(value)
+    return () if inside is None else (inside,)
