@@ -7,6 +7,7 @@ order, so a cluster's executor can take the place of the threads.
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from itertools import count
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,18 +18,20 @@ def results(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_f
     """Apply `work` to every item, at most `in_flight` at a time; results come as they are ready.
 
     After the first error nothing more is started; what runs is waited for, then
-    the error is raised.
+    the error is raised: of several at one time that of the earliest item.
     """
     waiting = iter(items)
-    running: set[Future[R]] = set()
+    running: dict[Future[R], int] = {}
+    started = count()
     try:
         while True:
             while len(running) < in_flight and (item := next(waiting, _END)) is not _END:
-                running.add(executor.submit(work, item))  # type: ignore[arg-type]
+                running[executor.submit(work, item)] = next(started)  # type: ignore[arg-type]
             if not running:
                 return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in sorted(done, key=_failed):  # what is done is done, though another failed at that moment
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            # What is done is done, though another failed at that moment.
+            for _, _, future in sorted((_failed(future), running.pop(future), future) for future in done):
                 yield future.result()
     finally:
         for future in running:

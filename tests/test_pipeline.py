@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -496,6 +497,30 @@ def test_after_the_first_error_nothing_more_is_started_and_all_that_runs_is_wait
         list(results(pool, work, range(1000), 4))
     assert len(started) < 20
     assert sorted(started) == sorted([*ended, 3])
+
+
+class AtOnce(Executor):
+    """Has done everything by the time it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
+
+
+def test_of_errors_at_one_time_the_earliest_items_is_raised_after_all_results() -> None:
+    def work(i: int) -> int:
+        if i in (3, 5, 6, 7):
+            raise ValueError(str(i))
+        return i
+
+    given: list[int] = []
+    with pytest.raises(ValueError, match="3"):
+        given.extend(results(AtOnce(), work, range(100), 8))
+    assert given == [0, 1, 2, 4]
 
 
 def test_a_consumer_that_stops_leaves_nothing_running() -> None:
