@@ -68,6 +68,19 @@ def test_missing_and_overlaps_are_exact(data: st.DataObject) -> None:
     assert len(found) == len(common)
 
 
+@pytest.mark.parametrize("shape", [(40,), (9, 13), (4, 5, 6)])
+@pytest.mark.parametrize("lost", [0, 2, 7])
+def test_missing_is_exact_where_many_parts_are_halved(shape: Shape, lost: int) -> None:
+    cells = [Box(at, tuple(i + 1 for i in at)) for at in np.ndindex(*shape)]
+    parts = [part for i, part in enumerate(cells * 2) if lost == 0 or i % len(cells) % lost]
+    gaps = missing(Box.whole(shape), parts)
+    assert np.array_equal(count(shape, *gaps), (count(shape, *parts) == 0).astype(int))
+
+
+def test_many_scalars_in_one_place_leave_nothing_missing() -> None:
+    assert missing(Box((), ()), [Box((), ())] * 100) == []
+
+
 @given(st.data())
 def test_a_cut_neither_misses_nor_overlaps_until_it_is_disturbed(data: st.DataObject) -> None:
     shape = data.draw(shapes(4, 6).filter(prod))

@@ -303,6 +303,7 @@ def test_packed_is_what_numpy_calls_contiguous(data: st.DataObject) -> None:
         strides,
     )
     assert packed(values.shape, strides, 2) == laid.flags.c_contiguous
+    assert Raw(Path(), offset, values.shape, values.dtype, strides).is_packed == laid.flags.c_contiguous
     assert packed(values.shape, c_strides(values.shape, 2), 2)
 
 

@@ -99,8 +99,8 @@ def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
     axes = range(len(whole.start))
     cuts = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
     inside = [[at for at in found if whole.start[i] < at < whole.stop[i]] for i, found in enumerate(cuts)]
-    axis = max(axes, key=lambda i: len(inside[i]), default=0)
-    if not axes or not inside[axis]:
+    axis = max(axes, key=lambda i: len(inside[i]), default=None)
+    if axis is None or not inside[axis]:
         return None
     at = inside[axis][len(inside[axis]) // 2]
     start, stop = list(whole.start), list(whole.stop)

@@ -1,0 +1,110 @@
+"""Tensors seen another way read what the same view of a NumPy array shows, whole and in any block."""
+
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.flat import Piece, tensor_in
+from ckpt_formats.geometry import Shape
+from ckpt_formats.tensor import Array, Tensor, read
+from ckpt_formats.tensor_views import Pile, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
+from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
+
+
+def assert_shows(view: Tensor, values: Array, data: st.DataObject) -> None:
+    """All of it is the array, and so are a block of it and a block of that."""
+    for _ in range(3):
+        assert list(view.flaws()) == []
+        assert bits(read(view)) == bits(values)
+        box = data.draw(boxes(values.shape))
+        view, values = view.crop(box), values[box.index]
+
+
+@given(st.data())
+def test_axes_in_another_order(data: st.DataObject) -> None:
+    values = data.draw(arrays())
+    axes = data.draw(st.permutations(range(values.ndim)))
+    with folder() as at:
+        assert_shows(permuted(data.draw(scattered(at, values)), axes), values.transpose(axes), data)
+
+
+@given(st.data())
+def test_a_matrix_with_its_axes_exchanged(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(*[st.integers(0, 5)] * 2))
+    values = array(data.draw(st.sampled_from(STORABLE)), shape)
+    with folder() as at:
+        assert_shows(transposed(data.draw(scattered(at, values))), values.T, data)
+
+
+def test_only_what_lies_plainly_in_a_file_is_transposed() -> None:
+    with pytest.raises(Unsupported, match="cannot be transposed"):
+        transposed(tensor(np.zeros((2, 3), np.float32)))
+
+
+@given(st.data())
+def test_tensors_by_a_new_first_axis_and_apart_again(data: st.DataObject) -> None:
+    shape = data.draw(shapes(3, 4))
+    several = [array(DTYPES["bfloat16"], shape, seed) for seed in range(data.draw(st.integers(1, 3)))]
+    with folder() as at:
+        tensors = []
+        for i, values in enumerate(several):
+            (at / str(i)).mkdir()
+            tensors.append(data.draw(scattered(at / str(i), values)))
+        whole = stacked(tensors)
+        assert_shows(whole, np.stack(several), data)
+        assert len(unstacked_all(whole)) == len(several)
+        for i, (one, values) in enumerate(zip(unstacked_all(whole), several, strict=True)):
+            assert_shows(one, values, data)
+            assert_shows(unstacked(whole, i), values, data)
+
+
+@given(st.data())
+def test_a_tensor_apart_along_its_first_axis(data: st.DataObject) -> None:
+    """However it is cut, also between the tensors that it consists of."""
+    values = data.draw(arrays().filter(lambda made: made.ndim > 0))
+    with folder() as at:
+        whole = data.draw(scattered(at, values))
+        for one, row in zip(unstacked_all(whole), values, strict=True):
+            assert_shows(one, row[...], data)
+
+
+@given(st.data())
+def test_tensors_piled_along_new_axes(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
+    shape = data.draw(shapes(2, 4))
+    values = array(DTYPES["float16"], (*lengths, *shape))
+    pile = Pile(lengths, {place: tensor(values[place]) for place in product(*map(range, lengths))})
+    assert_shows(Tensor.of(pile), values, data)
+
+
+@given(st.data())
+def test_a_part_of_a_vector_as_a_tensor(data: st.DataObject) -> None:
+    """Whether its values lie plainly in files or not."""
+    shape = data.draw(shapes(3, 5))
+    before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    vector = array(DTYPES["int16"], (before + prod(shape) + after,))
+    values = vector[before : before + prod(shape)].reshape(shape)
+    with folder() as at:
+        assert_shows(reshaped(data.draw(scattered(at, vector)), before, shape), values, data)
+    assert_shows(reshaped(tensor(vector), before, shape), values, data)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("begin", [0, 2])
+def test_a_tensor_within_a_flat_buffer_that_ranks_cut_anywhere(shape: Shape, begin: int, tmp_path: Path) -> None:
+    buffer = array(DTYPES["float32"], (begin + prod(shape) + 1,))
+    raw = lay(tmp_path / "file", buffer, 3, (4,))
+    values = buffer[begin:-1].reshape(shape)
+    for length in range(1, buffer.size + 1):
+        starts = range(0, buffer.size, length)
+        pieces = [Piece(at, raw.flat(at, min(at + length, buffer.size))) for at in starts]
+        view = tensor_in(shape, buffer.dtype, begin, pieces)
+        assert list(view.flaws()) == []
+        assert bits(read(view)) == bits(values)
