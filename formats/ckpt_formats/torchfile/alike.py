@@ -50,15 +50,14 @@ class Alike:
 
 
 def alike(archive: Archive, key: str, raw: Raw, window: Bytes) -> Alike | None:
-    """What to compare others with; None for an archive without checksums, or with more in it than one tensor.
+    """What to compare others with; None for an archive without checksums, or with much in it beside the tensor.
 
     `raw` is the tensor as it lies in the file, in storage `key`.
     """
     storage = archive.member(f"data/{key}")
     start = archive.start(storage) - window.base
     stop = start + storage.nbytes
-    others = [member for member in archive.members if member.name.startswith(f"{archive.stem}/data/")]
-    if not archive.sealed or len(others) > 1 or max(start, window.length - stop) > _MOST_EDGE:
+    if not archive.sealed or max(start, window.length - stop) > _MOST_EDGE:
         return None
     entries = dict(central_entries(window))
 
