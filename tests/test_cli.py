@@ -16,6 +16,8 @@ import pytest
 from click import Context
 
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli, exit_code
+from ckpt_cli.options import Cut, Reading
+from ckpt_cli.work import goal_of
 from ckpt_formats import errors
 from ckpt_formats.errors import CkptError
 from damage import HOSTILE_NAMES, SAMPLES, ckpt
@@ -234,6 +236,20 @@ def test_files_and_folders_without_permission_are_named(tmp_path: Path) -> None:
                 assert words in done.stderr
         closed.chmod(mode)
     assert [path.name for path in out.iterdir()] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "pp"),
+    [
+        (Cut(), None),
+        (Cut(pp=4), 4),
+        (Cut(stages=(3, 5)), 2),
+        (Cut(stages=(1, 2, 3, 4), vpp=2), 2),
+        (Cut(stages=(1, 2, 3, 4), pp=2), 2),
+    ],
+)
+def test_how_many_stages_there_are_is_said_or_counted(cut: Cut, pp: int | None) -> None:
+    assert goal_of("target", cut, Reading()).degrees.pp == pp
 
 
 # Streams

@@ -17,6 +17,7 @@ from ckpt_codecs import Codec, CodecError, Planes, Rounded
 from ckpt_codecs.base import room
 from ckpt_codecs.engine import using
 from ckpt_codecs.scratch import give, lent, take
+from ckpt_formats.files import Reader
 from ckpt_formats.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, cases
 from held import bits
@@ -116,6 +117,16 @@ def test_what_other_threads_took_does_not_gather() -> None:
         return held
 
     assert in_a_thread(given) < 64 << 20
+
+
+def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
+    def given() -> bool:
+        with Reader() as reader:
+            filled = reader.keep_filled("what", 300_000, lambda room: room.fill(7))
+            assert not np.shares_memory(take(300_000), filled)
+        return np.shares_memory(take(300_000), filled)
+
+    assert in_a_thread(given)
 
 
 FAULTS = """

@@ -407,6 +407,12 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
             replace(source, parameters={**source.parameters, "p5": bad}), Universal(), Goal(tmp_path / "t"), "", EFFORT
         )
     assert not list(tmp_path.iterdir())
+    holes = {f"p{i}": replace(bad, name=f"p{i}") for i in range(5)}
+    for count in (2, 3, 4, 5):
+        with pytest.raises(Incomplete) as found:
+            check_whole(replace(source, parameters=dict(list(holes.items())[:count])))
+        assert [name for name in holes if f"`{name}`" in found.value.what] == list(holes)[: min(count, 3)]
+        assert found.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
     for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
         with pytest.raises(Incomplete, match="nobody"):
             check_whole(stray)

@@ -133,3 +133,8 @@ def test_no_folder_shadows_the_standard_library() -> None:
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parent != ROOT / "codecs"
     assert "codecs.py" in done.stdout
+
+
+def test_a_conversion_that_codes_nothing_loads_no_kernels(tmp_path: Path) -> None:
+    source = str(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2")
+    assert "numba" not in imported_by(tmp_path, "convert", source, str(tmp_path / "out"))

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from ckpt_cli.checks import examine
 from ckpt_cli.pipeline import Effort, copy
 from ckpt_codecs import Rounded
+from ckpt_formats import sealed_json
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Origin, Parameter
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
@@ -323,6 +324,11 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
             Universal().read(tmp_path / "target", Options())
     path.write_bytes(good)
     Universal().read(tmp_path / "target", Options())
+
+
+def test_a_number_that_json_lacks_is_never_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sealed_json.dump({"values": [float("nan")]})
 
 
 def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied(tmp_path: Path) -> None:
