@@ -1,5 +1,6 @@
 """PyTorch Distributed Checkpoint, against torch in one process: what it saves we read, what we write it loads."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
 from ckpt_formats.dcp import DCP
 from ckpt_formats.dcp.cut import Mesh, blocks
+from ckpt_formats.dcp.items import Items
+from ckpt_formats.dcp.metadata import Item
 from ckpt_formats.dcp.nesting import flattened
+from ckpt_formats.dcp.objects import Objects
 from ckpt_formats.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box
@@ -115,6 +119,7 @@ def test_without_checksums_there_is_nothing_to_check(tmp_path: Path) -> None:
     found = open_checkpoint(tmp_path / "saved")
     assert_holds(found, saved)
     assert len(found.seals) == 0
+    assert_holds(open_checkpoint(write(found, tmp_path / "copy")), saved)
 
 
 def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
@@ -337,6 +342,19 @@ def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
     found = open_checkpoint(written).parameters["w"].weight
     assert found.shape == (64, 8)
     assert len(list(found.flaws())) == 3
+
+
+@pytest.mark.parametrize("at", [0, 1 << 20, 3 << 19])
+def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
+    values = bytearray(os.urandom((3 << 19) + 1))
+    (tmp_path / "one").write_bytes(values)
+    objects, one, two = Objects(Items(tmp_path)), Item("one", 0, len(values)), Item("two", 0, len(values))
+    (tmp_path / "two").write_bytes(values)
+    assert objects.same(one, two)
+    values[at] ^= 1
+    (tmp_path / "two").write_bytes(values)
+    assert not objects.same(one, two)
+    assert not objects.same(one, Item("one", 0, at))
 
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:

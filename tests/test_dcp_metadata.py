@@ -105,6 +105,15 @@ def test_a_form_takes_what_is_spelled_as_usual_and_nothing_else() -> None:
     assert type(load_pickle(pickle.dumps(chunks, 4), "x", FORMS)[3]) is Record
 
 
+@pytest.mark.parametrize(("shared", "kind"), [(torch.Size((1, 300)), Formed), ((1, 300), Record), ("text", Record)])
+def test_a_reference_is_taken_if_it_leads_to_what_is_meant(shared: Any, kind: type) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size((i, 0)), torch.Size((1, 300))) for i in range(3)]
+    chunks[2].__dict__["sizes"] = shared
+    found = load_pickle(pickle.dumps([shared, *chunks], 4), "x", FORMS)
+    assert type(found[3]) is kind
+    assert (found[3][2] if kind is Formed else found[3].state["sizes"]) == shared
+
+
 def test_a_reference_into_a_formed_object_is_understood() -> None:
     """No pickler makes one, unless two objects share their attributes."""
     chunks = [ChunkStorageMetadata(torch.Size((i,)), torch.Size((1,))) for i in range(5)]

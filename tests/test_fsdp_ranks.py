@@ -230,6 +230,17 @@ def test_the_optimizer_and_what_is_of_no_model_come_along(folder):
     assert found.parameters["b"].role == "frozen"
 
 
+def test_vectors_of_an_optimizer_are_no_slices_where_every_rank_has_all_of_the_model(tmp_path):
+    def optim(rank: int) -> dict[str, Any]:
+        states = {i: {"exp_avg": torch.arange(3.0) + i} for i in range(2)}
+        return {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+    found = open_checkpoint(
+        write(tmp_path, 2, model=lambda rank: {"a": torch.ones(3), "b": torch.zeros(3)}, optim=optim)
+    )
+    assert [read(found.parameters[name].states["exp_avg"]).tolist() for name in "ab"] == [[0, 1, 2], [1, 2, 3]]
+
+
 def test_tensors_in_lists_of_an_optimizer_are_put_together(tmp_path):
     def optim(rank: int) -> dict[str, Any]:
         state = {"step": 5, "Q": [rows(WEIGHT, 2), torch.eye(5)], "betas": (0.9, 0.99)}
@@ -505,6 +516,18 @@ def test_a_flipped_bit_is_found(folder):
     raw.path.write_bytes(data)
     (finding,) = examine(open_checkpoint(folder), Effort(1))
     assert (finding.kind, finding.tensors) == ("checksum", ("w",))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_dicts_nested_without_end_are_refused(tmp_path, endless):
+    nested: dict[str, Any] = {}
+    inner = nested
+    for _ in range(60):
+        inner["x"] = inner = {}
+    if endless:
+        inner["x"] = nested
+    with pytest.raises(Unsafe, match="without end"):
+        open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "nested": nested}))
 
 
 def test_code_in_a_file_is_refused(folder):

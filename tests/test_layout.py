@@ -404,3 +404,11 @@ def test_a_rule_counts_only_where_the_model_has_what_it_is_for() -> None:
         Layout(rules, {"gated": 1}).rule("w")
     with pytest.raises(BadRules, match="has formulas"):
         merge("w", [tensor(np.zeros((8, 2)))] * 2, rules[0])
+
+
+def test_a_whole_tensor_is_as_long_as_the_models_sizes_say() -> None:
+    layout = Layout((Rule("w", axis=1, length="ffn"),), {"ffn": 4})
+    layout.check("w", (3, 4))
+    layout.check("of no rule", (3, 5))
+    with pytest.raises(BadRules, match=r"`w` has length 5 along axis 1, but .* is 4"):
+        layout.check("w", (3, 5))

@@ -22,6 +22,8 @@ from ckpt_formats.megatron.dist_model import named
 from ckpt_formats.megatron.dist_optimizer import unflattened
 from ckpt_formats.megatron.names import Naming
 from ckpt_formats.megatron.stages import drawn, even, uneven
+from ckpt_formats.megatron.whole import Held as RankHeld
+from ckpt_formats.megatron.whole import copies
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.rules import read_rules
 from ckpt_formats.tensor import Fragment, Held, Tensor, read
@@ -193,6 +195,14 @@ def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
     found = open_checkpoint(write(tmp_path, whole(), 2, cutting=spoiled))
     with pytest.raises(Corrupt, match="replicas of one tensor differ"):
         read(found.parameters["decoder.final_layernorm.weight"].weight)
+
+
+def test_copies_of_other_shapes_or_values_are_found() -> None:
+    rows, columns = (Tensor.of(Held(np.zeros(shape, np.float32))) for shape in ((2, 3), (3, 2)))
+    with pytest.raises(Corrupt, match=r"copies of `w` \(param\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
+        copies("w", [RankHeld({"param": rows}), RankHeld({"param": columns})])
+    with pytest.raises(Corrupt, match="ranks disagree on `step` of `w`: 3 and 4"):
+        copies("w", [RankHeld({"param": rows}, {"step": 3}), RankHeld({"param": rows}, {"step": 4})])
 
 
 def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ckpt_formats.geometry import Box
 from ckpt_formats.names import table_for, tables
 from ckpt_formats.names.shipped import parse
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
-from ckpt_formats.names.views import unstacked
+from ckpt_formats.names.views import strided, unstacked
 from ckpt_formats.tensor import Array, Held, Tensor, read
 from held import boxes, shapes
 
@@ -113,6 +113,22 @@ def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> Non
         box: Box = data.draw(boxes(piece.shape))
         assert not list(made.flaws())
         assert np.array_equal(read(made.crop(box)), piece[box.index])
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_any_block_of_every_so_many_th_row_is_read_alone(data: st.DataObject, rows: int, step: int) -> None:
+    whole = np.arange(rows * step * 5).reshape(-1, 5)
+    for start in range(step):
+        made, piece = strided(of(whole), start, step), whole[start::step]
+        box: Box = data.draw(boxes(piece.shape))
+        assert np.array_equal(read(made), piece)
+        assert np.array_equal(read(made.crop(box)), piece[box.index])
+
+
+@pytest.mark.parametrize("shape", [(), (7, 2)])
+def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(Unsupported, match="3 at a time"):
+        strided(of(np.zeros(shape)), 0, 3)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 2)])

@@ -123,6 +123,7 @@ ORDINARY = [
     r"^module\.(?:encoder|decoder)\.layers\.\d+\.self_attention\.(?:query_key_value|dense)\.bias$",
     r"(?:.*\.)?embed_tokens\.weight",
     r"[a-z_]+\.\d{1,3}\.weight",
+    r"(?:block\d{2}\.)+weight",
     r"(?!.*bias).*weight",
     r"(?i)LM_head\.weight",
     r"",
@@ -148,6 +149,7 @@ ENDLESS = {
     r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)b": "a",
     ".*" * 30 + "b": "a",
     r"(a*?)*?b": "a",
+    r"(((((a+){2}){2}){2}){2}){2}b": "a",
 } | ({r"(?>(a+)+b)": "a", r"((a+)+b)?+c": "a"} if sys.version_info >= (3, 11) else {})
 
 

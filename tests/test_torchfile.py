@@ -291,6 +291,14 @@ def test_a_plain_pickle_of_any_protocol_says_to_us_what_it_says_to_python(tree: 
     assert_same_as_torch(load_pickle(data), pickle.loads(data))
 
 
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], "text", 5, None, np.arange(3), np.float32(2)], ids=repr)
+def test_a_file_of_a_plain_pickle_is_read_whatever_it_holds(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(value, 2))
+    opened = open_file(tmp_path / "a.pkl")
+    assert opened.kind == "pickle"
+    assert_same_as_torch(opened.root, value)
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_what_we_write_from_what_we_read_says_the_same_to_us_and_to_torch(tmp_path: Path, tree: str) -> None:
     source, copy = tmp_path / "source.pt", tmp_path / "copy.pt"

@@ -122,7 +122,7 @@ def write_weights(folder: Path, part: Part, transfer: Transfer) -> Receipt:
     """Write the file, front to back. The receipt tells the bytes of every tensor."""
     slots = list(_slots(part.parameters))
     known = part.what["header"]
-    head = header_bytes(slots, part.what["metadata"], known, plain=known > 0)
+    head = header_bytes(slots, part.what["metadata"], known, plain=bool(known))
     seal = write_sealed(folder, part.file, _stream(head, part.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
     return Receipt(part.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
