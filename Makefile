@@ -3,29 +3,31 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
+# What the library of kernels is built from.
+SOURCES := $(filter-out %/fuzz.c $(wildcard codecs/kernels/fuzz_*.c), $(wildcard codecs/kernels/*.[ch]))
 # A worker for each core, up to four; a file's tests stay together, since they share what is made for them.
 PYTEST := $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
 
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels kernels.of.all deltas.kernels lossy.kernels test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples clean
 
-demo: $(VENV)/.installed  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
+demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
 	$(BIN)/ckpt convert sample_checkpoints/deepspeed-0.19-zero1-bf16-dp2 demo-universal
 	$(BIN)/ckpt inspect demo-universal --depth 2
 	$(BIN)/ckpt verify demo-universal
 
-quick: $(VENV)/.tested  ## what finds most mistakes, in two minutes: all but the engines and what is slow
-	$(MAKE) --jobs 2 lint docs kernels
+quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in two minutes: all but the engines and what is slow
+	$(MAKE) --jobs 2 lint docs
 	$(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
-check: $(VENV)/.tested  ## everything that CI runs
-	$(MAKE) --jobs 2 lint docs kernels
+check: $(VENV)/.tested $(VENV)/.kernels  ## everything that CI runs
+	$(MAKE) --jobs 2 lint docs
 	$(PYTEST)
 
-campaign: kernels  ## what the check tries a sample of, twenty times as long: hours
+campaign: $(VENV)/.tested $(VENV)/.kernels  ## what the check tries a sample of, twenty times as long: hours
 	CKPT_CAMPAIGN=20 $(PYTEST) -m "not engines"
 
 lint: style types
@@ -41,37 +43,43 @@ types: $(VENV)/.tested
 docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 	$(BIN)/python docs/make_cli.py --check
 
-# Kernels are compiled once, or the tests' workers would each do it.
-kernels: deltas.kernels lossy.kernels
+kernels: $(VENV)/.installed  ## the library of C kernels, built in place from what the sources are now
+	$(BIN)/python hatch_build.py
 
-deltas.kernels lossy.kernels: %: kernels.of.all
-	$(BIN)/python -c "import ckpt_codecs.$@"
+wheels: $(VENV)/.tested  ## a wheel for each platform, its contents compared with what they must be
+	$(BIN)/python tests/wheels.py
 
-kernels.of.all: $(VENV)/.tested
-	$(BIN)/python -c "import ckpt_codecs.kernels"
+aarch64: $(VENV)/.tested  ## the kernels of aarch64 against those of this machine, emulated by qemu-aarch64
+	$(BIN)/python tests/aarch64.py
 
-test: $(VENV)/.tested
+test: $(VENV)/.tested $(VENV)/.kernels
 	$(PYTEST)
 
-samples: $(VENV)/.tested  ## make sample_checkpoints/ again, with the real engines
+samples: $(VENV)/.tested $(VENV)/.kernels  ## make sample_checkpoints/ again, with the real engines
 	$(BIN)/python sample_checkpoints/make.py
 	$(BIN)/python sample_checkpoints/make_universal.py
 	$(BIN)/python sample_checkpoints/make_compressed.py
 	$(BIN)/python sample_checkpoints/make_dcp.py
 	$(BIN)/python sample_checkpoints/make_megatron.py
 
+# zig compiles the kernels, so it stays in the environment: a changed source is compiled in seconds, without a new installation.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) hatchling ziglang
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.kernels: $(VENV)/.installed hatch_build.py $(SOURCES)
+	$(BIN)/python hatch_build.py
 	touch $@
 
 # DeepSpeed's set-up imports torch, so torch comes first and the build is not isolated from it.
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
-	$(PIP) --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test]'
 	$(PIP) --no-deps megatron-core
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-universal dist
+	rm -rf $(VENV) .zig-cache demo-universal dist

@@ -14,7 +14,7 @@ FAMILIES = ("lossless", "deltas", "lossy")
 
 
 def families() -> list[ModuleType]:
-    """The modules `ckpt_codecs.native.*`, each of which keeps its functions in `kernels` and their table in `SIGNATURES`."""
+    """The modules `ckpt_codecs.native.*`: each has `SIGNATURES`, and its functions in `kernels`."""
     names = [f"ckpt_codecs.native.{name}" for name in FAMILIES]
     return [importlib.import_module(name) for name in names if find_spec(name)]
 
@@ -24,7 +24,7 @@ def at_level(level: int) -> Iterator[None]:
     """Bind all kernels to a level until the end of the block. Other threads of the process get it, too."""
     _unbind()
     try:
-        with mock.patch.object(library, "level", lambda: level):
+        with mock.patch.object(library, "level", return_value=level):
             yield
     finally:
         _unbind()

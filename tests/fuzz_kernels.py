@@ -84,11 +84,14 @@ def main() -> None:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             while hostile.total() < arguments.reads and time.monotonic() - begun < arguments.seconds:
                 size = min(SLICE, arguments.reads - hostile.total())
-                seeds = range(seed, seed + arguments.jobs)
-                seed = seeds.stop
-                for part in pool.map(lambda seed: run(program, seed, size, arguments.family), seeds):
+                runs = [
+                    pool.submit(run, program, seed, size, arguments.family)
+                    for seed in range(seed, seed + arguments.jobs)
+                ]
+                for part in (run.result() for run in runs):
                     hostile += part[0]
                     calls += part[1]
+                seed += arguments.jobs
     for kernel, count in sorted(calls.items()):
         print(f"{kernel:32} {count:12,} calls {hostile[kernel]:12,} hostile")
     print(f"{hostile.total():,} hostile reads, 0 findings; {name}; seeds {arguments.seed} to {seed - 1}")
