@@ -5,6 +5,16 @@
 #include "lossless.h"
 
 #include "deltas.h"
+#include "range_coder.c"
+#include "byte_rows.c"
+#include "sparse_steps.c"
+#include "ans_steps.c"
+#include "sparse_plane.c"
+#include "zigzag.c"
+#include "contexts.c"
+#include "second_moments.c"
+#include "float32_grid.c"
+#include "optimizer_steps.c"
 
 #include "lossy.h"
 
