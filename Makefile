@@ -65,7 +65,7 @@ samples: $(VENV)/.tested $(VENV)/.kernels  ## make sample_checkpoints/ again, wi
 # zig compiles the kernels, so it stays in the environment: a changed source is compiled in seconds, without a new installation.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) hatchling ziglang
+	$(PIP) editables hatchling ziglang
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 

@@ -8,11 +8,12 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import kernel_headers
@@ -23,80 +24,100 @@ SLICE = 50_000
 """Hostile reads by one seed."""
 
 
-def find_compiler() -> tuple[str, list[str]]:
-    """What the sanitizers are called, and the command."""
+def find_zig() -> list[str]:
+    """The command that compiles with zig's sanitizer.
+
+    Raises:
+        SystemExit: zig is not installed.
+    """
+    package = find_spec("ziglang")
+    if package is None or not package.submodule_search_locations:
+        raise SystemExit("the fuzzer needs gcc, or `pip install ziglang`")
+    return [str(Path(package.submodule_search_locations[0]) / "zig"), "cc", "-fsanitize=undefined"]
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The command, and what it finds."""
     if gcc := shutil.which("gcc"):
-        return "gcc, addresses and undefined behaviour", [gcc, "-fsanitize=address,undefined"]
-    try:
-        import ziglang
-    except ImportError:
-        raise SystemExit("the fuzzer needs gcc, or `pip install ziglang`") from None
-    zig = Path(ziglang.__file__).with_name("zig")
-    return "zig, undefined behaviour, pages that nobody may touch", [str(zig), "cc", "-fsanitize=undefined"]
+        return [gcc, "-fsanitize=address,undefined"], "gcc's sanitizers of addresses and undefined behaviour"
+    return find_zig(), "zig's sanitizer of undefined behaviour, and pages that nobody may touch"
 
 
-def build(program: Path, compiler: list[str]) -> None:
+def build(program: Path, compiler: Sequence[str]) -> None:
     source = kernel_headers.SOURCES / "fuzz.c"
     subprocess.run([*compiler, *FLAGS, str(source), "-o", str(program), "-lm"], check=True)
 
 
-def run(program: Path, seed: int, reads: int, family: str | None = None) -> tuple[Counter[str], Counter[str]]:
+def run(program: Sequence[str], seed: int, reads: int, family: str | None) -> tuple[Counter[str], Counter[str]]:
     """How often each kernel was called: with hostile bytes, and in all.
 
     Raises:
         SystemExit: There is a finding.
     """
-    command = [str(program), str(seed), str(reads), *([family] if family else [])]
+    command = [*program, str(seed), str(reads), *([family] if family else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"a finding: {' '.join(command)} ended with status {done.returncode}\n{done.stdout}")
     hostile, calls = Counter[str](), Counter[str]()
     for line in done.stdout.splitlines():
-        match line.split():
-            case ["read", name, count]:
-                hostile[name] += int(count)
-                calls[name] += int(count)
-            case ["call", name, count]:
-                calls[name] += int(count)
+        kind, _, rest = line.partition(" ")
+        if kind in ("read", "call"):
+            name, count = rest.split()
+            calls[name] += int(count)
+            hostile[name] += int(count) if kind == "read" else 0
     return hostile, calls
 
 
-def find_uncalled(calls: Counter[str]) -> list[str]:
-    """Kernels that a header declares and that were never called."""
-    names = [name for family in kernel_headers.FAMILIES for name in kernel_headers.read_prototypes(family)]
-    return [name for name in names if not calls[name]]
+def fuzz(
+    program: Sequence[str],
+    reads: int,
+    seconds: float = float("inf"),
+    seed: int = 1,
+    jobs: int = os.cpu_count() or 1,
+    family: str | None = None,
+) -> int:
+    """Run a built fuzzer until it has made so many hostile reads, or so many seconds are over; prints and returns them.
+
+    Raises:
+        SystemExit: There is a finding, or a kernel was never called.
+    """
+    begun, first = time.monotonic(), seed
+    hostile, calls = Counter[str](), Counter[str]()
+    with ThreadPoolExecutor(jobs) as pool:
+        while hostile.total() < reads and time.monotonic() - begun < seconds:
+            size = min(SLICE, -(-(reads - hostile.total()) // jobs))
+            runs = [pool.submit(run, program, seed + job, size, family) for job in range(jobs)]
+            before = hostile.total()
+            for part in runs:
+                hostile += part.result()[0]
+                calls += part.result()[1]
+            seed += jobs
+            if hostile.total() == before:
+                raise SystemExit("no kernel was called with hostile bytes")
+    for kernel, count in sorted(calls.items()):
+        print(f"{kernel:32} {count:12,} calls {hostile[kernel]:12,} hostile")
+    print(f"{hostile.total():,} hostile reads by seeds {first} to {seed - 1}, 0 findings")
+    families = [family] if family else kernel_headers.FAMILIES
+    never = [name for family in families for name in kernel_headers.read_prototypes(family) if not calls[name]]
+    if never:
+        raise SystemExit(f"never called: {', '.join(never)}")
+    return hostile.total()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--reads", type=int, default=1_000_000, help="how many hostile reads")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so many")
     parser.add_argument("--seed", type=int, default=1, help="the first seed; each slice of reads takes the next")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--family", choices=kernel_headers.FAMILIES)
-    arguments = parser.parse_args()
-
-    begun, seed = time.monotonic(), arguments.seed
-    hostile, calls = Counter[str](), Counter[str]()
+    arguments = vars(parser.parse_args())
+    compiler, finds = find_compiler()
     with tempfile.TemporaryDirectory() as folder:
-        name, compiler = find_compiler()
-        build(program := Path(folder) / "fuzz", compiler)
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            while hostile.total() < arguments.reads and time.monotonic() - begun < arguments.seconds:
-                size = min(SLICE, arguments.reads - hostile.total())
-                runs = [
-                    pool.submit(run, program, seed, size, arguments.family)
-                    for seed in range(seed, seed + arguments.jobs)
-                ]
-                for part in (run.result() for run in runs):
-                    hostile += part[0]
-                    calls += part[1]
-                seed += arguments.jobs
-    for kernel, count in sorted(calls.items()):
-        print(f"{kernel:32} {count:12,} calls {hostile[kernel]:12,} hostile")
-    print(f"{hostile.total():,} hostile reads, 0 findings; {name}; seeds {arguments.seed} to {seed - 1}")
-    if not arguments.family and (uncalled := find_uncalled(calls)):
-        sys.exit(f"never called: {', '.join(uncalled)}")
+        program = Path(folder) / "fuzz"
+        build(program, compiler)
+        print(f"{finds}, {arguments['jobs']} processes")
+        fuzz([str(program)], **arguments)
 
 
 if __name__ == "__main__":
