@@ -1,6 +1,7 @@
 """What lossy delta codecs promise: bounds on every element, errors that do not add up, one result on every machine."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from math import sqrt
 
@@ -11,20 +12,22 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import NotApplicable
 from ckpt_codecs.delta import Change, DeltaCodec, States, Step
-from ckpt_codecs.engine import using
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure, symbols
 from ckpt_codecs.lossy.basis import Basis
 from ckpt_codecs.lossy.loss import Loss
 from ckpt_codecs.registry import delta_from_config, parse_delta
 from ckpt_formats.tensor import Array
+from cpu_levels import LEVELS, at_level
 from held import bits
 from lossy_states import BF16, F32, LOSSY, changes, training
+from lossy_twins import twins_for_kernels
 
-ENGINES = ["kernels", "portable"]
 NAMES = [f"{i}-{codec.name}" for i, codec in enumerate(LOSSY)]
 EACH = pytest.mark.parametrize("codec", LOSSY, ids=NAMES)
 CHANGES = list(changes())
+KERNELS = [*(partial(at_level, level) for level in LEVELS), twins_for_kernels]
+"""Contexts in which codecs compute with the kernels of each level, and with what specifies them."""
 
 
 def decoded(codec: DeltaCodec, data: bytes, change: Change) -> dict[str, Array]:
@@ -45,19 +48,15 @@ def same(a: States, b: States) -> bool:
 
 @EACH
 @pytest.mark.slow
-def test_each_engine_reads_the_same_from_what_either_wrote(codec: DeltaCodec) -> None:
+def test_kernels_of_each_level_and_their_twins_write_and_read_the_same(codec: DeltaCodec) -> None:
     for name, change in CHANGES[::7]:
         found = []
-        for engine in ENGINES:
-            with using(engine):
-                found.append(codec.encode(change))
-        results = []
-        for data in found:
-            for engine in ENGINES:
-                with using(engine):
-                    results.append(decoded(codec, data, change))
-        assert all(same(results[0], other) for other in results[1:]), name
-        assert [(n, a.shape, a.dtype) for n, a in results[0].items()] == [
+        for one in KERNELS:
+            with one():
+                data = codec.encode(change)
+                found.append((data, decoded(codec, data, change)))
+        assert all(data == found[0][0] and same(state, found[0][1]) for data, state in found), name
+        assert [(n, a.shape, a.dtype) for n, a in found[0][1].items()] == [
             (n, a.shape, a.dtype) for n, a in change.after.items()
         ], name
 
@@ -115,12 +114,12 @@ def test_strided_and_read_only_states_are_taken() -> None:
 
 
 @pytest.mark.parametrize("what", ["adam-(96, 64)", "adam-(500, 8)", "anchor-(24, 129)", "zero-columns", "adam-(300,)"])
-def test_both_engines_write_the_same_bytes(what: str) -> None:
+def test_kernels_of_each_level_and_their_twins_write_the_same(what: str) -> None:
     written = []
-    for engine in ENGINES:
-        with using(engine):
+    for one in KERNELS:
+        with one():
             written.append(Subspace().encode(dict(CHANGES)[what]))
-    assert written[0] == written[1]
+    assert len(set(written)) == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,12 +217,7 @@ def test_first_moments_are_told_from_the_change() -> None:
 @example([2**31 - 1, 1 - 2**31, 0, 5, 0, 0, 0, 0, 0, 2**31 - 1, 0, 0], 3, 0)
 def test_any_symbols_come_back(values: list[int], columns: int, shift: int) -> None:
     given_ = np.array([int(v / 2**shift) for v in values], np.int32)
-    written = []
-    for engine in ENGINES:
-        with using(engine):
-            written.append(symbols.encode(given_, columns))
-            assert np.array_equal(symbols.decode(written[0], given_.size, columns), given_)
-    assert written[0] == written[1]
+    assert np.array_equal(symbols.decode(symbols.encode(given_, columns), given_.size, columns), given_)
 
 
 def test_mostly_zeros_take_far_less_than_a_bit_each() -> None:

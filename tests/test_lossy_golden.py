@@ -1,4 +1,4 @@
-"""Lossy chunks that were written once give the same bits for ever, by either engine.
+"""Lossy chunks that were written once give the same bits for ever, at each level of CPU.
 
 `golden_lossy/make.py` wrote them, with version 0.3.0; no test does.
 """
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from ckpt_codecs.delta import Form
-from ckpt_codecs.engine import using
 from ckpt_codecs.lossy import forms
 from ckpt_codecs.lossy.sections import Pieces
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Array
-from test_codecs import BOTH
+from cpu_levels import LEVELS, at_level
 
 GOLDEN = sorted((Path(__file__).parent / "golden_lossy").glob("*.npz"))
 
@@ -35,9 +34,9 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
     assert firsts == set(range(4))
 
 
-@BOTH
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_a_golden_chunk_gives_the_same_bits(path: Path, name: str) -> None:
+def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
     with np.load(path) as golden:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
@@ -48,6 +47,6 @@ def test_a_golden_chunk_gives_the_same_bits(path: Path, name: str) -> None:
         }
         data = golden["data"].tobytes()
         expected = {state: golden[f"made-{state}"].tobytes() for state in made}
-    with using(name):
+    with at_level(level):
         found = delta_from_config(about["codec"]).decode(data, before, shape, made)
     assert {state: values.tobytes() for state, values in found.items()} == expected

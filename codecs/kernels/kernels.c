@@ -17,4 +17,8 @@
 #include "optimizer_steps.c"
 
 #include "lossy.h"
+#include "symbol_coder.c"
+#include "matrices.c"
+#include "moments.c"
+#include "weights.c"
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.lossy.arithmetic import arithmetic
+from ckpt_codecs.native import lossy
 
 LEAST_RANK = 4
 SAMPLE = 4
@@ -30,29 +30,29 @@ class Reflections:
     @classmethod
     def of(cls, y: Array) -> "Reflections":
         """That whose first columns span those of `y`, n x k: a QR decomposition."""
-        w, t = np.empty(y.shape), np.empty((y.shape[1], y.shape[1]))
-        arithmetic().reflect(y.astype(np.float64), w, t)
-        return cls(w.astype(F32), t.astype(F32))
+        w, t = np.empty(y.shape, F32), np.empty((y.shape[1], y.shape[1]), F32)
+        lossy.decompose_qr(y, w, t)
+        return cls(w, t)
 
     def first(self) -> Array:
         """Its first k columns."""
         n, k = self.w.shape
         made = np.zeros((n, k), F32)
         np.fill_diagonal(made, 1)
-        arithmetic().subtract(made, self.w, _product(self.t, np.ascontiguousarray(self.w[:k].T)))
+        lossy.subtract_product(made, self.w, _product(self.t, np.ascontiguousarray(self.w[:k].T)))
         return made
 
     def left(self, z: Array, turned: bool = False) -> None:
         """Replace `z` by this matrix, or by its transpose, times `z`."""
         t = np.ascontiguousarray(self.t.T) if turned else self.t
         seen = np.empty((z.shape[1], self.w.shape[1]), F32)
-        arithmetic().turned_times(z, self.w, seen)
-        arithmetic().subtract(z, self.w, _product(t, np.ascontiguousarray(seen.T)))
+        lossy.multiply_transposed(z, self.w, seen)
+        lossy.subtract_product(z, self.w, _product(t, np.ascontiguousarray(seen.T)))
 
     def right(self, z: Array, turned: bool = False) -> None:
         """Replace `z` by `z` times this matrix, or its transpose."""
         t = np.ascontiguousarray(self.t.T) if turned else self.t
-        arithmetic().subtract(z, _product(_product(z, self.w), t), np.ascontiguousarray(self.w.T))
+        lossy.subtract_product(z, _product(_product(z, self.w), t), np.ascontiguousarray(self.w.T))
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Basis:
 
 def _product(a: Array, x: Array) -> Array:
     out = np.empty((a.shape[0], x.shape[1]), F32)
-    arithmetic().times(np.ascontiguousarray(a), x, out)
+    lossy.multiply(np.ascontiguousarray(a), x, out)
     return out
 
 
 def _turned_product(a: Array, x: Array) -> Array:
     out = np.empty((a.shape[1], x.shape[1]), F32)
-    arithmetic().turned_times(a, x, out)
+    lossy.multiply_transposed(a, x, out)
     return out
 
 

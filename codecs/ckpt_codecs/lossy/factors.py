@@ -10,9 +10,9 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
-from ckpt_codecs.lossy import lattice, model, symbols
-from ckpt_codecs.lossy.arithmetic import arithmetic
+from ckpt_codecs.lossy import lattice, symbols
 from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
 
 FORETOLD, HOLED, RESIDUAL = 1, 2, 4
@@ -21,7 +21,6 @@ _HEAD = Struct("<BBBh")
 _FEWEST = -1016
 """The level of what is zero, in means."""
 _SIGN, _INFINITE = 1 << 31, 0x7F800000
-_NONE = np.zeros((0, 0), np.int32)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Foretold:
     def by(cls, before: Array) -> "Foretold":
         n, m = before.shape
         rows, columns = np.empty(n, np.int64), np.empty(m, np.int64)
-        arithmetic().level_sums(before.view(np.uint32), rows, columns)
+        lossy.sum_levels(before, rows, columns)
         total = int(rows.sum())
         return cls(rows // m, columns // n - total // (n * m), total != _FEWEST * n * m)
 
@@ -63,8 +62,7 @@ def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) 
     """
     n, m = values.shape
     by_row, by_column = np.empty(n), np.empty(m)
-    words = values.view(np.uint32)
-    least, most = arithmetic().sums(words, values, by_row, by_column)
+    least, most = lossy.sum_rows_and_columns(values, by_row, by_column)
     if most >= _INFINITE:
         raise NotApplicable("a second moment is negative" if most >= _SIGN else "a second moment is no number")
     by_row /= m
@@ -83,7 +81,7 @@ def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) 
         codes = _room(n * m).reshape(n, m)
         row_levels = (told.rows + offset + grain * row_codes).astype(np.int32)
         column_levels = (told.columns + grain * column_codes).astype(np.int32)
-        total = arithmetic().residuals(words, row_levels, column_levels, lattice.fine(), 1 / residual, codes)
+        total = lossy.encode_residuals(values, row_levels, column_levels, residual, lattice.fine(), codes)
         if total:
             flags |= RESIDUAL
             pieces.append(symbols.encode(codes, m, total))
@@ -102,16 +100,14 @@ def decode(data: bytes, foretold: Foretold | None, out: Array) -> Factors:
     told = foretold if foretold is not None and flags & FORETOLD else Foretold.nothing((n, m))
     rows = told.rows + offset + grain * symbols.decode(source.piece(), n, n).astype(np.int64)
     columns = told.columns + grain * symbols.decode(source.piece(), m, m).astype(np.int64)
-    rows, columns = (np.clip(x, 2 * model.LOW, 2 * model.HIGH).astype(np.int32) for x in (rows, columns))
-    zeros = codes = _NONE
+    rows, columns = (np.clip(x, 2 * lattice.LOW, 2 * lattice.HIGH).astype(np.int32) for x in (rows, columns))
+    zeros = codes = None
     if flags & HOLED:
         zeros = symbols.decode(source.piece(), n * m, m).reshape(out.shape)
     if flags & RESIDUAL:
         codes = symbols.decode(source.piece(), n * m, m, _room(n * m)).reshape(out.shape)
     source.end()
-    arithmetic().from_levels(
-        rows, columns, residual, codes, zeros, bool(flags & RESIDUAL), bool(flags & HOLED), lattice.values(), out
-    )
+    lossy.decode_levels(rows, columns, residual, codes, zeros, out)
     return Factors(rows, columns, out)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import quantise
-from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.quantise import Quantiser
+from ckpt_codecs.native import lossy
 
 DERIVED, COARSE, ZERO, SCALED = range(4)
 """As a multiple of the change; as multiples of a step; nothing; multiples of a step, times the root."""
@@ -35,8 +35,7 @@ def encode(true: Array, told: Told, kind: str, fine: bool) -> bytes:
         return bytes([ZERO])
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if kind == "derived" and told.new is not None and told.old is not None:
-            second = true if told.second is None else told.second
-            square, along = arithmetic().told(told.new, told.old, second, told.second is not None, true)
+            square, along = lossy.fit_first_moment(told.new, told.old, told.second, true)
             return bytes([DERIVED]) + _FACTOR.pack(np.float32(along / square if square > 0 else 0.0))
         return _quantised(true, told.root(), FINE_STEP if fine else STEP, 0.5 if fine else 0.6)
 
@@ -56,9 +55,8 @@ def decode(data: bytes, told: Told, out: Array) -> Array:
         out[:] = 0
         return out
     if kind == DERIVED and len(data) == 1 + _FACTOR.size and told.new is not None and told.old is not None:
-        second = told.old if told.second is None else told.second
         (factor,) = _FACTOR.unpack(data[1:])
-        arithmetic().momentum(np.float32(factor), told.new, told.old, second, told.second is not None, out)
+        lossy.derive_first_moment(factor, told.new, told.old, told.second, out)
         return out
     root = told.root()
     if kind == COARSE or (kind == SCALED and root is not None):

@@ -8,7 +8,7 @@ import numpy as np
 from ckpt_codecs.base import Array, DType, Shape
 from ckpt_codecs.delta import Form
 from ckpt_codecs.errors import NotApplicable
-from ckpt_codecs.lossy.arithmetic import arithmetic
+from ckpt_codecs.native import lossy
 
 SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 """Second moments, by the names that optimizers give them."""
@@ -68,7 +68,7 @@ def is_finite(array: Array) -> bool:
     """Are all numbers?"""
     if array.dtype.name != "float32":
         return bool(np.isfinite(array).all())
-    return arithmetic().is_finite(np.ascontiguousarray(array).reshape(-1).view(np.uint32))
+    return lossy.is_finite(np.ascontiguousarray(array))
 
 
 def narrow(values: Array, dtype: DType, shape: Shape) -> Array:

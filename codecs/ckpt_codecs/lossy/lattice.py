@@ -1,4 +1,4 @@
-"""Logarithms as whole numbers: eighths of an octave, and the float32 that each means. No library's `exp` decides."""
+"""Logarithms as whole numbers: eighths of an octave, and powers of 2. No library's `exp` decides."""
 
 from functools import cache
 from math import isqrt
@@ -6,19 +6,11 @@ from math import isqrt
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.lossy.model import FINE, HIGH, LOW
 
-
-@cache
-def values() -> Array:
-    """2^(i/8) as float32, for i from `LOW` to `HIGH`; denormals are cut, none is zero."""
-    level = np.arange(LOW, HIGH + 1)
-    exponent, part = level >> 3, level & 7
-    mantissa = np.array([_root(8 * 23 + i, 3) for i in range(8)])[part]
-    normal = (exponent + 127) << 23 | mantissa & 0x7FFFFF
-    denormal = np.maximum(mantissa >> np.maximum(-126 - exponent, 0), 1)
-    made: Array = np.where(exponent >= -126, normal, denormal).astype(np.uint32).view(np.float32)
-    return made
+LOW, HIGH = -149 * 8, 128 * 8 - 1
+"""Levels, eighths of an octave: from the least denormal to the largest finite float32."""
+FINE = 2.0**-20
+"""The encoder's measure of parts of a level."""
 
 
 @cache
@@ -31,7 +23,7 @@ def powers() -> Array:
 
 
 def power(level: Array) -> Array:
-    """2^(level/64): the eighth root of `value`."""
+    """2^(level/64): the eighth root of the value of that level."""
     made: Array = powers()[np.clip(level, -2 * HIGH, 2 * HIGH) + 2 * HIGH]
     return made
 

@@ -8,13 +8,14 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import symbols
-from ckpt_codecs.lossy.arithmetic import arithmetic
-from ckpt_codecs.lossy.model import CENTRED
 from ckpt_codecs.lossy.sections import Pieces
+from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
 
 _HEAD = Struct("<f3B")
 _MIDDLE = 128
+CENTRED = 3
+"""Magnitudes up to this are given back as the mean of what they stand for; others as they are."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,11 @@ class Quantiser:
         if not (np.isfinite(step) and step > 0):
             raise NotApplicable("there is no step to quantise with")
         codes = _room(values.size).reshape(values.shape)
-        sizes, counts = np.zeros(CENTRED + 1), np.zeros(CENTRED + 1, np.int64)
-        total = arithmetic().quantise(values, step, np.float32(1 - self.zero), codes, sizes, counts)
-        if total < 0:
+        sizes, counts = np.empty(CENTRED + 1), np.empty(CENTRED + 1, np.int64)
+        if not lossy.quantize(values, step, np.float32(1 - self.zero), codes, sizes, counts):
             raise NotApplicable("the values are too large for the step, or are no numbers")
         centres = [_MIDDLE] * CENTRED if self.zero == 0.5 else _centres(sizes, counts)
-        return _HEAD.pack(step, *centres) + symbols.encode(codes, values.shape[1], total)
+        return _HEAD.pack(step, *centres) + symbols.encode(codes, values.shape[1], int(counts[0]))
 
 
 def decode(data: bytes, out: Array) -> Array:
@@ -48,7 +48,7 @@ def decode(data: bytes, out: Array) -> Array:
     near = np.array([0, *(k - 0.5 + centre / 256 for k, centre in enumerate(centres, 1))], np.float32)
     with np.errstate(over="ignore"):
         near *= np.float32(step)
-    arithmetic().from_codes(found.reshape(out.shape), near, np.float32(step), out)
+    lossy.dequantize(found.reshape(out.shape), near, np.float32(step), out)
     return out
 
 

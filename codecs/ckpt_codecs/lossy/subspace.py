@@ -15,7 +15,6 @@ from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import factors, first, forms, weights
-from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.made import Made
 from ckpt_codecs.lossy.quantise import Quantiser
 from ckpt_codecs.lossy.sections import Pieces, piece
@@ -61,9 +60,6 @@ class Subspace(DeltaCodec):
     max_abs_err: float | None = None
     rel_error: float | None = None
     scale: float | None = None
-
-    def warm_up(self) -> None:
-        arithmetic()
 
     def __post_init__(self) -> None:
         for name in ("step", "anchor_step", "max_abs_err", "rel_error", "scale"):

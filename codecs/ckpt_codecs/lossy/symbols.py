@@ -6,12 +6,10 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossy.arithmetic import arithmetic
-from ckpt_codecs.lossy.model import context_table
+from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
 
 MOST_SHIFT = 24
-_TABLE = context_table()
 _SPARE = 4096
 """More than a group can take: so much must be left for the next one."""
 
@@ -25,12 +23,13 @@ def encode(symbols: Array, columns: int, total: int | None = None) -> bytes:
     if not flat.size:
         return b"\0"
     total = int(np.abs(flat).sum(dtype=np.int64)) if total is None else total
-    shift, run = _shift(total, flat.size), arithmetic()
+    shift = _shift(total, flat.size)
     # A symbol takes a part of its group's decision, one for being zero, its sign, its low bits, and what tells `high`.
-    records = borrow("records", 2 * (flat.size * (3 + shift) + 2 * (total >> shift) + _SPARE)).view(np.uint16)
-    many = run.note(flat, columns, shift, _TABLE, records)
-    out = borrow("code", 2 * many + 8)
-    return bytes([shift]) + out[run.write(records, many, out) :].tobytes()
+    room = flat.size * (3 + shift) + 2 * (total >> shift) + _SPARE
+    decisions = borrow("decisions", 2 * room).view(np.uint16)
+    count = lossy.model_symbols(flat, columns, shift, decisions)
+    out = borrow("code", 2 * count + 4)
+    return bytes([shift]) + out[lossy.code_decisions(decisions, count, out) :].tobytes()
 
 
 def decode(data: bytes | memoryview, count: int, columns: int, out: Array | None = None) -> Array:
@@ -39,7 +38,7 @@ def decode(data: bytes | memoryview, count: int, columns: int, out: Array | None
     if not held.size or held[0] > MOST_SHIFT or (not count and held.size > 1):
         raise CodecError("a stream of symbols is damaged")
     symbols = np.empty(count, np.int32) if out is None else out
-    if count and not arithmetic().read(held[1:], columns, int(held[0]), _TABLE, symbols):
+    if count and not lossy.decode_symbols(held[1:], columns, int(held[0]), symbols):
         raise CodecError("a stream of symbols is damaged")
     return symbols
 

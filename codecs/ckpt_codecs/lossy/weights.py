@@ -7,14 +7,15 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import lattice, quantise
-from ckpt_codecs.lossy.arithmetic import arithmetic
 from ckpt_codecs.lossy.basis import Basis
 from ckpt_codecs.lossy.factors import Factors
-from ckpt_codecs.lossy.model import CAP, LOW
 from ckpt_codecs.lossy.quantise import Quantiser
+from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
 
 MOST_RANK = 255
+MOST_DIRECTION = 16.0
+"""The bound of the direction of the last change."""
 _QUIET = 128
 """Levels below the largest from which rows and columns are scaled alike. Where nothing was seen of a token, its second
 moments are zero: the steps there must not be as long as that."""
@@ -33,10 +34,10 @@ class Last:
         """The first over the root of the second, within bounds, scaled; None if it is nowhere."""
         made = _room("direction", self.first.shape)
         if self.second is not None:
-            return made if arithmetic().direction(self.first, self.second, *scales, made) else None
-        largest, cap = np.abs(self.first).max(initial=0), np.float32(CAP)
+            return made if lossy.update_direction(self.first, self.second, *scales, made) else None
+        largest, cap = np.abs(self.first).max(initial=0), np.float32(MOST_DIRECTION)
         bounded = self.first if largest < cap else self.first * (cap / largest)
-        return made if arithmetic().forward(bounded, bounded, False, *scales, made) > 0 else None
+        return made if lossy.scale_change(bounded, None, *scales, made) > 0 else None
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Way:
 
     def forward(self, true: Array) -> tuple[Array, float]:
         """The change, scaled, in memory that is lent until the next call; the sum of its squares."""
-        made, before = _room("forward", self.matrix), true if self.before is None else self.before
-        return made, arithmetic().forward(true, before, self.before is not None, *self._scales(1), made)
+        made = _room("forward", self.matrix)
+        return made, lossy.scale_change(true, self.before, *self._scales(1), made)
 
     def into(self, values: Array, rank: int) -> tuple[Array, int]:
         """What `forward` gave, turned into the basis, and the basis' rank: 0 if there is none."""
@@ -82,16 +83,15 @@ class Way:
                 raise CodecError("weights of a lossy chunk need the moments before them")
             with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                 basis.back(values)
-        before = values if self.before is None else self.before
         scales = self._scales(-1) if data[0] else _ones(self.matrix)
-        arithmetic().back(values, *scales, before, self.before is not None, out)
+        lossy.unscale_change(values, *scales, self.before, out)
         return out
 
     def _scales(self, sign: int) -> Scales:
         if self.factors is None:
             return _ones(self.matrix)
         rows, columns = (
-            lattice.power(sign * np.maximum(level, level.max(initial=LOW) - _QUIET))
+            lattice.power(sign * np.maximum(level, level.max(initial=lattice.LOW) - _QUIET))
             for level in (self.factors.rows, self.factors.columns)
         )
         return rows, columns

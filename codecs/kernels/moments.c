@@ -1,0 +1,189 @@
+/* Passes over moments: second moments as levels (eighths of an octave) of rows and columns with residuals; first
+ * moments from the change of the weights.
+ *
+ * Why it is safe: sizes are checked at the top, and levels of rows and columns where they come in, so that no sum of
+ * them overflows. Residuals come from a file and may be any number: they are clipped before they are multiplied. */
+#include "kernels.h"
+
+enum {
+    LOWEST_LEVEL = -149 * 8,     /* of the least denormal */
+    HIGHEST_LEVEL = 128 * 8 - 1, /* of the largest finite float32 */
+    LEVEL_OF_ONE = 127 * 8,      /* the upper twelve bits of 1, which levels are counted from */
+    LEVEL_LIMIT = 1 << 20,
+    MOST_RESIDUAL = 4096,
+    MOST_RESIDUAL_STEP = 255,
+    FINE_COUNT = 4097,
+};
+
+i64 API(is_finite)(const u32 *words, i64 size) {
+    if (!is_size(size)) return BAD_SIZE;
+    u32 most = 0;
+    for (i64 i = 0; i < size; i++) most = max(most, words[i] & 0x7FFFFFFF);
+    return most < 0x7F800000;
+}
+
+/* Four rows at once: a sum over a row waits for itself, those of other rows do not. */
+INLINE void sum_some_rows(const u32 *words, i64 m, double *rows, double *columns, int count) {
+    double sums[4] = {0};
+    for (i64 j = 0; j < m; j++) {
+        double column = columns[j];
+        for (int i = 0; i < count; i++) {
+            double value = (double)float_of_bits(words[i * m + j]);
+            column += value;
+            sums[i] += value;
+        }
+        columns[j] = column;
+    }
+    for (int i = 0; i < count; i++) rows[i] = sums[i];
+}
+
+i64 API(sum_rows_and_columns)(const u32 *words, i64 n, i64 m, double *rows, double *columns, u32 *extremes) {
+    if (!is_matrix(n, m)) return BAD_SIZE;
+    for (i64 j = 0; j < m; j++) columns[j] = 0;
+    u32 least = 0xFFFFFFFF, most = 0;
+    i64 i = 0;
+    for (; i + 4 <= n; i += 4) sum_some_rows(words + i * m, m, rows + i, columns, 4);
+    for (; i < n; i++) sum_some_rows(words + i * m, m, rows + i, columns, 1);
+    for (i64 at = 0; at < n * m; at++) {
+        least = min(least, words[at]);
+        most = max(most, words[at]);
+    }
+    extremes[0] = least;
+    extremes[1] = most;
+    return 0;
+}
+
+i64 API(sum_levels)(const u32 *words, i64 n, i64 m, i64 *rows, i64 *columns) {
+    if (!is_matrix(n, m)) return BAD_SIZE;
+    memset(columns, 0, (size_t)m * sizeof *columns);
+    for (i64 i = 0; i < n; i++) {
+        i64 row = 0;
+        for (i64 j = 0; j < m; j++) {
+            i32 level = (i32)(words[i * m + j] >> 20 & 0x7FF) - LEVEL_OF_ONE;
+            columns[j] += level;
+            row += level;
+        }
+        rows[i] = row;
+    }
+    return 0;
+}
+
+static bool are_levels(const i32 *levels, i64 size) {
+    bool is_beyond = false;
+    for (i64 i = 0; i < size; i++) is_beyond |= levels[i] <= -LEVEL_LIMIT || levels[i] >= LEVEL_LIMIT;
+    return !is_beyond;
+}
+
+/* The multiple nearest to the level of a positive number without `level`: ties go to even. */
+static i32 nearest_residual(u32 word, i32 level, const i32 *fine_levels, double each) {
+    if (word < 1 << 23) { /* denormals: their bits are a whole number of 2^-149 */
+        word = bits_of_float((float)word * 0x1p-125f);
+        level += 24 * 8;
+    }
+    u32 at = word >> 11 & 4095;
+    i32 first = fine_levels[at], low = word & 2047;
+    i32 fine = first + ((fine_levels[at + 1] - first) * low >> 11);
+    double off = (double)((i32)(word >> 23) * 8 - LEVEL_OF_ONE - level) + (double)fine * 0x1p-20;
+    return (i32)((off * each + 0x1.8p52) - 0x1.8p52);
+}
+
+i64 API(encode_residuals)(const u32 *words, i64 n, i64 m, const i32 *rows, const i32 *columns, i64 step,
+                          const i32 *fine_levels, i64 fine_count, i32 *residuals) {
+    if (!is_matrix(n, m) || step < 1 || step > MOST_RESIDUAL_STEP || fine_count != FINE_COUNT) return BAD_SIZE;
+    if (!are_levels(rows, n) || !are_levels(columns, m)) return BAD_SIZE;
+    double each = 1.0 / (double)step;
+    i64 total = 0;
+    for (i64 i = 0; i < n; i++)
+        for (i64 j = 0; j < m; j++) {
+            u32 word = words[i * m + j] & 0x7FFFFFFF;
+            i32 residual = word ? nearest_residual(word, rows[i] + columns[j], fine_levels, each) : 0;
+            residuals[i * m + j] = residual;
+            total += residual < 0 ? -residual : residual;
+        }
+    return total;
+}
+
+/* 2^(i/8) for i from 0 to 7, rounded down, as the mantissa of a float32 with its highest bit. */
+static const u32 MANTISSAS[8] = {0x800000, 0x8B95C1, 0x9837F0, 0xA5FED6, 0xB504F3, 0xC5672A, 0xD744FC, 0xEAC0C6};
+
+INLINE float value_of_level(i32 level) {
+    u32 above = (u32)(level - LOWEST_LEVEL), mantissa = MANTISSAS[above & 7], exponent = above >> 3;
+    u32 normal = (exponent - 22) << 23 | (mantissa & 0x7FFFFF);
+    return float_of_bits(exponent >= 23 ? normal : mantissa >> (23 - exponent));
+}
+
+i64 API(decode_levels)(const i32 *rows, const i32 *columns, i64 n, i64 m, i64 step, const i32 *residuals,
+                       const i32 *zeros, float *out) {
+    if (!is_matrix(n, m) || step < 0 || step > MOST_RESIDUAL_STEP) return BAD_SIZE;
+    if (!are_levels(rows, n) || !are_levels(columns, m)) return BAD_SIZE;
+    for (i64 i = 0; i < n; i++)
+        for (i64 j = 0; j < m; j++) {
+            i64 at = i * m + j;
+            i32 level = rows[i] + columns[j];
+            if (residuals) level += (i32)step * min(max(residuals[at], -MOST_RESIDUAL), MOST_RESIDUAL);
+            out[at] = value_of_level(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL));
+            if (zeros && zeros[at]) out[at] = 0;
+        }
+    return 0;
+}
+
+#define MOST_DIRECTION 16.0f
+#define LEAST_SECOND_MOMENT 1e-30f
+
+i64 API(update_direction)(const float *first, const float *second, i64 n, i64 m, const float *rows,
+                          const float *columns, float *out) {
+    if (!is_matrix(n, m)) return BAD_SIZE;
+    u32 any = 0;
+    for (i64 i = 0; i < n; i++) {
+        float row = rows[i];
+        for (i64 j = 0; j < m; j++) {
+            i64 at = i * m + j;
+            bool is_known = second[at] > LEAST_SECOND_MOMENT;
+            float direction = first[at] / __builtin_sqrtf(is_known ? second[at] : 1);
+            direction = direction > MOST_DIRECTION ? MOST_DIRECTION : direction;
+            direction = direction < -MOST_DIRECTION ? -MOST_DIRECTION : direction;
+            float scaled = ((is_known ? direction : 0) * row) * columns[j];
+            out[at] = scaled;
+            any |= scaled != 0;
+        }
+    }
+    return any;
+}
+
+INLINE float first_moment_of(float after, float before, float second) {
+    return (after - before) * __builtin_sqrtf(__builtin_fabsf(second));
+}
+
+i64 API(derive_first_moment)(float factor, const float *after, const float *before, const float *second, i64 size,
+                             float *out) {
+    if (!is_size(size)) return BAD_SIZE;
+    if (second)
+        for (i64 i = 0; i < size; i++) out[i] = factor * first_moment_of(after[i], before[i], second[i]);
+    else
+        for (i64 i = 0; i < size; i++) out[i] = factor * (after[i] - before[i]);
+    return 0;
+}
+
+i64 API(fit_first_moment_scratch)(i64 m) { return is_size(m) ? 2 * PIECE(m * (i64)sizeof(double)) : BAD_SIZE; }
+
+i64 API(fit_first_moment)(const float *after, const float *before, const float *second, const float *moment, i64 n,
+                          i64 m, double *sums, u8 *scratch, i64 scratch_size) {
+    if (!is_matrix(n, m)) return BAD_SIZE;
+    Scratch pieces = {scratch, scratch + scratch_size};
+    double *squares = take(&pieces, m * (i64)sizeof(double)), *products = take(&pieces, m * (i64)sizeof(double));
+    if (!squares || !products) return BAD_SIZE;
+    for (i64 j = 0; j < m; j++) squares[j] = products[j] = 0;
+    for (i64 i = 0; i < n; i++)
+        for (i64 j = 0; j < m; j++) {
+            i64 at = i * m + j;
+            float fitted = second ? first_moment_of(after[at], before[at], second[at]) : after[at] - before[at];
+            squares[j] += (double)fitted * (double)fitted;
+            products[j] += (double)fitted * (double)moment[at];
+        }
+    sums[0] = sums[1] = 0;
+    for (i64 j = 0; j < m; j++) {
+        sums[0] += squares[j];
+        sums[1] += products[j];
+    }
+    return 0;
+}
