@@ -1,4 +1,4 @@
-"""Every delta codec gives back every bit, on either engine, whatever the two states have to do with each other."""
+"""Every delta codec gives back every bit, whatever the two states have to do with each other."""
 
 import json
 from typing import Any
@@ -12,37 +12,28 @@ from ckpt_codecs import CodecError, DeltaCodec, best_for
 from ckpt_codecs.delta import Change, Step
 from ckpt_codecs.deltas.halves import encode_halves
 from ckpt_codecs.deltas.spans import MANTISSA
-from ckpt_codecs.engine import using
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.tensor import Array
+from cpu_levels import LEVELS, at_level
 from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
 from held import FLOATS, array, bits
-from test_codecs import BOTH, ENGINES
 
 EACH = pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
 
 
-def each_engine_reads(codec: DeltaCodec, change: Change, step: Step) -> None:
-    with using("kernels"):
-        made = fitted(codec, change, step)
-    written = []
-    for name in ENGINES:
-        with using(name):
-            written.append(bytes(made.encode(change)))
-    for data in written:
-        for name in ENGINES:
-            with using(name):
-                back = decoded(made, data, change)
-                assert list(back) == list(change.after)
-                for state, values in change.after.items():
-                    assert bits(back[state]) == bits(values), state
+def comes_back(codec: DeltaCodec, change: Change, step: Step) -> None:
+    fitted_codec = fitted(codec, change, step)
+    back = decoded(fitted_codec, bytes(fitted_codec.encode(change)), change)
+    assert list(back) == list(change.after)
+    for state, values in change.after.items():
+        assert bits(back[state]) == bits(values), state
 
 
 @pytest.mark.slow
 @EACH
-def test_every_bit_comes_back_whichever_engine_wrote_it(codec: DeltaCodec) -> None:
+def test_every_bit_comes_back(codec: DeltaCodec) -> None:
     for _, change, step in cases():
-        each_engine_reads(codec, change, step)
+        comes_back(codec, change, step)
 
 
 @st.composite
@@ -63,7 +54,7 @@ def changes(draw: st.DrawFn) -> Change:
 @settings(max_examples=120, deadline=None)
 @given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
 def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | None, after: int | None) -> None:
-    each_engine_reads(codec, change, Step(before, after, OPTIONS))
+    comes_back(codec, change, Step(before, after, OPTIONS))
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,7 +65,7 @@ def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | N
     st.integers(0, 15),
     st.integers(0, 99),
 )
-def test_halves_are_the_same_bytes_on_either_engine(
+def test_halves_come_back_and_are_the_same_bytes_at_every_level(
     dtype: np.dtype[Any], size: int, share: float, octaves: int, seed: int
 ) -> None:
     """However many change, by steps of whatever size."""
@@ -84,11 +75,11 @@ def test_halves_are_the_same_bytes_on_either_engine(
     after = before.view(np.uint16) + np.where(random.random(size) < share, steps, 0).astype(np.uint16)
     change = Change({"param": before}, {"param": after.view(dtype)})
     parts = set()
-    for name in ENGINES:
-        with using(name):
+    for level in LEVELS:
+        with at_level(level):
             parts.add(encode_halves(before.view(np.uint16), after, MANTISSA[dtype.name]))
     assert len(parts) == 1
-    each_engine_reads(DELTAS[0], change, Step())
+    comes_back(DELTAS[0], change, Step())
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,15 +95,8 @@ def test_any_rule_is_lossless(data: st.DataObject) -> None:
         return
     codec = delta_from_config({"name": "replay", **config})
     change = data.draw(st.sampled_from([adam((9, 80))[0], adam((9, 80), 5)[0]]))
-    written = {}
-    for name in ENGINES:
-        with using(name):
-            written[name] = codec.encode(change)
-    for engine in ENGINES:
-        with using(engine):
-            for made in written.values():
-                back = decoded(codec, made, change)
-                assert all(bits(back[state]) == bits(values) for state, values in change.after.items())
+    back = decoded(codec, codec.encode(change), change)
+    assert all(bits(back[state]) == bits(values) for state, values in change.after.items())
 
 
 @pytest.mark.parametrize(
@@ -164,8 +148,7 @@ def test_deltas_are_as_small_as_they_should_be() -> None:
     assert cost(Change(change.before, change.before), step) < 0.01
 
 
-@BOTH
-def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
+def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
     change, step = adam((80, 160))
 
     def awkward(values: Array, i: int) -> Array:
@@ -173,11 +156,10 @@ def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
         return (shifted[::2], values[::2])[i % 2]
 
     odd = Change(*({n: awkward(v, i) for i, (n, v) in enumerate(s.items())} for s in (change.before, change.after)))
-    with using(name):
-        for codec in DELTAS:
-            made = fitted(codec, odd, step)
-            back = decoded(made, made.encode(odd), odd)
-            assert all(bits(back[n]) == bits(np.ascontiguousarray(v)) for n, v in odd.after.items())
+    for codec in DELTAS:
+        made = fitted(codec, odd, step)
+        back = decoded(made, made.encode(odd), odd)
+        assert all(bits(back[n]) == bits(np.ascontiguousarray(v)) for n, v in odd.after.items())
 
 
 def test_two_threads_do_not_share_their_scratch() -> None:

@@ -9,12 +9,10 @@ import pytest
 from ckpt_codecs import CodecError, DeltaCodec
 from ckpt_codecs.delta import Change
 from ckpt_codecs.deltas import kinds
-from ckpt_codecs.deltas.engine import delta_engine
-from ckpt_codecs.engine import using
+from ckpt_codecs.native.deltas import write_rows
 from ckpt_codecs.registry import delta_from_config
 from delta_cases import BF16, DELTAS, F32, decoded
 from delta_fuzz import Seed, fuzz, seeds, survives
-from test_codecs import BOTH
 
 SEEDS = seeds()
 EACH = pytest.mark.parametrize("seed", SEEDS, ids=[seed[0] for seed in SEEDS])
@@ -33,21 +31,17 @@ def test_the_chunks_have_parts_of_every_kind() -> None:
     assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE, kinds.CHANGES, kinds.TABLES}
 
 
-@BOTH
 @EACH
-def test_a_chunk_cut_anywhere_is_refused(seed: Seed, name: str) -> None:
+def test_a_chunk_cut_anywhere_is_refused(seed: Seed) -> None:
     _, codec, change, data = seed
-    places = {*range(0, len(data), 997 if name == "kernels" else 19997), *range(min(60, len(data)))}
-    with using(name):
-        assert not any(survives(codec, data[:at], change) for at in places)
+    places = {*range(0, len(data), 997), *range(min(60, len(data)))}
+    assert not any(survives(codec, data[:at], change) for at in places)
 
 
-@BOTH
 @EACH
-def test_a_chunk_that_goes_on_is_refused(seed: Seed, name: str) -> None:
+def test_a_chunk_that_goes_on_is_refused(seed: Seed) -> None:
     _, codec, change, data = seed
-    with using(name):
-        assert not survives(codec, data + b"\0", change)
+    assert not survives(codec, data + b"\0", change)
 
 
 @EACH
@@ -85,11 +79,6 @@ def test_a_chunk_given_to_another_codec_or_rule_is_survived(seed: Seed) -> None:
 def test_mutations_are_survived() -> None:
     arrays = fuzz(1, 60)
     assert all(0 < many < 60 * len(SEEDS) for many in arrays.values()), arrays
-
-
-def test_mutations_are_survived_without_numba() -> None:
-    with using("portable"):
-        fuzz(2, 4)
 
 
 # --- crafted parts
@@ -153,15 +142,13 @@ def test_a_crafted_chunk_of_depths_alone_is_whole() -> None:
     assert not made["fp32"].any()
 
 
-@BOTH
 @pytest.mark.parametrize("what", CRAFTED)
-def test_a_crafted_part_is_refused(what: str, name: str) -> None:
+def test_a_crafted_part_is_refused(what: str) -> None:
     change = Change(STATES, STATES)
     rule = delta_from_config({"name": "replay", "rule": "torch", "scale": 1.0})
-    with using(name):
-        for codec in (DELTAS[0], rule):
-            assert survives(codec, chunk(), change)
-            assert not survives(codec, chunk(**CRAFTED[what]), change)
+    for codec in (DELTAS[0], rule):
+        assert survives(codec, chunk(), change)
+        assert not survives(codec, chunk(**CRAFTED[what]), change)
 
 
 HALVES = {"param": np.full(SHAPE, 0.5, BF16)}
@@ -184,7 +171,7 @@ def tables(
     rows: bytes, words: int = 0, states: bytes = b"\0\0\1\0" * 16, bits: bytes = bytes(8), more: bytes = b""
 ) -> bytes:
     room = np.empty(9999, np.uint8)
-    coded = room[: delta_engine().write_rows(np.frombuffer(rows, np.uint8), 109, room)].tobytes() + more
+    coded = room[: write_rows(np.frombuffer(rows, np.uint8), 109, room)].tobytes() + more
     return struct.pack("<BBBII", 20, 0, len(rows) // 109, len(coded), words) + coded + states + bits
 
 
@@ -224,17 +211,13 @@ DAMAGED_HALVES = {
 }
 
 
-@BOTH
-def test_a_crafted_table_is_one_but_for_the_damage(name: str) -> None:
-    with using(name):
-        assert survives(DELTAS[0], one_part(tables(ROW)), Change(HALVES, HALVES))
+def test_a_crafted_table_is_one_but_for_the_damage() -> None:
+    assert survives(DELTAS[0], one_part(tables(ROW)), Change(HALVES, HALVES))
 
 
-@BOTH
 @pytest.mark.parametrize("what", DAMAGED_HALVES)
-def test_crafted_halves_are_refused(what: str, name: str) -> None:
-    with using(name):
-        assert not survives(DELTAS[0], DAMAGED_HALVES[what], Change(HALVES, HALVES))
+def test_crafted_halves_are_refused(what: str) -> None:
+    assert not survives(DELTAS[0], DAMAGED_HALVES[what], Change(HALVES, HALVES))
 
 
 @pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)

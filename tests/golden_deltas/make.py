@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_codecs.delta import Change, States, Step
-from ckpt_codecs.engine import using
 from ckpt_formats.tensor import Array
 
 HERE = Path(__file__).parent
@@ -80,11 +79,9 @@ def main(names: list[str]) -> None:
                 **kept("before", change.before),
                 **kept("after", change.after),
             }
-            for engine in ("kernels", "portable"):
-                with using(engine):
-                    made[engine] = np.frombuffer(ready.encode(change), np.uint8)
+            made["kernels"] = np.frombuffer(ready.encode(change), np.uint8)
             np.savez_compressed(target, allow_pickle=False, **made)
-            print(f"{target.name}: {made['kernels'].size} and {made['portable'].size} bytes")
+            print(f"{target.name}: {made['kernels'].size} bytes")
 
 
 if __name__ == "__main__":

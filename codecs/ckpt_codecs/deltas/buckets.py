@@ -8,9 +8,9 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import read
 from ckpt_codecs.deltas import rare
 from ckpt_codecs.deltas.contexts import apart
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import MOST_BUCKETS, RARE
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 
 HEAD = Struct("<BBBI")
 """The form, the least bucket, how many there are, how many differences have no symbol."""
@@ -23,8 +23,8 @@ def decode_buckets(data: Bytes, foretold: Array, mantissa: int) -> Array:
     form, least, many, escaped = HEAD.unpack_from(data)
     if not 1 <= many <= MOST_BUCKETS or escaped > foretold.size:
         raise CodecError("the head of a part of buckets is damaged")
-    which = delta_engine().buckets(foretold, mantissa, least, many)
-    counts = delta_engine().count(which, many)
+    which = deltas.exponent_buckets(foretold, mantissa, least, many)
+    counts = deltas.count_contexts(which, many)
     if form == RARE:
         symbols, low, high = rare.decode(data[HEAD.size :], which, counts, [escaped, escaped])
     else:
@@ -35,9 +35,9 @@ def decode_buckets(data: Bytes, foretold: Array, mantissa: int) -> Array:
         raise CodecError("a part of buckets has more differences, or fewer, than it says")
     out = np.empty_like(foretold)
     if not escaped:
-        delta_engine().stepped(foretold, [symbols], out)
+        deltas.merge_zigzags(foretold, [symbols], out)
         return out
     above = np.zeros(foretold.size, np.uint8)
     symbols[large], above[large] = low, high
-    delta_engine().stepped(foretold, [symbols, above], out)
+    deltas.merge_zigzags(foretold, [symbols, above], out)
     return out

@@ -3,20 +3,20 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.deltas.engine import delta_engine
+from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import borrow
 
 
 def together(symbols: Array, which: Array, many: int) -> list[Array]:
     """The symbols of each context, in their order: this thread's scratch."""
     gathered = borrow("gathered", symbols.size)
-    delta_engine().gather(which, symbols, gathered)
-    return np.split(gathered, np.cumsum(delta_engine().count(which, many))[:-1])
+    deltas.gather(which, symbols, gathered)
+    return np.split(gathered, np.cumsum(deltas.count_contexts(which, many))[:-1])
 
 
 def apart(groups: list[Array], which: Array) -> Array:
     """The symbols in their places again: this thread's scratch."""
     gathered, symbols = borrow("gathered", which.size), borrow("scattered", which.size)
     np.concatenate(groups, out=gathered)
-    delta_engine().scatter(which, gathered, symbols)
+    deltas.scatter(which, gathered, symbols)
     return symbols

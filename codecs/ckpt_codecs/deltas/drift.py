@@ -6,11 +6,11 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunks import Writer, read
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import DRIFTED
 from ckpt_codecs.deltas.residuals import guess_steps
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.moments import columns_of
+from ckpt_codecs.native import deltas
 from ckpt_codecs.streams import Effort
 
 SIXTEENTH_OCTAVE = 19
@@ -47,7 +47,7 @@ def _way(before: Array, after: Array, columns: int, some: tuple[slice, ...]) -> 
 
 def drifted(before: Array, rows: Array, columns: Array) -> Array:
     """What foretells the words."""
-    return delta_engine().drifted(before, rows, columns)
+    return deltas.apply_drift(before, rows, columns)
 
 
 def encode_drift(rows: Array, columns: Array) -> bytes:

@@ -7,13 +7,12 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import Writer, read
 from ckpt_codecs.deltas.contexts import apart, together
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, GRID, GROWTH_CONTEXTS, ROOT_BEFORE, UNIT_SOURCES
-from ckpt_codecs.deltas.packing import PADDING
 from ckpt_codecs.deltas.plain import sampled
 from ckpt_codecs.deltas.told import Told, units
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 from ckpt_codecs.streams import Effort
 
 HEAD = Struct("<BBhBbII")
@@ -32,11 +31,11 @@ def encode_grid(
 ) -> bytes | None:
     """A part on grids; None if it would be larger than the values."""
     size = found.size
-    symbols, depths, bits = delta_engine().to_grid(foretold, found, units(source, shift, size, told))
+    symbols, depths, bits = deltas.to_grid(foretold, found, units(source, shift, size, told))
     groups, least = [symbols], 0
     if contexts:
         least = _least(told)
-        which = delta_engine().growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
+        which = deltas.growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
         groups = together(symbols, which, GROWTH_CONTEXTS)
     writer = Writer(GRID, len(groups) + 2, size + depths.size + bits.size)
     for group in groups:
@@ -53,17 +52,17 @@ def decode_grid(data: Bytes, foretold: Array, told: Told) -> Array:
         raise CodecError("a part on a grid ends in its head, or is not of float32")
     _, source, shift, contexts, least, deep, used = HEAD.unpack_from(data)
     size = foretold.size
-    if source >= UNIT_SOURCES or contexts > 1 or deep > size or used > 4 * size + PADDING:
+    if source >= UNIT_SOURCES or contexts > 1 or deep > size or used > 4 * size + deltas.PADDING:
         raise CodecError("the head of a part on a grid is damaged")
     scale = units(source, shift, size, told)
     which = None
     if contexts:
-        which = delta_engine().growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
-    counts = [size] if which is None else delta_engine().count(which, GROWTH_CONTEXTS).tolist()
+        which = deltas.growth_contexts(told.before(), told.after(), least, GROWTH_CONTEXTS)
+    counts = [size] if which is None else deltas.count_contexts(which, GROWTH_CONTEXTS).tolist()
     *groups, depths, bits = read(data[HEAD.size :], [*counts, deep, used], "grid")
     symbols = groups[0] if which is None else apart(groups, which)
     out = np.empty(size, np.uint32)
-    if not delta_engine().from_grid(foretold, scale, symbols, depths, bits, out):
+    if not deltas.from_grid(foretold, scale, symbols, depths, bits, out):
         raise CodecError("a part on a grid is damaged")
     return out
 
@@ -85,7 +84,7 @@ def best_shift(foretold: Array, found: Array, source: int, told: Told) -> tuple[
     middle = _at_share(far, 0.5)
 
     def cost(finer: int) -> float:
-        symbols, depths, bits = delta_engine().to_grid(foretold, found, units(source, middle - finer, found.size, near))
+        symbols, depths, bits = deltas.to_grid(foretold, found, units(source, middle - finer, found.size, near))
         return found.size * engine().survey(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
 
     best = cost(USUAL), USUAL

@@ -10,12 +10,12 @@ import numpy as np
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunks import words
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import BEFORE, NOTHING, PARTS
 from ckpt_codecs.deltas.plain import decode_plain
 from ckpt_codecs.deltas.residuals import decode_residual
 from ckpt_codecs.deltas.told import SECOND, Told
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import library
 
 _SIZE = Struct("<I")
 
@@ -115,7 +115,7 @@ class PartsCodec(DeltaCodec):
     """A delta codec whose chunks are of parts."""
 
     def warm_up(self) -> None:
-        delta_engine()
+        library.load()
 
     def decode(
         self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None

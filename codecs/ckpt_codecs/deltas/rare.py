@@ -4,8 +4,8 @@ from struct import Struct
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import read
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import borrow
 
 _SIZE = Struct("<I")
@@ -23,7 +23,7 @@ def decode(data: Bytes, which: Array, counts: Array, others: list[int]) -> list[
     if ((kinds > MOST_BITS) & (kinds != DENSE)).any():
         raise CodecError("a part of rare values has gaps that are too long")
     gathered, plane = borrow("gathered", which.size), borrow("scattered", which.size)
-    if not delta_engine().read_seldom(coded, counts, kinds, gathered):
+    if not deltas.read_sparse_plane(coded, counts, kinds, gathered):
         raise CodecError("a part of rare values is damaged")
-    delta_engine().scatter(which, gathered, plane)
+    deltas.scatter(which, gathered, plane)
     return [plane, *rest]

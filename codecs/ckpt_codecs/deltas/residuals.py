@@ -4,7 +4,6 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType
 from ckpt_codecs.chunks import MOST, Writer, read
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.grid import best_shift, decode_grid, encode_grid
 from ckpt_codecs.deltas.halves import decode_halves, encode_halves
 from ckpt_codecs.deltas.kinds import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE, TABLES
@@ -13,6 +12,7 @@ from ckpt_codecs.deltas.spans import MANTISSA
 from ckpt_codecs.deltas.told import Told
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 from ckpt_codecs.streams import LEVELS, Effort
 
 LEAST = 512
@@ -40,7 +40,7 @@ def encode_residual(
         made = encode_halves(foretold, found, MANTISSA[dtype.name])
         if made is not None:
             return made
-    planes = (delta_engine().widest_step(foretold, found).bit_length() + 7) // 8
+    planes = (deltas.zigzag_bits(foretold, found) + 7) // 8
     if size >= LEAST and planes > FEW_PLANES and dtype.name == "float32":
         best = best_shift(foretold, found, source, told)
         if best is not None and best[1] < guess_steps(foretold, found):
@@ -67,7 +67,7 @@ def encode_steps(foretold: Array, found: Array, planes: int, effort: Effort) -> 
     writer = Writer(planes, planes, size * found.itemsize)
     parts = [writer.plane(size, effort) for _ in range(planes)]
     if planes:
-        delta_engine().steps(foretold, found, parts)
+        deltas.split_zigzags(foretold, found, parts)
     made = writer.data(size * found.itemsize + 1)
     return None if made is None else bytes(made)
 
@@ -77,7 +77,7 @@ def decode_steps(data: Bytes, foretold: Array) -> Array:
     if not parts:
         return foretold.copy()
     out = np.empty_like(foretold)
-    delta_engine().stepped(foretold, parts, out)
+    deltas.merge_zigzags(foretold, parts, out)
     return out
 
 
@@ -85,5 +85,5 @@ def guess_steps(foretold: Array, found: Array) -> float:
     """Bytes for each value that planes of differences would take, told from a sample."""
     foretold, found = sampled(foretold), sampled(found)
     parts = [np.empty(found.size, np.uint8) for _ in range(found.itemsize)]
-    delta_engine().steps(foretold, found, parts)
+    deltas.split_zigzags(foretold, found, parts)
     return sum(engine().survey(part) for part in parts) / 8

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 
 ADAM = ("torch", "divided", "cpu-adam", "apex")
 """Orders in which Adam's operations are done: torch's own, its kernels for GPUs, DeepSpeed's for CPUs, apex's."""
@@ -56,72 +56,72 @@ class Rule:
 
 def adam_weights(rule: Rule, w: Array, m: Array, v: Array) -> Array:
     """Weights after a step, from those before it and the moments after it."""
-    run, out = delta_engine(), np.empty_like(w)
+    out = np.empty_like(w)
     numbers = (rule.decay, rule.step, rule.root, rule.eps)
     if rule.rule == "torch":
-        run.weights_torch(w, m, v, *numbers, out)
+        deltas.step_adam_torch(w, m, v, *numbers, out)
     elif rule.rule == "divided":
-        run.weights_divided(w, m, v, *numbers, out)
+        deltas.step_adam_fused(w, m, v, *numbers, out)
     elif rule.rule == "cpu-adam":
-        run.weights_cpu_adam(w, m, v, *numbers, out)
+        deltas.step_adam_deepspeed_cpu(w, m, v, *numbers, out)
     else:
-        run.weights_apex(w, m, v, *numbers, rule.correction, out)
+        deltas.step_adam_apex(w, m, v, *numbers, rule.correction, out)
     return out
 
 
 def descent_weights(rule: Rule, w: Array, b0: Array, b1: Array) -> Array:
     """The same of gradient descent, from the momentum before and after the step."""
-    run, out = delta_engine(), np.empty_like(w)
+    out = np.empty_like(w)
     if rule.rule == "nesterov":
         ahead = np.empty_like(w)
-        run.mixed(b1, b0, 1 + rule.beta1, -rule.beta1, ahead)
+        deltas.mix(b1, b0, 1 + rule.beta1, -rule.beta1, ahead)
         b1 = ahead
-    run.descended(w, b1, rule.decay, rule.step, out)
+    deltas.step_momentum(w, b1, rule.decay, rule.step, out)
     return out
 
 
 def carried_weights(rule: Rule, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
     out = np.empty_like(w)
-    delta_engine().carried(w, m0, v0, m1, v1, rule.decay, rule.early, rule.late, out)
+    deltas.extrapolate_weights(w, m0, v0, m1, v1, rule.decay, rule.early, rule.late, out)
     return out
 
 
 def gradient(rule: Rule, m0: Array, m1: Array) -> Array:
     """What the first moments say of it."""
     out = np.empty_like(m0)
-    delta_engine().gradients(m0, m1, 1 - rule.beta1, out)
+    deltas.infer_gradients(m0, m1, 1 - rule.beta1, out)
     return out
 
 
 def first_moment(rule: Rule, m: Array, g: Array) -> Array:
     out = np.empty_like(m)
-    delta_engine().first(m, g, rule.beta1, 1 - rule.beta1, rule.first_form, out)
+    deltas.step_first_moments(m, g, rule.beta1, 1 - rule.beta1, rule.first_form, out)
     return out
 
 
 def second_moment(rule: Rule, v: Array, g: Array) -> Array:
     out = np.empty_like(v)
-    delta_engine().second(v, g, rule.beta2, 1 - rule.beta2, rule.second_form, out)
+    deltas.step_second_moments(v, g, rule.beta2, 1 - rule.beta2, rule.second_form, out)
     return out
 
 
 def halves(rule: Rule, m0: Array, m1: Array) -> Array:
     """The gradients in bfloat16, as words."""
     out = np.empty(m0.size, np.uint16)
-    delta_engine().halves(m0, m1, rule.scale, rule.beta1, 1 - rule.beta1, rule.first_form, out)
+    deltas.infer_bfloat16_gradients(m0, m1, rule.scale, rule.beta1, 1 - rule.beta1, rule.first_form, out)
     return out
 
 
 def widened(rule: Rule, half: Array) -> Array:
     """Gradients as the optimizer got them."""
     out = np.empty(half.size, np.float32)
-    delta_engine().scaled((half.astype(np.uint32) << np.uint32(16)).view(np.float32), rule.scale, out)
+    deltas.scale((half.astype(np.uint32) << np.uint32(16)).view(np.float32), rule.scale, out)
     return out
 
 
 def faded(rule: Rule, m: Array) -> Array:
     out = np.empty_like(m)
-    delta_engine().scaled(m, rule.fade, out)
+    deltas.scale(m, rule.fade, out)
     return out
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.plain import sampled
+from ckpt_codecs.native import deltas
 
 MANTISSA = {"bfloat16": 7, "float16": 10}
 """The types that have buckets, and the bits of their mantissas."""
@@ -32,4 +32,4 @@ def span_of(foretold: Array, mantissa: int, most: int) -> Span:
 
 def which_bucket(foretold: Array, span: Span) -> Array:
     """The bucket of each value: this thread's scratch."""
-    return delta_engine().buckets(foretold, span.mantissa, span.least, span.many)
+    return deltas.exponent_buckets(foretold, span.mantissa, span.least, span.many)

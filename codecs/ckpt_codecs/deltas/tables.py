@@ -5,11 +5,10 @@ from struct import Struct
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import MOST_BUCKETS, TABLES
-from ckpt_codecs.deltas.packing import PADDING
 from ckpt_codecs.deltas.spans import Span, which_bucket
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import borrow
 
 HEAD = Struct("<BBBII")
@@ -26,11 +25,11 @@ MIDDLES = (WEIGHTS[1:] + WEIGHTS[:-1]) / 2
 def encode_tables(foretold: Array, found: Array, span: Span) -> bytes | None:
     """A part with a symbol for each value; None if it would be larger than the values."""
     which = which_bucket(foretold, span)
-    told, counts, bits = delta_engine().tally_steps(foretold, found, which, span.many)
+    told, counts, bits = deltas.count_step_symbols(foretold, found, which, span.many)
     rows = _rows(counts)
-    states, words = delta_engine().write_steps(told, _weights(rows))
+    states, words = deltas.write_ans_steps(told, _weights(rows))
     room = borrow("tables", 2 * rows.size)
-    table = room[: delta_engine().write_rows(rows.reshape(-1), 1 + SYMBOLS, room)]
+    table = room[: deltas.write_rows(rows.reshape(-1), 1 + SYMBOLS, room)]
     head = HEAD.pack(TABLES, span.least, span.many, table.size, words.size)
     made = b"".join([head, table.data, states.data, words.data, bits.data])
     return made if len(made) < found.nbytes else None
@@ -43,15 +42,15 @@ def decode_tables(data: Bytes, foretold: Array, mantissa: int) -> Array:
     begin = HEAD.size + tabled
     middle = begin + 4 * LANES
     end = middle + 2 * worded
-    if not 1 <= many <= MOST_BUCKETS or end + PADDING > len(data):
+    if not 1 <= many <= MOST_BUCKETS or end + deltas.PADDING > len(data):
         raise CodecError("the head of a part of tables is damaged")
     held = np.frombuffer(data, np.uint8)
     rows = np.empty((many, 1 + SYMBOLS), np.uint8)
-    if not delta_engine().read_rows(held[HEAD.size : begin], 1 + SYMBOLS, rows.reshape(-1)):
+    if not deltas.read_rows(held[HEAD.size : begin], 1 + SYMBOLS, rows.reshape(-1)):
         raise CodecError("a table is damaged")
     which, out = which_bucket(foretold, Span(mantissa, least, many)), np.empty_like(foretold)
     states, words = held[begin:middle].copy().view(np.uint32), held[middle:end].copy().view(np.uint16)
-    if not delta_engine().read_steps(foretold, which, _weights(rows), states, words, held[end:], out):
+    if not deltas.read_ans_steps(foretold, which, _weights(rows), states, words, held[end:], out):
         raise CodecError("a part of tables is damaged")
     return out
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.deltas.engine import delta_engine
 from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, ROOT_BEFORE
+from ckpt_codecs.native import deltas
 
 SECOND = "exp_avg_sq"
 LEAST_UNIT, GREATEST_UNIT = 1, 254
@@ -26,4 +26,4 @@ def units(source: int, shift: int, size: int, told: Told) -> Array:
     if source == CONSTANT_UNIT:
         return np.full(size, min(max(shift, LEAST_UNIT), GREATEST_UNIT), np.uint8)
     second = told.before() if source == ROOT_BEFORE else told.after()
-    return delta_engine().root_units(second, shift)
+    return deltas.root_units(second, shift)
