@@ -15,7 +15,7 @@ enum { MAX_TABLES = 16, BIT_PADDING = 8 };
 /* ---- symbols ---- */
 
 /* Of each value its bucket << 8, and its symbol or FAR_MARK. */
-static void mark_symbols(const u16 *restrict predicted, const u16 *restrict actual, const u8 *restrict which,
+static void mark_step_symbols(const u16 *restrict predicted, const u16 *restrict actual, const u8 *restrict which,
                          u16 *restrict symbols, i64 n) {
     for (i64 i = 0; i < n; i++) {
         u16 step = (u16)(actual[i] - predicted[i]), down = (u16)-(step >> 15);
@@ -44,9 +44,9 @@ i64 API(count_step_symbols)(const u16 *predicted, const u16 *actual, const u8 *w
     Scratch s = {scratch, scratch + scratch_size};
     i64 table = MAX_TABLES * 256 * (i64)sizeof(u32);
     u32 *even = take(&s, table), *odd = take(&s, table); /* two tables by turns: one would wait for its own sums */
-    if (!even || !odd || !all_below(which, n, (u32)buckets)) return BAD_SIZE;
+    if (!even || !odd || !all_bytes_below(which, n, (u32)buckets)) return BAD_SIZE;
     memset(even, 0, (size_t)table), memset(odd, 0, (size_t)table);
-    mark_symbols(predicted, actual, which, symbols, n);
+    mark_step_symbols(predicted, actual, which, symbols, n);
     u64 word = 0, held = 0;
     i64 at = 0;
     for (i64 i = 0; i < n; i++) {
@@ -78,7 +78,7 @@ typedef struct {
     u32 bias, weight;
 } StepCode;
 
-static bool are_weights(const u32 *weights, i64 buckets) {
+static bool are_step_weights(const u32 *weights, i64 buckets) {
     for (i64 c = 0; c < buckets; c++) {
         u64 sum = 0;
         for (int y = 0; y < STEP_SYMBOLS; y++) sum += weights[c * STEP_SYMBOLS + y];
@@ -94,7 +94,7 @@ i64 API(write_ans_steps_scratch)(void) {
 /* The quotient is exact: states are below 2^32 and weights at most 2^12, so an error of less than 1 in the inverse, which
  * is 2^64 / weight rounded up, adds less than 2^-32 to it. A weight of 1 has no such inverse: there q is s - 1, and the
  * bias makes up for it. */
-static void fill_codes(StepCode *codes, const u32 *weights, i64 buckets) {
+static void fill_step_codes(StepCode *codes, const u32 *weights, i64 buckets) {
     memset(codes, 0, MAX_TABLES * 256 * sizeof(StepCode)); /* no value has a symbol without weight; were there one, it would do no harm */
     for (i64 c = 0; c < buckets; c++) {
         u32 begin = 0;
@@ -113,8 +113,8 @@ i64 API(write_ans_steps)(const u16 *symbols, i64 n, const u32 *weights, i64 buck
     if (!is_size(n) || buckets < 1 || buckets > MAX_TABLES || room < n + 1) return BAD_SIZE;
     Scratch s = {scratch, scratch + scratch_size};
     StepCode *codes = take(&s, MAX_TABLES * 256 * (i64)sizeof(StepCode));
-    if (!codes || !are_weights(weights, buckets)) return BAD_SIZE;
-    fill_codes(codes, weights, buckets);
+    if (!codes || !are_step_weights(weights, buckets)) return BAD_SIZE;
+    fill_step_codes(codes, weights, buckets);
     u32 held[ANS_STATES];
     for (int j = 0; j < ANS_STATES; j++) held[j] = MIN_STATE;
     u16 *at = words + room - 1; /* goes down once a value at most, so not below the first */
@@ -135,7 +135,7 @@ i64 API(write_ans_steps)(const u16 *symbols, i64 n, const u32 *weights, i64 buck
 /* ---- reading ---- */
 
 /* For each bucket and slot: the symbol, its weight less one << 8, the slot's place in it << 20. */
-static void fill_slots(u32 *slots, const u32 *weights, i64 buckets) {
+static void fill_step_slots(u32 *slots, const u32 *weights, i64 buckets) {
     for (i64 k = 0; k < buckets * STEP_SYMBOLS; k++) {
         u32 entry = (u32)(k % STEP_SYMBOLS) | (weights[k] - 1) << 8;
         for (u32 place = 0; place < weights[k]; place++) *slots++ = entry | place << 20;
@@ -143,13 +143,13 @@ static void fill_slots(u32 *slots, const u32 *weights, i64 buckets) {
 }
 
 /* The state below MIN_STATE takes a word. What is returned is less than 2^32: weight * (state >> 12) + place. */
-INLINE u32 next_symbol(u32 *state, const u32 *slots, u8 *symbol) {
+INLINE u32 next_step_symbol(u32 *state, const u32 *slots, u8 *symbol) {
     u32 entry = slots[*state & (WEIGHT_SUM - 1)], rest = *state >> WEIGHT_BITS;
     *symbol = (u8)entry;
     return *state = (entry >> 8 & (WEIGHT_SUM - 1)) * rest + rest + (entry >> 20);
 }
 
-static bool read_symbols(const u8 *which, i64 n, const u32 *slots, const u32 *states, const u16 *words, i64 word_count,
+static bool read_step_symbols(const u8 *which, i64 n, const u32 *slots, const u32 *states, const u16 *words, i64 word_count,
                          u8 *symbols) {
     u32 held[ANS_STATES];
     memcpy(held, states, sizeof held);
@@ -157,14 +157,14 @@ static bool read_symbols(const u8 *which, i64 n, const u32 *slots, const u32 *st
     i64 i = 0;
     for (; i + ANS_STATES <= n && end - at >= ANS_STATES; i += ANS_STATES) /* each of these has a word to take */
         for (int j = 0; j < ANS_STATES; j++) {
-            u32 state = next_symbol(held + j, slots + ((i64)which[i + j] << WEIGHT_BITS), symbols + i + j);
+            u32 state = next_step_symbol(held + j, slots + ((i64)which[i + j] << WEIGHT_BITS), symbols + i + j);
             bool is_empty = state < MIN_STATE;
             held[j] = is_empty ? state << 16 | *at : state;
             at += is_empty;
         }
     for (; i < n; i++) {
         u32 *state = held + (i & (ANS_STATES - 1));
-        if (next_symbol(state, slots + ((i64)which[i] << WEIGHT_BITS), symbols + i) < MIN_STATE) {
+        if (next_step_symbol(state, slots + ((i64)which[i] << WEIGHT_BITS), symbols + i) < MIN_STATE) {
             if (at == end) return false;
             *state = *state << 16 | *at++;
         }
@@ -209,9 +209,9 @@ i64 API(read_ans_steps)(const u16 *predicted, const u8 *which, i64 n, const u32 
     Scratch s = {scratch, scratch + scratch_size};
     u32 *slots = take(&s, MAX_TABLES * WEIGHT_SUM * (i64)sizeof(u32));
     u8 *symbols = take(&s, n);
-    if (!slots || !symbols || !all_below(which, n, (u32)buckets) || !are_weights(weights, buckets)) return BAD_SIZE;
-    fill_slots(slots, weights, buckets);
-    if (!read_symbols(which, n, slots, states, words, word_count, symbols)) return 0;
+    if (!slots || !symbols || !all_bytes_below(which, n, (u32)buckets) || !are_step_weights(weights, buckets)) return BAD_SIZE;
+    fill_step_slots(slots, weights, buckets);
+    if (!read_step_symbols(which, n, slots, states, words, word_count, symbols)) return 0;
     add_near_steps(predicted, symbols, out, n);
     return add_far_steps(predicted, symbols, bits, bits_size, out, n);
 }

@@ -5,7 +5,7 @@
 #include "kernels.h"
 
 /* Four tables by turns: one would wait for its own sums. */
-static void count_bytes(const u8 *plane, i64 n, u32 counts[256]) {
+static void count_context_bytes(const u8 *plane, i64 n, u32 counts[256]) {
     u32 tables[4][256] = {{0}};
     i64 i = 0;
     for (; i + 4 <= n; i += 4)
@@ -15,9 +15,9 @@ static void count_bytes(const u8 *plane, i64 n, u32 counts[256]) {
 }
 
 /* Where the symbols of each context begin. */
-static void find_starts(const u8 *contexts, i64 n, u32 starts[256]) {
+static void find_context_starts(const u8 *contexts, i64 n, u32 starts[256]) {
     u32 at = 0;
-    count_bytes(contexts, n, starts);
+    count_context_bytes(contexts, n, starts);
     for (int c = 0; c < 256; c++) {
         u32 count = starts[c];
         starts[c] = at;
@@ -28,7 +28,7 @@ static void find_starts(const u8 *contexts, i64 n, u32 starts[256]) {
 i64 API(count_contexts)(const u8 *contexts, i64 n, i64 *counts) {
     if (!is_size(n)) return BAD_SIZE;
     u32 sums[256];
-    count_bytes(contexts, n, sums);
+    count_context_bytes(contexts, n, sums);
     for (int c = 0; c < 256; c++) counts[c] = sums[c];
     return 0;
 }
@@ -48,7 +48,7 @@ i64 API(exponent_buckets)(const u16 *words, i64 n, int mantissa_bits, int least,
 i64 API(gather)(const u8 *contexts, const u8 *plane, i64 n, u8 *out) {
     if (!is_size(n)) return BAD_SIZE;
     u32 places[256];
-    find_starts(contexts, n, places);
+    find_context_starts(contexts, n, places);
     for (i64 i = 0; i < n; i++) out[places[contexts[i]]++] = plane[i];
     return 0;
 }
@@ -56,7 +56,7 @@ i64 API(gather)(const u8 *contexts, const u8 *plane, i64 n, u8 *out) {
 i64 API(scatter)(const u8 *contexts, const u8 *plane, i64 n, u8 *out) {
     if (!is_size(n)) return BAD_SIZE;
     u32 places[256];
-    find_starts(contexts, n, places);
+    find_context_starts(contexts, n, places);
     for (i64 i = 0; i < n; i++) out[i] = plane[places[contexts[i]]++];
     return 0;
 }

@@ -28,7 +28,7 @@
  * Safe because: all arrays have n elements, and every loop is one over them. */
 #include "kernels.h"
 
-INLINE float only_nan(float x) { return x == x ? x : float_of_bits(0x7FC00000); }
+INLINE float canonical_nan(float x) { return x == x ? x : float_of_bits(0x7FC00000); }
 
 /* ---- moments ---- */
 
@@ -54,9 +54,9 @@ i64 API(step_first_moments)(const float *restrict m, const float *restrict g, i6
                             float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
     switch (form) {
-    case FIRST_LERP: FOR_EACH out[i] = only_nan(first_moment(m[i], g[i], kept, gain, FIRST_LERP)); return 0;
-    case FIRST_SUM: FOR_EACH out[i] = only_nan(first_moment(m[i], g[i], kept, gain, FIRST_SUM)); return 0;
-    case FIRST_FUSED_SUM: FOR_EACH out[i] = only_nan(first_moment(m[i], g[i], kept, gain, FIRST_FUSED_SUM)); return 0;
+    case FIRST_LERP: FOR_EACH out[i] = canonical_nan(first_moment(m[i], g[i], kept, gain, FIRST_LERP)); return 0;
+    case FIRST_SUM: FOR_EACH out[i] = canonical_nan(first_moment(m[i], g[i], kept, gain, FIRST_SUM)); return 0;
+    case FIRST_FUSED_SUM: FOR_EACH out[i] = canonical_nan(first_moment(m[i], g[i], kept, gain, FIRST_FUSED_SUM)); return 0;
     }
     return BAD_SIZE;
 }
@@ -65,9 +65,9 @@ i64 API(step_second_moments)(const float *restrict v, const float *restrict g, i
                              float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
     switch (form) {
-    case SECOND_LEFT: FOR_EACH out[i] = only_nan(second_moment(v[i], g[i], kept, gain, SECOND_LEFT)); return 0;
-    case SECOND_SQUARE: FOR_EACH out[i] = only_nan(second_moment(v[i], g[i], kept, gain, SECOND_SQUARE)); return 0;
-    case SECOND_PLAIN: FOR_EACH out[i] = only_nan(second_moment(v[i], g[i], kept, gain, SECOND_PLAIN)); return 0;
+    case SECOND_LEFT: FOR_EACH out[i] = canonical_nan(second_moment(v[i], g[i], kept, gain, SECOND_LEFT)); return 0;
+    case SECOND_SQUARE: FOR_EACH out[i] = canonical_nan(second_moment(v[i], g[i], kept, gain, SECOND_SQUARE)); return 0;
+    case SECOND_PLAIN: FOR_EACH out[i] = canonical_nan(second_moment(v[i], g[i], kept, gain, SECOND_PLAIN)); return 0;
     }
     return BAD_SIZE;
 }
@@ -80,7 +80,7 @@ INLINE float infer_gradient(float m0, float m1, double gain) {
 
 i64 API(infer_gradients)(const float *restrict m0, const float *restrict m1, i64 n, double gain, float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
-    FOR_EACH out[i] = only_nan(infer_gradient(m0[i], m1[i], gain));
+    FOR_EACH out[i] = canonical_nan(infer_gradient(m0[i], m1[i], gain));
     return 0;
 }
 
@@ -124,7 +124,7 @@ i64 API(step_adam_torch)(const float *restrict w, const float *restrict m, const
     if (!is_size(n)) return BAD_SIZE;
     FOR_EACH {
         float under = (float)(__builtin_sqrtf(v[i]) / bias2_root) + eps;
-        out[i] = only_nan((float)((double)w[i] * weight_factor) + (float)((float)(step_size * (double)m[i]) / under));
+        out[i] = canonical_nan((float)((double)w[i] * weight_factor) + (float)((float)(step_size * (double)m[i]) / under));
     }
     return 0;
 }
@@ -134,7 +134,7 @@ i64 API(step_adam_fused)(const float *restrict w, const float *restrict m, const
     if (!is_size(n)) return BAD_SIZE;
     FOR_EACH {
         float under = (float)(__builtin_sqrtf(v[i]) / bias2_root) + eps;
-        out[i] = only_nan((float)((double)w[i] * weight_factor) + (float)(step_size * (double)(float)(m[i] / under)));
+        out[i] = canonical_nan((float)((double)w[i] * weight_factor) + (float)(step_size * (double)(float)(m[i] / under)));
     }
     return 0;
 }
@@ -146,7 +146,7 @@ i64 API(step_adam_deepspeed_cpu)(const float *restrict w, const float *restrict 
     FOR_EACH {
         float under = (float)((double)__builtin_sqrtf(v[i]) * (double)bias2_root + (double)eps);
         float kept = (float)((double)w[i] * weight_factor);
-        out[i] = only_nan((float)((double)kept + step_size * (double)(float)(m[i] / under)));
+        out[i] = canonical_nan((float)((double)kept + step_size * (double)(float)(m[i] / under)));
     }
     return 0;
 }
@@ -159,7 +159,7 @@ i64 API(step_adam_apex)(const float *restrict w, const float *restrict m, const 
         float under = __builtin_sqrtf((float)(v[i] / bias2_factor)) + eps;
         float ratio = (float)((float)(m[i] / bias1_factor) / under);
         float update = (float)((double)w[i] * weight_factor + (double)ratio);
-        out[i] = only_nan((float)((double)w[i] + step_size * (double)update));
+        out[i] = canonical_nan((float)((double)w[i] + step_size * (double)update));
     }
     return 0;
 }
@@ -173,7 +173,7 @@ i64 API(extrapolate_weights)(const float *restrict w, const float *restrict m0, 
     FOR_EACH {
         double old_update = (double)(float)(m0[i] / (float)(__builtin_sqrtf(v0[i]) + tiny)) * old_direction;
         double new_update = (double)(float)(m1[i] / (float)(__builtin_sqrtf(v1[i]) + tiny)) * new_direction;
-        out[i] = only_nan((float)((double)w[i] * weight_factor + (old_update + new_update)));
+        out[i] = canonical_nan((float)((double)w[i] * weight_factor + (old_update + new_update)));
     }
     return 0;
 }
@@ -182,20 +182,20 @@ i64 API(extrapolate_weights)(const float *restrict w, const float *restrict m0, 
 i64 API(step_momentum)(const float *restrict w, const float *restrict b, i64 n, double weight_factor, double step_size,
                        float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
-    FOR_EACH out[i] = only_nan((float)((double)w[i] * weight_factor + step_size * (double)b[i]));
+    FOR_EACH out[i] = canonical_nan((float)((double)w[i] * weight_factor + step_size * (double)b[i]));
     return 0;
 }
 
 /* a x + b y: the momentum that Nesterov's step looks ahead to. */
 i64 API(mix)(const float *restrict x, const float *restrict y, i64 n, double a, double b, float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
-    FOR_EACH out[i] = only_nan((float)((double)x[i] * a + (double)y[i] * b));
+    FOR_EACH out[i] = canonical_nan((float)((double)x[i] * a + (double)y[i] * b));
     return 0;
 }
 
 i64 API(scale)(const float *restrict x, i64 n, double factor, float *restrict out) {
     if (!is_size(n)) return BAD_SIZE;
-    FOR_EACH out[i] = only_nan((float)((double)x[i] * factor));
+    FOR_EACH out[i] = canonical_nan((float)((double)x[i] * factor));
     return 0;
 }
 

@@ -69,7 +69,7 @@ static __attribute__((noinline, cold)) void write_bytes_that_fit(u8 *out, i64 at
 }
 
 /* Narrows the interval to `size` numbers, `offset` above its low end. */
-INLINE void narrow(RangeWriter *w, u64 offset, u64 size) {
+INLINE void narrow_range(RangeWriter *w, u64 offset, u64 size) {
     w->low += offset;
     if (RARE(w->low < offset)) carry_into(w->out, w->at < w->room ? w->at : w->room);
     if (RARE(!(size >> 32))) {
@@ -80,28 +80,28 @@ INLINE void narrow(RangeWriter *w, u64 offset, u64 size) {
     w->size = size;
 }
 
-INLINE void write_bit(RangeWriter *w, BitModel *model, bool bit) {
+INLINE void write_range_bit(RangeWriter *w, BitModel *model, bool bit) {
     u64 bound = (w->size >> CHANCE_BITS) * model->chance;
-    narrow(w, bit ? 0 : bound, bit ? bound : w->size - bound);
+    narrow_range(w, bit ? 0 : bound, bit ? bound : w->size - bound);
     learn_bit(model, bit);
 }
 
 /* Up to 24 bits of which nothing is known beforehand, as one number. */
 INLINE void write_even_bits(RangeWriter *w, u64 number, int bits) {
     u64 size = w->size >> bits;
-    narrow(w, size * number, size);
+    narrow_range(w, size * number, size);
 }
 
 /* A number from 1 to 2^max_bits - 1, with MODELS_PER_BIT * max_bits models. */
 INLINE void write_number(RangeWriter *w, BitModel *models, int max_bits, u32 number) {
     int length = 32 - __builtin_clz(number), left = length - 1;
     u32 prefix = 1;
-    for (int i = 0; i < length - 1; i++) write_bit(w, models + i, true);
-    if (length < max_bits) write_bit(w, models + length - 1, false);
+    for (int i = 0; i < length - 1; i++) write_range_bit(w, models + i, true);
+    if (length < max_bits) write_range_bit(w, models + length - 1, false);
     BitModel *low_models = models + max_bits + 4 * (length - 1);
     for (int i = 0; i < MODELED_BITS && left > 0; i++) {
         u32 bit = number >> --left & 1;
-        write_bit(w, low_models + prefix, bit);
+        write_range_bit(w, low_models + prefix, bit);
         prefix = 2 * prefix + bit;
     }
     if (left > 0) write_even_bits(w, number & ((1u << left) - 1), left);
@@ -137,7 +137,7 @@ static __attribute__((noinline, cold)) u32 load_past_end(const u8 *data, i64 at,
     return word;
 }
 
-INLINE u32 next_word(RangeReader *r) {
+INLINE u32 next_range_word(RangeReader *r) {
     u32 word = r->at + 4 <= r->data_size ? __builtin_bswap32(load32(r->data + r->at))
                                          : load_past_end(r->data, r->at, r->data_size);
     r->at += 4;
@@ -146,19 +146,19 @@ INLINE u32 next_word(RangeReader *r) {
 
 INLINE RangeReader new_range_reader(const u8 *data, i64 data_size) {
     RangeReader r = {0, ~(u64)0, data, 0, data_size};
-    u64 high = next_word(&r);
-    r.offset = high << 32 | next_word(&r);
+    u64 high = next_range_word(&r);
+    r.offset = high << 32 | next_range_word(&r);
     return r;
 }
 
 INLINE void widen_range(RangeReader *r) {
     if (RARE(!(r->size >> 32))) {
-        r->offset = r->offset << 32 | next_word(r);
+        r->offset = r->offset << 32 | next_range_word(r);
         r->size <<= 32;
     }
 }
 
-INLINE bool read_bit(RangeReader *r, BitModel *model) {
+INLINE bool read_range_bit(RangeReader *r, BitModel *model) {
     u64 bound = (r->size >> CHANCE_BITS) * model->chance;
     bool bit = r->offset < bound;
     r->offset -= bit ? 0 : bound;
@@ -180,11 +180,11 @@ INLINE u32 read_even_bits(RangeReader *r, int bits) {
 
 INLINE u32 read_number(RangeReader *r, BitModel *models, int max_bits) {
     int length = 1;
-    while (length < max_bits && read_bit(r, models + length - 1)) length++;
+    while (length < max_bits && read_range_bit(r, models + length - 1)) length++;
     BitModel *low_models = models + max_bits + 4 * (length - 1);
     u32 prefix = 1;
     int left = length - 1;
-    for (int i = 0; i < MODELED_BITS && left > 0; i++, left--) prefix = 2 * prefix + read_bit(r, low_models + prefix);
+    for (int i = 0; i < MODELED_BITS && left > 0; i++, left--) prefix = 2 * prefix + read_range_bit(r, low_models + prefix);
     return left > 0 ? prefix << left | read_even_bits(r, left) : prefix;
 }
 

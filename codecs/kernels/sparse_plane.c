@@ -97,14 +97,11 @@ i64 API(read_sparse_plane)(const u8 *data, i64 data_size, const i64 *counts, con
             continue;
         }
         while (true) {
-            u64 gap = (u64)read_plane_number(&r, models + PLANE_GAPS, GAP_BITS) - 1;
-            if (gap > (u64)(end - at)) return 0;
+            i64 gap = (i64)read_plane_number(&r, models + PLANE_GAPS, GAP_BITS) - 1; /* 32 bits, and 24 more */
             for (int i = 0; i < shifts[c]; i++) gap = 2 * gap + read_plane_chance(&r, HALF_CHANCE);
-            if (gap >= (u64)(end - at)) {
-                if (gap > (u64)(end - at)) return 0;
-                break;
-            }
-            at += (i64)gap;
+            if (gap > end - at) return 0;
+            if (gap == end - at) break;
+            at += gap;
             plane[at++] = (u8)read_plane_number(&r, values, VALUE_BITS);
         }
         at = end;

@@ -13,13 +13,13 @@ enum { SHIFT_MODELS = 0, SIGN_MODEL = MODELS_PER_BIT * SHIFT_BITS, BUCKET_MODELS
 enum { MODELS_PER_BUCKET = 1 + MODELS_PER_BIT * STEP_BITS };
 enum { MAX_MODELS = BUCKET_MODELS + MAX_BUCKETS * MODELS_PER_BUCKET };
 
-static bool all_below(const u8 *values, i64 n, u32 limit) {
+static bool all_bytes_below(const u8 *values, i64 n, u32 limit) {
     u8 greatest = 0;
     for (i64 i = 0; i < n; i++) greatest = values[i] > greatest ? values[i] : greatest;
     return greatest < limit || n == 0;
 }
 
-static bool are_sizes(const i64 *sizes, i64 buckets, i64 n) {
+static bool are_bucket_sizes(const i64 *sizes, i64 buckets, i64 n) {
     for (i64 c = 0; c < buckets; c++)
         if (sizes[c] < 0 || sizes[c] > n) return false;
     return true;
@@ -30,7 +30,7 @@ static bool are_sizes(const i64 *sizes, i64 buckets, i64 n) {
 i64 API(find_steps)(const u16 *predicted, const u16 *actual, const u8 *which, i64 n, i64 buckets, u8 *bucket_of,
                     i64 *gaps, u16 *steps, i64 room, i64 *sizes, i64 *first_gaps) {
     if (!is_size(n) || buckets < 1 || buckets > MAX_BUCKETS || room < 0) return BAD_SIZE;
-    if (!all_below(which, n, (u32)buckets)) return BAD_SIZE;
+    if (!all_bytes_below(which, n, (u32)buckets)) return BAD_SIZE;
     u32 seen[MAX_BUCKETS] = {0}, seen_at_change[MAX_BUCKETS] = {0}; /* values of each bucket so far, and to its last change */
     i64 *gap_after[MAX_BUCKETS], count = 0;                         /* where the next gap of each bucket goes */
     for (i64 c = 0; c < buckets; c++) gap_after[c] = first_gaps + c;
@@ -51,10 +51,10 @@ i64 API(find_steps)(const u16 *predicted, const u16 *actual, const u8 *which, i6
 
 /* Of `rest` values of a bucket, `gap` come before its next change; all, if there is none. A bit says whether the change is
  * among the next 2^shift, again and again; then its place among them is told evenly. */
-INLINE void write_gap(RangeWriter *w, BitModel *flag, int shift, i64 gap, i64 rest) {
+INLINE void write_step_gap(RangeWriter *w, BitModel *flag, int shift, i64 gap, i64 rest) {
     for (i64 passed = 0; passed < rest; passed += (i64)1 << shift) {
         bool ends = gap < rest && gap < passed + ((i64)1 << shift);
-        write_bit(w, flag, ends);
+        write_range_bit(w, flag, ends);
         if (ends) {
             if (shift) write_even_bits(w, (u64)(gap - passed), shift);
             return;
@@ -63,9 +63,9 @@ INLINE void write_gap(RangeWriter *w, BitModel *flag, int shift, i64 gap, i64 re
 }
 
 /* The gap is greater than `rest` only if the bytes are damaged. */
-INLINE i64 read_gap(RangeReader *r, BitModel *flag, int shift, i64 rest) {
+INLINE i64 read_step_gap(RangeReader *r, BitModel *flag, int shift, i64 rest) {
     for (i64 gap = 0; gap < rest; gap += (i64)1 << shift)
-        if (read_bit(r, flag)) return gap + read_even_bits(r, shift);
+        if (read_range_bit(r, flag)) return gap + read_even_bits(r, shift);
     return rest;
 }
 
@@ -76,8 +76,8 @@ INLINE BitModel *flag_model(BitModel *models, i64 bucket) {
 i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *steps, i64 count, const i64 *sizes,
                             const i64 *first_gaps, const u8 *shifts, i64 buckets, u8 *out, i64 room) {
     if (!is_size(count) || buckets < 1 || buckets > MAX_BUCKETS || room < 0) return BAD_SIZE;
-    if (!all_below(bucket_of, count, (u32)buckets) || !all_below(shifts, buckets, MAX_SHIFT + 1)) return BAD_SIZE;
-    if (!are_sizes(sizes, buckets, MOST_ELEMENTS)) return BAD_SIZE;
+    if (!all_bytes_below(bucket_of, count, (u32)buckets) || !all_bytes_below(shifts, buckets, MAX_SHIFT + 1)) return BAD_SIZE;
+    if (!are_bucket_sizes(sizes, buckets, MOST_ELEMENTS)) return BAD_SIZE;
     BitModel models[MAX_MODELS];
     reset_models(models, BUCKET_MODELS + buckets * MODELS_PER_BUCKET);
     RangeWriter w = new_range_writer(out, room);
@@ -89,7 +89,7 @@ i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *ste
         int more = shifts[c] - last;
         last = shifts[c];
         write_number(&w, models + SHIFT_MODELS, SHIFT_BITS, (u32)(more >= 0 ? 2 * more + 1 : -2 * more));
-        write_gap(&w, flag_model(models, c), last, first_gaps[c], rest[c]);
+        write_step_gap(&w, flag_model(models, c), last, first_gaps[c], rest[c]);
         rest[c] -= first_gaps[c] + 1;
     }
     for (i64 i = 0; i < count; i++) {
@@ -98,9 +98,9 @@ i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *ste
         u32 size = down ? 0x10000u - steps[i] : steps[i];
         if (!size) return BAD_SIZE; /* a step of zero is no change */
         BitModel *flag = flag_model(models, c);
-        write_bit(&w, models + SIGN_MODEL, down);
+        write_range_bit(&w, models + SIGN_MODEL, down);
         write_number(&w, flag + 1, STEP_BITS, size);
-        write_gap(&w, flag, shifts[c], gaps[i], rest[c]);
+        write_step_gap(&w, flag, shifts[c], gaps[i], rest[c]);
         rest[c] -= gaps[i] + 1;
     }
     return finish_range(&w);
@@ -109,7 +109,7 @@ i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *ste
 i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, const u8 *which, i64 n,
                            const i64 *sizes, i64 buckets, u16 *out) {
     if (data_size < 0 || !is_size(n) || buckets < 1 || buckets > MAX_BUCKETS) return BAD_SIZE;
-    if (!all_below(which, n, (u32)buckets) || !are_sizes(sizes, buckets, n)) return BAD_SIZE;
+    if (!all_bytes_below(which, n, (u32)buckets) || !are_bucket_sizes(sizes, buckets, n)) return BAD_SIZE;
     BitModel models[MAX_MODELS];
     reset_models(models, BUCKET_MODELS + buckets * MODELS_PER_BUCKET);
     RangeReader r = new_range_reader(data, data_size);
@@ -122,7 +122,7 @@ i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, 
         shift += number & 1 ? number >> 1 : -(number >> 1);
         if (shift < 0 || shift > MAX_SHIFT) return 0;
         shifts[c] = shift;
-        left[c] = read_gap(&r, flag_model(models, c), shift, rest[c]);
+        left[c] = read_step_gap(&r, flag_model(models, c), shift, rest[c]);
         rest[c] -= left[c] + 1;
     }
     for (i64 i = 0; i < n; i++) {
@@ -131,10 +131,10 @@ i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, 
         if (RARE(--left[c] < 0)) {
             if (rest[c] < 0) return 0;
             BitModel *flag = flag_model(models, c);
-            bool down = read_bit(&r, models + SIGN_MODEL);
+            bool down = read_range_bit(&r, models + SIGN_MODEL);
             u32 size = read_number(&r, flag + 1, STEP_BITS);
             out[i] = (u16)(down ? predicted[i] - size : predicted[i] + size);
-            left[c] = read_gap(&r, flag, shifts[c], rest[c]);
+            left[c] = read_step_gap(&r, flag, shifts[c], rest[c]);
             rest[c] -= left[c] + 1;
         }
     }
