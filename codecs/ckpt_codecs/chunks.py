@@ -9,7 +9,8 @@ import numpy as np
 from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import ENTRY, RAW, SAME, ZSTD
+from ckpt_codecs.kinds import ENTRY, RAW, SAME, STORED, ZSTD
+from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import Effort
 from ckpt_codecs.zstd import expand
@@ -72,6 +73,17 @@ def plain(data: Bytes, out: Array) -> bool:
     return True
 
 
+def begin(mode: int, streams: int, room: int, out: Array | None = None) -> Array:
+    """Memory for a chunk of so many streams, of which the first byte is written: `out`, if it is large enough.
+
+    `room`: bytes of all planes together.
+    """
+    size = 1 + ENTRY * streams + room
+    made = out if out is not None and out.size >= size else np.empty(size, np.uint8)
+    made[0] = mode
+    return made
+
+
 class Writer:
     """A chunk as it grows: a directory, then streams, first as the planes that they hold.
 
@@ -80,10 +92,8 @@ class Writer:
 
     def __init__(self, mode: int, streams: int, room: int, out: Array | None = None) -> None:
         """`room`: bytes of all planes together. The chunk is made in `out`, if it has as many and the directory's."""
-        self._start = self._end = 1 + ENTRY * streams
-        enough = out is not None and out.size >= self._start + room
-        self.out = out if out is not None and enough else np.empty(self._start + room, np.uint8)
-        self.out[0] = mode
+        self._end = 1 + ENTRY * streams
+        self.out = begin(mode, streams, room, out)
         self._sizes: list[int] = []
         self._worths: list[float] = []
         self._looks: list[bool] = []
@@ -100,9 +110,9 @@ class Writer:
         """Append the stream of a plane that lies elsewhere."""
         self.plane(plane.size, effort, sure)[:] = plane
 
-    def data(self, most: int, begun: streams.Progress | None = None) -> memoryview | None:
-        """The chunk, unless it has more than so many bytes. `begun`: the planes that are streams already."""
-        end = streams.write(self.out, self._start, self._sizes, self._worths, self._looks, begun)
+    def data(self, most: int) -> memoryview | None:
+        """The chunk, unless it has more than so many bytes."""
+        end = lossless.write_streams(self._sizes, self._worths, self._looks, self.out)
         return self.out[:end].data if end <= most else None
 
 
@@ -118,3 +128,9 @@ def read(data: Bytes, sizes: Sequence[int], scratch: str = "planes") -> list[Arr
     if starts[-1] < len(data):
         raise CodecError("a chunk goes on past its streams")
     return streams.read(source, kinds, starts, sizes, scratch)
+
+
+def with_stored_streams(data: Bytes, sizes: Sequence[int]) -> Array:
+    """The same chunk with all its streams stored, for kernels that refused it. Raises `CodecError` if it is damaged."""
+    directory = b"".join(bytes([STORED]) + size.to_bytes(4, "little") for size in sizes)
+    return np.concatenate([np.frombuffer(bytes(data[:1]) + directory, np.uint8), *read(data, sizes)])

@@ -7,11 +7,12 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunked import Levelled
-from ckpt_codecs.chunks import LEAST, MOST, Writer, raw, read, same, words
+from ckpt_codecs.chunks import LEAST, MOST, raw, same, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.general import ZSTD_LEVELS, zstd
 from ckpt_codecs.kinds import STEPS, WORDS
-from ckpt_codecs.streams import LEVELS, Effort
+from ckpt_codecs.planes import read_planes, write_planes
+from ckpt_codecs.streams import LEVELS
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Integers(Levelled):
         found = same(array)
         if found is not None or not LEAST <= bits.size <= MOST:
             return found or raw(array, out)
-        tried = [_encode(WORDS, bits, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
+        tried = [write_planes(WORDS, bits, False, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
         if bits.itemsize > 1:
-            tried.append(_encode(STEPS, _steps(bits), effort))
+            tried.append(write_planes(STEPS, _steps(bits), False, effort, None))
         least = min((chunk for chunk in tried if chunk is not None), key=len)
         return least if len(least) <= array.nbytes + 1 else raw(array, out)
 
@@ -36,20 +37,9 @@ class Integers(Levelled):
         if data[0] not in (WORDS, STEPS):
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
         bits = words(out)
-        by_byte = bits.view(np.uint8).reshape(-1, bits.itemsize)
-        for i, part in enumerate(read(data, [bits.size] * bits.itemsize)):
-            by_byte[:, i] = part
+        read_planes(data, bits, False)
         if data[0] == STEPS:
             bits[:] = _from_steps(bits)
-
-
-def _encode(mode: int, bits: Array, effort: Effort, out: Array | None = None) -> Bytes | None:
-    width = bits.itemsize
-    writer = Writer(mode, width, bits.nbytes, out)
-    by_byte = bits.view(np.uint8).reshape(-1, width)
-    for i in range(width):
-        writer.add(by_byte[:, i], effort)
-    return writer.data(bits.nbytes)
 
 
 def _steps(bits: Array) -> Array:

@@ -8,12 +8,11 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Shape
 from ckpt_codecs.chunked import Levelled
-from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, raw, read, same, words
-from ckpt_codecs.engine import engine
+from ckpt_codecs.chunks import LEAST_FLOATS, MOST, begin, raw, same, with_stored_streams, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import EXPECTED, PLANES, SCALED
+from ckpt_codecs.native import lossless
 from ckpt_codecs.planes import decode_planes, encode_planes
-from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import LEVELS, Effort
 
 NARROWEST = 64
@@ -46,19 +45,14 @@ class SecondMoment(Levelled):
         if array.dtype.name not in EIGHT_BITS or array.size < FEWEST:
             return None
         expected = self._expected(base, array.shape)
-        size, columns, width = array.size, columns_of(array.shape), array.itemsize
-        if expected is None and columns == size:
+        if expected is None and columns_of(array.shape) == array.size:
             return None
-        many = size // columns
-        writer = Writer(SCALED if expected is None else EXPECTED, width + 3, size * width + 2 + 2 * many, out)
-        for _ in range(width - 1):
-            writer.plane(size, effort)
-        for n in (2, many, many):
-            writer.plane(n, ROWS)
-        writer.plane(size, effort, sure=True)
-        given = writer.out, effort.worth, effort.survey, ROWS.worth
-        begun = engine().write_residuals(_as_float32(array, "values"), expected, columns, width, *given)
-        return None if begun is None else writer.data(size * width, begun)
+        columns, rows = columns_of(array.shape), array.size // columns_of(array.shape)
+        mode = SCALED if expected is None else EXPECTED
+        made = begin(mode, array.itemsize + 3, array.nbytes + 2 + 2 * rows, out)
+        tried = effort.worth, effort.survey, ROWS.worth
+        end = lossless.write_residuals(words(array), expected, columns, *tried, made)
+        return made[:end].data if 0 < end <= array.nbytes else None
 
     def _expected(self, base: Array | None, shape: Shape) -> Array | None:
         """The words of a state that says something of the exponents; None if there is none."""
@@ -74,19 +68,10 @@ class SecondMoment(Levelled):
         expected = None if data[0] == SCALED else self._expected(base, shape)
         if data[0] == EXPECTED and expected is None:
             raise CodecError(f"a chunk of {self.name} needs the state that it was coded against")
-        size, columns, made = out.size, columns_of(shape), words(out)
-        if width == 4 and engine().read_residuals(np.frombuffer(data, np.uint8), expected, columns, made):
-            return
-        sizes = [*[size] * (width - 1), 2, size // columns, size // columns, size]
-        *parts, least, low, high, residuals = read(data, sizes)
-        rows = (least.copy().view(np.uint16) + low + (high.astype(np.uint16) << np.uint16(8))).view(np.int16)
-        if width == 4:
-            engine().from_residuals(residuals, parts, expected, columns, rows, made)
-            return
-        zeros, wide = borrow("zeros", size), borrow("wide", 4 * size).view(np.uint32)
-        zeros[:] = 0
-        engine().from_residuals(residuals, [zeros, zeros, *parts], expected, columns, rows, wide)
-        np.right_shift(wide, np.uint32(16), out=made, casting="unsafe")
+        size, columns, bits = out.size, columns_of(shape), words(out)
+        if not lossless.read_residuals(np.frombuffer(data, np.uint8), expected, columns, bits):
+            sizes = [*[size] * (width - 1), 2, size // columns, size // columns, size]
+            lossless.read_residuals(with_stored_streams(data, sizes), expected, columns, bits)
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ class FirstMoment(SecondMoment):
     def _expected(self, base: Array | None, shape: Shape) -> Array | None:
         if base is None or base.shape != shape or base.dtype.name not in EIGHT_BITS:
             return None
-        return _as_float32(base, "base")
+        return words(base)
 
 
 def columns_of(shape: Shape) -> int:
@@ -110,12 +95,3 @@ def columns_of(shape: Shape) -> int:
         if columns >= NARROWEST:
             return columns
     return prod(shape)
-
-
-def _as_float32(array: Array, scratch: str) -> Array:
-    """The words of these values as float32."""
-    bits = words(array)
-    if bits.itemsize == 4:
-        return bits
-    wide = borrow(scratch, 4 * bits.size).view(np.uint32)
-    return np.left_shift(bits, np.uint32(16), out=wide)

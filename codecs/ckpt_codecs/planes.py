@@ -7,10 +7,10 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunked import Levelled
-from ckpt_codecs.chunks import LEAST_FLOATS, MOST, Writer, raw, read, same, words
-from ckpt_codecs.engine import engine
+from ckpt_codecs.chunks import LEAST_FLOATS, MOST, begin, raw, same, with_stored_streams, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.kinds import PLANES
+from ckpt_codecs.native import lossless
 from ckpt_codecs.streams import LEVELS, Effort
 
 
@@ -35,49 +35,21 @@ class Planes(Levelled):
 
 def encode_planes(bits: Array, effort: Effort, out: Array) -> Bytes | None:
     """A chunk of planes; None if it would be larger than the values."""
-    size, width = bits.size, bits.itemsize
-    writer = Writer(PLANES, width, size * width, out)
-    planes = [writer.plane(size, effort, sure=i == width - 1 and width in (2, 4)) for i in range(width)]
-    if width in (2, 4):
-        return writer.data(size * width, engine().write_planes(bits, writer.out, effort.worth, effort.survey))
-    split(bits, planes)
-    return writer.data(size * width)
+    return write_planes(PLANES, bits, True, effort, out)
 
 
 def decode_planes(data: Bytes, out: Array) -> None:
-    bits = words(out)
-    if bits.itemsize in (2, 4) and engine().read_planes(np.frombuffer(data, np.uint8), bits):
-        return
-    merge(read(data, [bits.size] * bits.itemsize), bits)
+    read_planes(data, words(out), True)
 
 
-def split(bits: Array, parts: list[Array]) -> None:
-    """Words of any width into planes, the lowest first."""
-    width = bits.itemsize
-    if width in (2, 4):
-        engine().split(bits, parts)
-    elif width == 1:
-        parts[0][:] = bits
-    else:
-        turned = bits << np.uint64(1)
-        parts[7][:] = turned >> np.uint64(56)
-        rest = ((bits >> np.uint64(8)) & np.uint64(1 << 55)) | (bits & np.uint64((1 << 55) - 1))
-        for i in range(7):
-            parts[i][:] = rest >> np.uint64(8 * i) & np.uint64(255)
+def write_planes(mode: int, bits: Array, floats: bool, effort: Effort, out: Array | None) -> Bytes | None:
+    """A chunk of a stream for each byte of a word; None if it would be larger than the words."""
+    made = begin(mode, bits.itemsize, bits.nbytes, out)
+    end = lossless.write_planes(bits, floats, effort.worth, effort.survey, made)
+    return made[:end].data if end <= bits.nbytes else None
 
 
-def merge(parts: list[Array], bits: Array) -> None:
-    width = bits.itemsize
-    if width in (2, 4):
-        engine().merge(parts, bits)
-    elif width == 1:
-        bits[:] = parts[0]
-    else:
-        bits[:] = parts[7]
-        bits <<= np.uint64(55)
-        for i in range(7):
-            low = parts[i].astype(np.uint64) << np.uint64(8 * i)
-            if i == 6:
-                bits |= (low & np.uint64(1 << 55)) << np.uint64(8)
-                low &= np.uint64((1 << 55) - 1)
-            bits |= low
+def read_planes(data: Bytes, bits: Array, floats: bool) -> None:
+    """Fill words from a chunk that `write_planes` made."""
+    if not lossless.read_planes(np.frombuffer(data, np.uint8), floats, bits):
+        lossless.read_planes(with_stored_streams(data, [bits.size] * bits.itemsize), floats, bits)

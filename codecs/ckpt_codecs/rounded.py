@@ -7,8 +7,8 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
 from ckpt_codecs.chunks import words
-from ckpt_codecs.engine import engine, loaded
 from ckpt_codecs.errors import CodecError, NotApplicable
+from ckpt_codecs.native import lossless
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Rounded(Codec):
     lossless: ClassVar[bool] = True
 
     def encode(self, array: Array, base: Array | None) -> Bytes:
-        if base is not None and base.shape == array.shape and _by_engine(base, array.dtype):
-            if not engine().is_bfloat16_of(words(base), words(array)):
+        if base is not None and base.shape == array.shape and _is_bfloat16_copy(base.dtype, array.dtype):
+            if not lossless.is_bfloat16_of(words(base), words(array)):
                 raise NotApplicable("the copy is not its master, rounded, or there are NaNs")
             return b""
         if base is None or not self.holds(base, array.dtype):
@@ -53,16 +53,16 @@ class Rounded(Codec):
             raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
         if not self.rounds(base.dtype, out.dtype):
             raise CodecError(f"{base.dtype} is not rounded to {out.dtype}")
-        if _by_engine(base, out.dtype) and out.flags.c_contiguous:
-            engine().to_bfloat16(words(base), words(out))
+        if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous:
+            lossless.to_bfloat16(words(base), words(out))
             return
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(out, base, casting="unsafe")
 
 
-def _by_engine(base: Array, dtype: DType) -> bool:
-    """Is this the common case, and are kernels at hand that are ten times as fast as NumPy?"""
-    return base.dtype.name == "float32" and dtype.name == "bfloat16" and loaded() is not None
+def _is_bfloat16_copy(base: DType, dtype: DType) -> bool:
+    """Is this the common case, for which there are kernels, ten times as fast as NumPy?"""
+    return base.name == "float32" and dtype.name == "bfloat16"
 
 
 def _same_bits(a: Array, b: Array) -> bool:

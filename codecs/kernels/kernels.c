@@ -3,6 +3,14 @@
 #include "kernels.h"
 
 #include "lossless.h"
+#include "huffman.c"
+#include "planes.c"
+#include "bfloat16.c"
+#include "entropy.c"
+#include "residuals.c"
+#include "sparse.c"
+#include "streams.c"
+#include "chunks.c"
 
 #include "deltas.h"
 #include "range_coder.c"

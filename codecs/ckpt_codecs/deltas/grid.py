@@ -10,9 +10,8 @@ from ckpt_codecs.deltas.contexts import apart, together
 from ckpt_codecs.deltas.kinds import CONSTANT_UNIT, GRID, GROWTH_CONTEXTS, ROOT_BEFORE, UNIT_SOURCES
 from ckpt_codecs.deltas.plain import sampled
 from ckpt_codecs.deltas.told import Told, units
-from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native import deltas
+from ckpt_codecs.native import deltas, lossless
 from ckpt_codecs.streams import Effort
 
 HEAD = Struct("<BBhBbII")
@@ -85,7 +84,7 @@ def best_shift(foretold: Array, found: Array, source: int, told: Told) -> tuple[
 
     def cost(finer: int) -> float:
         symbols, depths, bits = deltas.to_grid(foretold, found, units(source, middle - finer, found.size, near))
-        return found.size * engine().survey(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
+        return found.size * lossless.estimate_bits(symbols) + 8 * bits.size + DEPTH_BITS * depths.size
 
     best = cost(USUAL), USUAL
     for way in (FINER, COARSER):

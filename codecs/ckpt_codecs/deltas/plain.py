@@ -8,13 +8,13 @@ from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
 from ckpt_codecs.best import best_for
 from ckpt_codecs.chunks import words
 from ckpt_codecs.deltas.kinds import NOTHING
-from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.general import Zstd
 from ckpt_codecs.integers import Integers
 from ckpt_codecs.kinds import EXPECTED
 from ckpt_codecs.moments import FirstMoment, SecondMoment
-from ckpt_codecs.planes import Planes, split
+from ckpt_codecs.native import lossless
+from ckpt_codecs.planes import Planes
 
 PLAIN: tuple[type[Codec], ...] = (Planes, FirstMoment, SecondMoment, Integers, Zstd)
 """By the number that stands in files."""
@@ -43,13 +43,8 @@ def guess_plain(values: Array) -> float:
     bits = sampled(words(values))
     if not bits.size:
         return 0.0
-    planes = [np.empty(bits.size, np.uint8) for _ in range(bits.itemsize)]
-    if values.dtype.kind in "fcV":
-        split(bits, planes)
-    else:
-        for i, plane in enumerate(planes):
-            plane[:] = bits.view(np.uint8).reshape(-1, bits.itemsize)[:, i]
-    return sum(engine().survey(plane) for plane in planes) / 8 * values.size
+    planes = lossless.split_planes(bits, values.dtype.kind in "fcV")
+    return sum(map(lossless.estimate_bits, planes)) / 8 * values.size
 
 
 def guess_by_rows(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> float:

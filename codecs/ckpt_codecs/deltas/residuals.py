@@ -10,9 +10,8 @@ from ckpt_codecs.deltas.kinds import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE
 from ckpt_codecs.deltas.plain import sampled
 from ckpt_codecs.deltas.spans import MANTISSA
 from ckpt_codecs.deltas.told import Told
-from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native import deltas
+from ckpt_codecs.native import deltas, lossless
 from ckpt_codecs.streams import LEVELS, Effort
 
 LEAST = 512
@@ -86,4 +85,4 @@ def guess_steps(foretold: Array, found: Array) -> float:
     foretold, found = sampled(foretold), sampled(found)
     parts = [np.empty(found.size, np.uint8) for _ in range(found.itemsize)]
     deltas.split_zigzags(foretold, found, parts)
-    return sum(engine().survey(part) for part in parts) / 8
+    return sum(map(lossless.estimate_bits, parts)) / 8

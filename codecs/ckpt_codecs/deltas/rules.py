@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native import deltas
+from ckpt_codecs.native import deltas, lossless
 
 ADAM = ("torch", "divided", "cpu-adam", "apex")
 """Orders in which Adam's operations are done: torch's own, its kernels for GPUs, DeepSpeed's for CPUs, apex's."""
@@ -133,7 +132,7 @@ def larger(before: Array, after: Array) -> Array:
 def rounded(master: Array) -> Array:
     """The words of a copy in bfloat16."""
     made = np.empty(master.size, np.uint16)
-    engine().to_bfloat16(master, made)
+    lossless.to_bfloat16(master, made)
     return made
 
 

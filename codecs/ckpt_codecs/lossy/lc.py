@@ -10,10 +10,11 @@ import numpy as np
 from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
-from ckpt_codecs.engine import engine
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.kinds import CONSTANT, HUFFMAN, STORED
 from ckpt_codecs.lossy import forms, symbols
 from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.native import lossless
 from ckpt_codecs.planes import Planes
 from ckpt_codecs.scratch import borrow
 
@@ -112,10 +113,9 @@ class LcCheckpoint(DeltaCodec):
         out = borrow("lc", plane.size + 64)
         if self.coder == "packed":
             kind, held = streams.encode(plane, out, 0, streams.LEVELS["max"], sure=True)
-        elif engine().tally(plane) < plane.size:
-            kind, held = engine().press(plane, out, 0)
         else:
-            kind, held = 0, 0
+            held = lossless.entropy_code(plane, out)
+            kind = HUFFMAN if held > 1 else CONSTANT if held else STORED
         return bytes([kind]) + (out[:held] if kind else plane).tobytes()
 
     def decode(

@@ -1,0 +1,186 @@
+"""The kernels of the lossless codecs, as functions of arrays. `codecs/kernels/lossless.h` says what each does.
+
+Words are one-dimensional arrays of uint8, uint16, uint32 or uint64: the bits of values. Planes are uint8, as long as
+the words. Arrays have no gaps. `max_ratio`: a plane is coded if that makes it smaller than this share of its size.
+`sampled`: believe a sample of the plane that says that it will not.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native.library import ADDRESS, DOUBLE, INT64, address, bind, scratch
+
+_SCRATCH = (ADDRESS, INT64)
+_BYTES = (ADDRESS, INT64)
+SIGNATURES = {
+    "lossless_scratch": (INT64, INT64, INT64, INT64),
+    "write_planes": (INT64, INT64, INT64, ADDRESS, INT64, DOUBLE, INT64, *_BYTES, *_SCRATCH),
+    "read_planes": (INT64, INT64, INT64, *_BYTES, ADDRESS, INT64, *_SCRATCH),
+    "write_residuals": (
+        *(INT64, INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
+        *(DOUBLE, INT64, DOUBLE, *_BYTES, *_SCRATCH),
+    ),
+    "read_residuals": (INT64, INT64, *_BYTES, INT64, ADDRESS, INT64, ADDRESS, INT64, *_SCRATCH),
+    "write_streams": (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, *_BYTES, *_SCRATCH),
+    "read_streams": (INT64, *_BYTES, ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT64, *_BYTES, *_SCRATCH),
+    "entropy_code": (INT64, *_BYTES, *_BYTES, *_SCRATCH),
+    "estimate_bits": (INT64, *_BYTES, ADDRESS),
+    "split_planes": (INT64, INT64, INT64, ADDRESS, INT64, *_BYTES),
+    "to_bfloat16": (INT64, ADDRESS, INT64, ADDRESS),
+    "is_bfloat16_of": (INT64, ADDRESS, ADDRESS, INT64),
+}
+kernels = bind(SIGNATURES)
+
+_UINT8, _UINT16, _UINT32 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+
+
+def write_planes(words: Array, floats: bool, max_ratio: float, sampled: bool, out: Array) -> int:
+    """Write a chunk of planes to `out`, all but its first byte; returns where it ends.
+
+    `floats`: the exponent has a plane of its own. `out`: uint8, at least 1 + width * (5 + words.size) bytes.
+    """
+    width, size = words.itemsize, words.size
+    return int(
+        kernels.write_planes(
+            *(floats, width, address(words, words.dtype), size, max_ratio, sampled),
+            *(address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.lossless_scratch(width, size, 0)),
+        )
+    )
+
+
+def read_planes(source: Array, floats: bool, words: Array) -> bool:
+    """Fill `words` from a chunk of planes, uint8; False if a stream is damaged or holds a frame of zstd."""
+    width, size = words.itemsize, words.size
+    failed = kernels.read_planes(
+        *(floats, width, address(source, _UINT8), source.size),
+        *(address(words, words.dtype, writable=True), size),
+        *scratch(kernels.lossless_scratch(width, size, 0)),
+    )
+    return not failed
+
+
+def write_residuals(
+    words: Array, base: Array | None, columns: int, max_ratio: float, sampled: bool, row_max_ratio: float, out: Array
+) -> int:
+    """Write a chunk of residuals to `out`, all but its first byte; returns where it ends, or 0 if it gains nothing.
+
+    `words`, `base`: uint32 for float32, uint16 for bfloat16. `columns`: values per row. `row_max_ratio`: the max_ratio
+    of the streams of row scales.
+    """
+    width, size = words.itemsize, words.size
+    _check_base(base, words)
+    return int(
+        kernels.write_residuals(
+            *(width, address(words, words.dtype), size, *_base(base), columns),
+            *(max_ratio, sampled, row_max_ratio, address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.lossless_scratch(width, size, columns)),
+        )
+    )
+
+
+def read_residuals(source: Array, base: Array | None, columns: int, words: Array) -> bool:
+    """Fill `words` from a chunk of residuals, uint8; False if a stream is damaged or holds a frame of zstd."""
+    width, size = words.itemsize, words.size
+    _check_base(base, words)
+    failed = kernels.read_residuals(
+        *(width, address(source, _UINT8), source.size, *_base(base), columns),
+        *(address(words, words.dtype, writable=True), size),
+        *scratch(kernels.lossless_scratch(width, size, columns)),
+    )
+    return not failed
+
+
+def write_streams(sizes: Sequence[int], max_ratios: Sequence[float], sampled: Sequence[bool], out: Array) -> int:
+    """Turn planes into streams in place, and write their directory to out[1:]; returns where the last stream ends.
+
+    The planes lie in `out`, uint8, one after another, from 1 + 5 * len(sizes) on.
+    """
+    given = np.array(sizes, _INT64), np.array(max_ratios, _FLOAT64), np.array(sampled, _UINT8)
+    return int(
+        kernels.write_streams(
+            *(address(given[0], _INT64), address(given[1], _FLOAT64), address(given[2], _UINT8), len(sizes)),
+            *(address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.lossless_scratch(1, max(sizes, default=0), 0)),
+        )
+    )
+
+
+def read_streams(
+    source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], places: Sequence[int], out: Array
+) -> int:
+    """Fill planes from streams; returns the number of the first that is damaged or holds a frame of zstd.
+
+    Stream i is source[starts[i] : starts[i + 1]], and its plane out[places[i] : places[i] + sizes[i]]. Streams that are
+    stored, or frames of zstd, are left to the caller.
+    """
+    given = [np.array(numbers, _INT64) for numbers in (starts, sizes, places)]
+    held = np.array(kinds, _UINT8)
+    return int(
+        kernels.read_streams(
+            *(address(source, _UINT8), source.size, address(held, _UINT8)),
+            *(address(numbers, _INT64) for numbers in given),
+            *(len(sizes), address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.lossless_scratch(1, max(sizes, default=0), 0)),
+        )
+    )
+
+
+def entropy_code(plane: Array, out: Array) -> int:
+    """Code a plane if that makes it smaller, into `out`, uint8 and as long as the plane.
+
+    Returns the number of bytes: 0 if the plane is to be stored, 1 if it is constant, else those of a Huffman code.
+    """
+    return int(
+        kernels.entropy_code(
+            *(address(plane, _UINT8), plane.size, address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.lossless_scratch(1, plane.size, 0)),
+        )
+    )
+
+
+def estimate_bits(plane: Array) -> float:
+    """Bits per symbol of a plane, estimated from a sample. Negative if it is too small for one."""
+    bits = np.empty(1, _FLOAT64)
+    kernels.estimate_bits(address(plane, _UINT8), plane.size, address(bits, _FLOAT64, writable=True))
+    return float(bits[0])
+
+
+def split_planes(words: Array, floats: bool) -> Array:
+    """The planes of words: (width, words.size) uint8. `floats`: the exponent has a plane of its own, the last."""
+    planes = np.empty((words.itemsize, words.size), _UINT8)
+    kernels.split_planes(
+        *(floats, words.itemsize, address(words, words.dtype), words.size),
+        *(address(planes, _UINT8, writable=True), planes.size),
+    )
+    return planes
+
+
+def to_bfloat16(words: Array, out: Array) -> None:
+    """Round float32, as uint32, to bfloat16, as uint16: ties to even. A NaN keeps its sign and no payload."""
+    _check_sizes(words, out)
+    kernels.to_bfloat16(address(words, _UINT32), words.size, address(out, _UINT16, writable=True))
+
+
+def is_bfloat16_of(words: Array, rounded: Array) -> bool:
+    """Are these the float32 values, rounded to bfloat16, and none of them a NaN?"""
+    _check_sizes(words, rounded)
+    return bool(kernels.is_bfloat16_of(address(words, _UINT32), address(rounded, _UINT16), words.size))
+
+
+def _base(base: Array | None) -> tuple[int, int | None]:
+    return (0, None) if base is None else (base.itemsize, address(base, base.dtype))
+
+
+def _check_base(base: Array | None, words: Array) -> None:
+    if base is not None and base.size != words.size:
+        raise CodecError(f"{base.size} values are no base of {words.size}: this is a mistake of ckpt's own")
+
+
+def _check_sizes(words: Array, rounded: Array) -> None:
+    if words.size != rounded.size:
+        raise CodecError(f"{words.size} values are not rounded to {rounded.size}: this is a mistake of ckpt's own")
