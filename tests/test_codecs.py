@@ -1,4 +1,4 @@
-"""Every codec gives back every bit, on either engine, and reads what the other wrote."""
+"""Every codec gives back every bit."""
 
 import json
 import os
@@ -13,46 +13,37 @@ from hypothesis import strategies as st
 
 import ckpt_codecs
 from ckpt_codecs import CODECS, Codec, CodecError, Integers, Planes, SecondMoment, Zstd, best_for, from_config, parse
-from ckpt_codecs.engine import engine, using
 from ckpt_codecs.rounded import Rounded
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Array
 from codec_arrays import CHUNKED, F32, Case, cases
 from held import FLOATS, STORABLE, array, arrays, bits
 
-ENGINES = ["kernels", "portable"]
-BOTH = pytest.mark.parametrize("name", ENGINES)
 LEVELS = [Planes("fast"), Planes("max"), ckpt_codecs.FirstMoment("max"), SecondMoment("fast"), Integers("max"), Zstd(1)]
 
 
-def each_engine_reads(codec: Codec, values: Array, base: Array | None) -> None:
-    written = []
-    for name in ENGINES:
-        with using(name):
-            written.append(codec.encode(values, base))
-        assert len(written[-1]) <= values.nbytes + 1
-    for data in written:
-        for name in ENGINES:
-            with using(name):
-                assert bits(codec.decode(data, values.shape, values.dtype, base)) == bits(values)
+def comes_back(codec: Codec, values: Array, base: Array | None) -> None:
+    data = codec.encode(values, base)
+    assert len(data) <= values.nbytes + 1
+    assert bits(codec.decode(data, values.shape, values.dtype, base)) == bits(values)
 
 
 @pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
-def test_every_bit_comes_back_whichever_engine_wrote_it(codec: Codec) -> None:
+def test_every_bit_comes_back(codec: Codec) -> None:
     for _, values, base in cases():
-        each_engine_reads(codec, values, base)
+        comes_back(codec, values, base)
 
 
 @pytest.mark.parametrize("codec", LEVELS, ids=lambda codec: f"{codec.name}-{codec.level}")
 def test_every_bit_comes_back_at_every_level(codec: Codec) -> None:
     for _, values, base in list(cases())[::11]:
-        each_engine_reads(codec, values, base)
+        comes_back(codec, values, base)
 
 
 @settings(max_examples=150, deadline=None)
 @given(arrays(), arrays(FLOATS), st.sampled_from(CHUNKED))
 def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: Codec) -> None:
-    each_engine_reads(codec, values, base)
+    comes_back(codec, values, base)
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,14 +56,14 @@ def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: C
 def test_streams_of_any_alphabet_come_back(size: int, weights: list[float], least: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     values = (random.choice(len(weights), size, p=np.array(weights) / sum(weights)) + least).astype(np.uint8)
-    each_engine_reads(Integers(), values, None)
+    comes_back(Integers(), values, None)
 
 
 @pytest.mark.parametrize("shape", [(1 << 18,), (1000, 300), (3, 100_001)])
 def test_whole_chunks_come_back(shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(0).normal(0, 0.02, shape).astype(F32)
     for codec in CHUNKED:
-        each_engine_reads(codec, values, np.square(values))
+        comes_back(codec, values, np.square(values))
 
 
 def test_a_stored_plane_moves_down_over_itself() -> None:
@@ -82,24 +73,19 @@ def test_a_stored_plane_moves_down_over_itself() -> None:
         noise = random.integers(0, 1 << 32, 20_000, dtype=np.uint32)
         values = noise & np.uint32(0xFFFFFF00) | random.integers(0, symbols, noise.size, dtype=np.uint32)
         for codec in (Planes("max"), Planes(), Integers("fast")):
-            each_engine_reads(codec, values.view(F32 if codec.name == "planes" else np.uint32), None)
+            comes_back(codec, values.view(F32 if codec.name == "planes" else np.uint32), None)
 
 
-@BOTH
-def test_strided_unaligned_and_read_only_arrays_are_taken(name: str) -> None:
+def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
     values = np.random.default_rng(0).normal(0, 1, (80, 160)).astype(F32)
     shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(F32).reshape(values.shape)
     for given_ in (values.T, values[::2, 1::3], shifted):
-        with using(name):
-            for codec in CHUNKED:
-                data = codec.encode(given_, given_)
-                assert bits(codec.decode(data, given_.shape, given_.dtype, given_)) == bits(
-                    np.ascontiguousarray(given_)
-                )
+        for codec in CHUNKED:
+            data = codec.encode(given_, given_)
+            assert bits(codec.decode(data, given_.shape, given_.dtype, given_)) == bits(np.ascontiguousarray(given_))
 
 
-@BOTH
-def test_codes_are_as_small_as_they_should_be(name: str) -> None:
+def test_codes_are_as_small_as_they_should_be() -> None:
     """Bits an element, against the entropy of exponents and what is noise."""
     random = np.random.default_rng(0)
     weights = random.normal(0, 0.02, (1024, 256)).astype(F32)
@@ -108,8 +94,7 @@ def test_codes_are_as_small_as_they_should_be(name: str) -> None:
     first = (np.sqrt(second) * random.normal(0, 1, weights.shape)).astype(F32)
 
     def cost(codec: Codec, values: Array, base: Array | None = None) -> float:
-        with using(name):
-            return 8 * len(codec.encode(values, base)) / values.size
+        return 8 * len(codec.encode(values, base)) / values.size
 
     assert cost(Planes(), weights) < 26.7
     assert cost(Planes(), weights.astype(DTYPES["bfloat16"])) < 10.7
@@ -119,37 +104,33 @@ def test_codes_are_as_small_as_they_should_be(name: str) -> None:
     assert cost(ckpt_codecs.FirstMoment(), first, second) < cost(Planes(), first) - 0.5
     assert cost(Integers(), np.arange(100_000)) < 0.02
     assert cost(Integers(), random.random(100_000) < 0.01) < 0.11
-    assert cost(Integers(), random.integers(0, 3, 100_000)) < (1.7 if name == "kernels" else 1.9)
+    assert cost(Integers(), random.integers(0, 3, 100_000)) < 1.7
     assert cost(Planes(), np.ones(100_000, F32)) < 0.001
 
 
-def test_a_copy_is_its_master_rounded_with_and_without_kernels() -> None:
+def test_a_copy_is_its_master_rounded() -> None:
     master = np.concatenate([array(F32, (3000,)), np.random.default_rng(0).normal(0, 1, 3000).astype(F32)])
     with np.errstate(all="ignore"):
         copy = master.astype(DTYPES["bfloat16"])
-    for name in ENGINES:
-        with using(name):
-            assert bits(Rounded().decode(b"", copy.shape, copy.dtype, master)) == bits(copy)
-            assert Rounded().encode(copy[3000:], master[3000:]) == b""
-            with pytest.raises(ckpt_codecs.NotApplicable):
-                Rounded().encode(copy, master)  # there are NaNs
-            other = copy[3000:].copy()
-            other.view(np.uint16)[77] ^= 1
-            with pytest.raises(ckpt_codecs.NotApplicable):
-                Rounded().encode(other, master[3000:])
+    assert bits(Rounded().decode(b"", copy.shape, copy.dtype, master)) == bits(copy)
+    assert Rounded().encode(copy[3000:], master[3000:]) == b""
+    with pytest.raises(ckpt_codecs.NotApplicable):
+        Rounded().encode(copy, master)  # there are NaNs
+    other = copy[3000:].copy()
+    other.view(np.uint16)[77] ^= 1
+    with pytest.raises(ckpt_codecs.NotApplicable):
+        Rounded().encode(other, master[3000:])
 
 
-@BOTH
 @pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
-def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec, name: str) -> None:
+def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec) -> None:
     """Neither chunks nor values are scratch."""
     random = np.random.default_rng(0)
     first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
-    with using(name):
-        data = codec.encode(first, None)
-        found = codec.decode(data, first.shape, F32, None)
-        kept = bytes(data)
-        codec.decode(codec.encode(second, None), second.shape, F32, None)
+    data = codec.encode(first, None)
+    found = codec.decode(data, first.shape, F32, None)
+    kept = bytes(data)
+    codec.decode(codec.encode(second, None), second.shape, F32, None)
     assert bytes(data) == kept
     assert bits(found) == bits(first)
 
@@ -279,13 +260,15 @@ def test_another_package_offers_a_codec(tmp_path: Path) -> None:
 
 REPORT = """
 import sys, json, numpy as np, ckpt_codecs
-early = {"numba", "zstandard"} & set(sys.modules)
+from ckpt_codecs.native.library import load
+def loaded():
+    return bool(load.cache_info().currsize)
+early = [loaded(), "zstandard" in sys.modules]
 codec = ckpt_codecs.FirstMoment()
 values = np.random.default_rng(0).normal(0, 1, (300, 300)).astype("f4")
 data = codec.encode(values, np.square(values))
 assert codec.decode(data, values.shape, values.dtype, np.square(values)).tobytes() == values.tobytes()
-from ckpt_codecs.engine import engine
-print(json.dumps([sorted(early), engine().NAME, "numba" in sys.modules, ckpt_codecs.warm_up()]))
+print(json.dumps([early, loaded(), sorted({"numba", "zstandard"} & set(sys.modules))]))
 """
 
 
@@ -304,21 +287,12 @@ def run(code: str, **env: str) -> list[object]:
 
 
 @pytest.mark.slow
-def test_numba_is_imported_with_the_first_chunk() -> None:
-    engine()  # so that the cache is full
-    assert run(REPORT) == [[], "kernels", True, False]
-
-
-@pytest.mark.slow
-def test_no_numba_is_needed() -> None:
-    assert run(REPORT, CKPT_NO_JIT="1") == [[], "portable", False, False]
-    hidden = "import sys; sys.modules['numba'] = None\n" + REPORT.replace('"numba" in sys.modules', "False")
-    assert run(hidden)[1] == "portable"
+def test_kernels_are_loaded_with_the_first_chunk_and_nothing_is_compiled() -> None:
+    assert run(REPORT) == [[False, False], True, []]
 
 
 PEAK = """
 import resource, json, numpy as np, ckpt_codecs as c
-{warm}
 random = np.random.default_rng(0)
 chunk = random.normal(0, 1, (1024, 256)).astype("f4")
 def work(n):
@@ -333,7 +307,7 @@ print(json.dumps([first, work(60)]))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
-    first, last = run(PEAK.format(warm="c.warm_up()"))
+    first, last = run(PEAK)
     assert isinstance(first, int)
     assert isinstance(last, int)
     assert last - first < 20_000  # kB

@@ -15,42 +15,36 @@ import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
 from ckpt_codecs.base import room
-from ckpt_codecs.engine import using
 from ckpt_codecs.scratch import give, lent, take
 from ckpt_formats.files import Reader
 from ckpt_formats.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, cases
 from held import bits
-from test_codecs import BOTH
 
 T = TypeVar("T")
 EACH = pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
 counts_faults = pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted by thread on Linux alone")
 
 
-@BOTH
 @EACH
-def test_a_chunk_is_the_same_in_memory_that_is_given(codec: Codec, name: str) -> None:
-    with using(name):
-        for _, values, base in list(cases())[::3]:
-            alone = bytes(codec.encode(values, base))
-            for size in (room(values.nbytes), 3):
-                out = np.full(size, 0xA5, np.uint8)
-                assert bytes(codec.encode_into(values, base, out)) == alone
+def test_a_chunk_is_the_same_in_memory_that_is_given(codec: Codec) -> None:
+    for _, values, base in list(cases())[::3]:
+        alone = bytes(codec.encode(values, base))
+        for size in (room(values.nbytes), 3):
+            out = np.full(size, 0xA5, np.uint8)
+            assert bytes(codec.encode_into(values, base, out)) == alone
 
 
-@BOTH
 @EACH
-def test_values_are_the_same_in_memory_that_is_given(codec: Codec, name: str) -> None:
+def test_values_are_the_same_in_memory_that_is_given(codec: Codec) -> None:
     """Packed or not, whatever was there before."""
-    with using(name):
-        for _, values, base in list(cases())[::3]:
-            data = codec.encode(values, base)
-            packed = np.full(values.nbytes, 0xA5, np.uint8).view(values.dtype).reshape(values.shape)
-            strided = np.empty((*values.shape, 2), values.dtype)[..., 0]
-            for out in (packed, strided):
-                codec.decode_into(data, out, base)
-                assert bits(out.copy()) == bits(codec.decode(data, values.shape, values.dtype, base))
+    for _, values, base in list(cases())[::3]:
+        data = codec.encode(values, base)
+        packed = np.full(values.nbytes, 0xA5, np.uint8).view(values.dtype).reshape(values.shape)
+        strided = np.empty((*values.shape, 2), values.dtype)[..., 0]
+        for out in (packed, strided):
+            codec.decode_into(data, out, base)
+            assert bits(out.copy()) == bits(codec.decode(data, values.shape, values.dtype, base))
 
 
 def test_a_copy_is_rounded_into_memory_that_is_given() -> None:
@@ -132,7 +126,6 @@ def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
 FAULTS = """
 import json, resource, threading, numpy as np, ckpt_codecs as c
 from ckpt_codecs.base import room
-c.warm_up()
 def faults(work):
     for _ in range(3):
         work()

@@ -11,13 +11,13 @@ INLINE u16 rounded_to_bfloat16(u32 word) {
 }
 
 i64 API(to_bfloat16)(const u32 *restrict words, i64 count, u16 *restrict out) {
-    if (count < 0) return BAD_SIZE;
+    if (!is_size(count)) return BAD_SIZE;
     for (i64 i = 0; i < count; i++) out[i] = rounded_to_bfloat16(words[i]);
     return 0;
 }
 
 i64 API(is_bfloat16_of)(const u32 *restrict words, const u16 *restrict rounded, i64 count) {
-    if (count < 0) return BAD_SIZE;
+    if (!is_size(count)) return BAD_SIZE;
     u32 differs = 0;
     for (i64 i = 0; i < count; i++)
         differs |= is_nan(words[i]) ? 1u : (u32)(rounded_to_bfloat16(words[i]) ^ rounded[i]);

@@ -62,7 +62,7 @@ i64 API(write_streams)(const i64 *sizes, const double *max_ratios, const u8 *sam
     return c.end;
 }
 
-i64 API(write_planes)(i64 floats, i64 width, const u8 *words, i64 count, double max_ratio, i64 sampled, u8 *out,
+i64 API(write_planes)(int floats, i64 width, const u8 *words, i64 count, double max_ratio, int sampled, u8 *out,
                       i64 out_size, u8 *scratch, i64 scratch_size) {
     Scratch s = lent(scratch, scratch_size);
     if (!has_planes(width) || !is_size(count) || out_size < 1 + width * (ENTRY + count)) return BAD_SIZE;
@@ -106,7 +106,7 @@ INLINE bool is_prediction(i64 width, i64 count, i64 base_width, const u8 *base, 
 }
 
 i64 API(write_residuals)(i64 width, const u8 *words, i64 count, i64 base_width, const u8 *base, i64 columns,
-                         double max_ratio, i64 sampled, double row_max_ratio, u8 *out, i64 out_size, u8 *scratch,
+                         double max_ratio, int sampled, double row_max_ratio, u8 *out, i64 out_size, u8 *scratch,
                          i64 scratch_size) {
     Scratch s = lent(scratch, scratch_size);
     if (!is_prediction(width, count, base_width, base, columns)) return BAD_SIZE;
@@ -149,7 +149,7 @@ static const u8 *read_plane(const u8 *source, const i64 *starts, i64 i, u8 *buff
     return read_stream(kind, stream, bytes, buffer, size, scratch, code) ? buffer : NULL;
 }
 
-i64 API(read_planes)(i64 floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
+i64 API(read_planes)(int floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
                      i64 scratch_size) {
     Scratch s = lent(scratch, scratch_size);
     if (!has_planes(width) || !is_size(count) || source_size < 0) return BAD_SIZE;

@@ -81,8 +81,4 @@ static double estimated_bits_of_exponents(i64 width, const u8 *words, i64 count)
     return bits_per_symbol(counts, SAMPLES * length);
 }
 
-i64 API(estimate_bits)(const u8 *plane, i64 size, double *bits) {
-    if (!is_size(size)) return BAD_SIZE;
-    *bits = estimated_bits(plane, size);
-    return 0;
-}
+double API(estimate_bits)(const u8 *plane, i64 size) { return is_size(size) ? estimated_bits(plane, size) : BAD_SIZE; }

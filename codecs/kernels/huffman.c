@@ -24,7 +24,7 @@ static void smallest_and_largest(const u8 *plane, i64 size, int *smallest, int *
 }
 
 /* Eight tables in turn: if two neighbours are equal, the second need not wait for the sum of the first. */
-static void count_bytes(const u8 *plane, i64 size, u32 counts[256]) {
+static void count_singles(const u8 *plane, i64 size, u32 counts[256]) {
     u32 tables[8][256] = {{0}};
     i64 i = 0;
     for (; i + 8 <= size; i += 8) {
@@ -81,7 +81,7 @@ static void count_symbols(const u8 *plane, i64 size, Code *code) {
         else if (largest - smallest < 64 && share >= 16384)
             count_pairs(plane + begin, end - begin, smallest, largest, 6, code->pair_counts, counts);
         else
-            count_bytes(plane + begin, end - begin, counts);
+            count_singles(plane + begin, end - begin, counts);
     }
     memset(code->totals, 0, sizeof code->totals);
     for (int s = 0; s < STREAMS; s++)

@@ -14,12 +14,12 @@ i64 API(lossless_scratch)(i64 width, i64 count, i64 columns);
 /* Write a chunk of planes after its first byte, out[0]: the directory, then `width` streams. `words`: `count` values of
  * 1, 2, 4 or 8 bytes. `floats`: 1 if the exponent goes to a plane of its own, 0 for the bytes as they are. `max_ratio`
  * and `sampled` as for write_streams. `out` needs 1 + width * (5 + count) bytes. Returns the end of the chunk in `out`. */
-i64 API(write_planes)(i64 floats, i64 width, const u8 *words, i64 count, double max_ratio, i64 sampled, u8 *out,
+i64 API(write_planes)(int floats, i64 width, const u8 *words, i64 count, double max_ratio, int sampled, u8 *out,
                       i64 out_size, u8 *scratch, i64 scratch_size);
 
 /* Fill `words` from a chunk of planes, of which the first byte is not looked at. Returns 0; or 1 + the number of the
  * first stream that is damaged or a frame of zstd; or 1 + width if the directory is damaged. */
-i64 API(read_planes)(i64 floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
+i64 API(read_planes)(int floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
                      i64 scratch_size);
 
 /* Write a chunk of residuals after its first byte: the exponents of float32 (width 4) or bfloat16 (width 2) as
@@ -28,7 +28,7 @@ i64 API(read_planes)(i64 floats, i64 width, const u8 *source, i64 source_size, u
  * needs 1 + 5 * (width + 3) + width * count + 2 + 2 * rows bytes. Returns the end of the chunk, or 0 if the residuals
  * would not be smaller than the exponents. */
 i64 API(write_residuals)(i64 width, const u8 *words, i64 count, i64 base_width, const u8 *base, i64 columns,
-                         double max_ratio, i64 sampled, double row_max_ratio, u8 *out, i64 out_size, u8 *scratch,
+                         double max_ratio, int sampled, double row_max_ratio, u8 *out, i64 out_size, u8 *scratch,
                          i64 scratch_size);
 
 /* Fill `words` from a chunk of residuals. Returns as read_planes, of width + 3 streams. */
@@ -51,12 +51,12 @@ i64 API(read_streams)(const u8 *source, i64 source_size, const u8 *kinds, const 
  * the symbol of a constant plane, more for a Huffman code, 0 if the plane is to be stored. */
 i64 API(entropy_code)(const u8 *plane, i64 size, u8 *out, i64 out_size, u8 *scratch, i64 scratch_size);
 
-/* Set bits[0] to the entropy of a plane in bits per symbol, estimated from 4096 symbols. */
-i64 API(estimate_bits)(const u8 *plane, i64 size, double *bits);
+/* Returns the entropy of a plane in bits per symbol, estimated from 4096 symbols. Negative if the plane is too small. */
+double API(estimate_bits)(const u8 *plane, i64 size);
 
 /* Split `count` values of `width` bytes into planes of `count` bytes, one after another. `floats` as for
  * write_planes. */
-i64 API(split_planes)(i64 floats, i64 width, const u8 *words, i64 count, u8 *planes, i64 planes_size);
+i64 API(split_planes)(int floats, i64 width, const u8 *words, i64 count, u8 *planes, i64 planes_size);
 
 /* Round float32 to bfloat16: to nearest, ties to even. A NaN keeps its sign and no payload. */
 i64 API(to_bfloat16)(const u32 *words, i64 count, u16 *out);

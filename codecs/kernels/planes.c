@@ -201,7 +201,7 @@ static void unpack7(const u8 *restrict packed, u8 *restrict plane, i64 size) {
     for (i64 i = 8 * run; i < size; i++) plane[i] = packed[i - run];
 }
 
-i64 API(split_planes)(i64 floats, i64 width, const u8 *words, i64 count, u8 *planes, i64 planes_size) {
+i64 API(split_planes)(int floats, i64 width, const u8 *words, i64 count, u8 *planes, i64 planes_size) {
     if (!has_planes(width) || !is_size(count) || planes_size < width * count) return BAD_SIZE;
     u8 *each[8];
     for (i64 i = 0; i < 8; i++) each[i] = planes + min(i, width - 1) * count;

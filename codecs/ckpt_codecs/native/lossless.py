@@ -11,24 +11,24 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native.library import ADDRESS, DOUBLE, INT64, address, bind, scratch
+from ckpt_codecs.native.library import ADDRESS, DOUBLE, INT, INT64, address, bind, scratch
 
 _SCRATCH = (ADDRESS, INT64)
 _BYTES = (ADDRESS, INT64)
 SIGNATURES = {
     "lossless_scratch": (INT64, INT64, INT64, INT64),
-    "write_planes": (INT64, INT64, INT64, ADDRESS, INT64, DOUBLE, INT64, *_BYTES, *_SCRATCH),
-    "read_planes": (INT64, INT64, INT64, *_BYTES, ADDRESS, INT64, *_SCRATCH),
+    "write_planes": (INT64, INT, INT64, ADDRESS, INT64, DOUBLE, INT, *_BYTES, *_SCRATCH),
+    "read_planes": (INT64, INT, INT64, *_BYTES, ADDRESS, INT64, *_SCRATCH),
     "write_residuals": (
         *(INT64, INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
-        *(DOUBLE, INT64, DOUBLE, *_BYTES, *_SCRATCH),
+        *(DOUBLE, INT, DOUBLE, *_BYTES, *_SCRATCH),
     ),
     "read_residuals": (INT64, INT64, *_BYTES, INT64, ADDRESS, INT64, ADDRESS, INT64, *_SCRATCH),
     "write_streams": (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, *_BYTES, *_SCRATCH),
     "read_streams": (INT64, *_BYTES, ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT64, *_BYTES, *_SCRATCH),
     "entropy_code": (INT64, *_BYTES, *_BYTES, *_SCRATCH),
-    "estimate_bits": (INT64, *_BYTES, ADDRESS),
-    "split_planes": (INT64, INT64, INT64, ADDRESS, INT64, *_BYTES),
+    "estimate_bits": (DOUBLE, *_BYTES),
+    "split_planes": (INT64, INT, INT64, ADDRESS, INT64, *_BYTES),
     "to_bfloat16": (INT64, ADDRESS, INT64, ADDRESS),
     "is_bfloat16_of": (INT64, ADDRESS, ADDRESS, INT64),
 }
@@ -145,9 +145,7 @@ def entropy_code(plane: Array, out: Array) -> int:
 
 def estimate_bits(plane: Array) -> float:
     """Bits per symbol of a plane, estimated from a sample. Negative if it is too small for one."""
-    bits = np.empty(1, _FLOAT64)
-    kernels.estimate_bits(address(plane, _UINT8), plane.size, address(bits, _FLOAT64, writable=True))
-    return float(bits[0])
+    return float(kernels.estimate_bits(address(plane, _UINT8), plane.size))
 
 
 def split_planes(words: Array, floats: bool) -> Array:
