@@ -48,7 +48,7 @@ from methods import (
 from scaling import share
 from states import default_folder, state_path
 
-from ckpt_codecs import warm_up
+from ckpt_codecs.native import library
 
 OURS, ZIPNN, PIECES = "ckpt default", "ZipNN", "ZipNN in pieces of 4 MiB"
 
@@ -178,9 +178,9 @@ def main() -> None:
     methods += [zip_nn(ZIPNN, whole, given.threads), zip_nn(PIECES, runs, 1)]
     methods = [m for m in methods if not given.only or any(m.name.startswith(o) for o in given.only)]
     began = time.monotonic()
-    compiled = warm_up()
+    library.load()
     print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
-    print(f"kernels {'compiled' if compiled else 'loaded'} in {time.monotonic() - began:.1f} s")
+    print(f"kernels loaded in {1000 * (time.monotonic() - began):.1f} ms, level {library.level()}")
     print(f"{given.state}: {sum(a.nbytes for s in held.values() for a in s) / 1e6:.0f} MB, {given.rounds} rounds\n")
     found = lines(held, measure(held, methods, given.rounds, given.threads))
     every = [*sorted(found, key=lambda line: list(held).index(line.state)), *totals(found)]

@@ -34,7 +34,7 @@ import zipnn
 import zstandard
 from states import START, default_folder, state_path
 
-from ckpt_codecs import Change, DeltaCodec, Rounded, Step, delta_from_config, warm_up
+from ckpt_codecs import Change, DeltaCodec, Rounded, Step, delta_from_config
 from ckpt_codecs.delta import States
 from ckpt_codecs.deltas.parts import cut
 from ckpt_formats.base import Checkpoint
@@ -313,8 +313,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="pairs whose names begin so")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    warm_up()
-    delta_from_config({"name": "replay"}).warm_up()
     print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
     print(
         "xdelta3 is "

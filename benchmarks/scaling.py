@@ -21,8 +21,6 @@ from typing import Any
 from methods import Method, Piece, coded, ours, states_of
 from states import default_folder, state_path
 
-from ckpt_codecs import warm_up
-
 REPEATED = 8
 """So often is a state done in a round: starting threads shall take no time to speak of."""
 
@@ -81,7 +79,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    warm_up()
     held, method = states_of(given.state), ours("default")
     sums = [0.0] * 4
     print("| state | encode MB/s | times | decode MB/s | times |\n| --- | --- | --- | --- | --- |")

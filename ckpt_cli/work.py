@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +15,7 @@ from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import on_terminal, progress, spoken
 from ckpt_cli.savings import delta_codecs, is_coded
 from ckpt_cli.selection import Edits
-from ckpt_codecs import warm_up
-from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.engine import is_compiling
+from ckpt_codecs.native import library
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
 from ckpt_formats.errors import BadRules, Unsupported
 from ckpt_formats.files import most_workers, read_whole
@@ -32,10 +29,8 @@ from ckpt_formats.universal.delta import Delta
 
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
-_PATIENCE = 2.0
-"""Seconds without a word in a log."""
 _AT_ONCE = 0.5
-"""The same on a terminal, where somebody waits."""
+"""Seconds without a word on a terminal, where somebody waits."""
 
 
 def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
@@ -154,9 +149,8 @@ def write(
     """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)
     report.note_losses(format, source, parts)
-    deltas = [*delta_codecs(source), *(format.codecs if isinstance(format, Delta) else ())]
-    if goal.coding is not None or deltas or is_coded(source):
-        load_kernels(deltas)
+    if goal.coding is not None or isinstance(format, Delta) or delta_codecs(source) or is_coded(source):
+        load_kernels()
     notes.flush()
     began = time.monotonic()
     with progress(what, sum(part.nbytes for part in parts)) as moved:
@@ -164,9 +158,7 @@ def write(
     return outcome, time.monotonic() - began
 
 
-def load_kernels(deltas: Iterable[DeltaCodec] = ()) -> None:
-    """Make the codecs ready, and say so if they are compiled, on a machine's first use, and it takes a while."""
-    with spoken("compiling kernels, once on this machine ...", _PATIENCE, is_compiling):
-        warm_up()
-        for codec in deltas:
-            codec.warm_up()
+def load_kernels() -> None:
+    """Load the compiled kernels, so that nothing begins where they are missing. Raises `LibraryError` then."""
+    library.load()
+    library.level()

@@ -85,7 +85,7 @@ AREAS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     "chains": (18, ["ckpt_cli/chains/*.py", "ckpt_formats/chain/*.py"]),
-    "codecs": (16, ["ckpt_codecs/*.py", "ckpt_codecs/kernels/*.py"]),
+    "codecs": (16, ["ckpt_codecs/*.py", "ckpt_codecs/native/*.py"]),
     "deltas": (14, ["ckpt_codecs/deltas/*.py"]),
     "lossy": (12, ["ckpt_codecs/lossy/*.py"]),
     "safety": (

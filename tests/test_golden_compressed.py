@@ -4,10 +4,8 @@
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,10 +66,8 @@ def test_it_has_one_of_everything(golden: Checkpoint) -> None:
     assert {store.base is None for store in coded} == {False, True}
 
 
-@pytest.mark.parametrize("without", ["kernels", "nothing"])
 @pytest.mark.slow
-def test_it_is_read_with_and_without_kernels(without: str, tmp_path: Path) -> None:
-    env = {**os.environ, "CKPT_NO_JIT": "1" if without == "kernels" else "0"}
+def test_it_is_verified() -> None:
     command = [sys.executable, "-m", "ckpt_cli", "verify", str(GOLDEN), "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert {finding["kind"] for finding in json.loads(ran.stdout)["findings"]} <= {"copy"}

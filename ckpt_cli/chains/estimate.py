@@ -39,7 +39,7 @@ def stored_nbytes(source: Checkpoint, earlier: Checkpoint | None, coded: bool, m
     goal = Goal(Path(), coding=manner.coding)
     codecs = manner.codecs(source)
     kinds = _spread(Delta(earlier, None, codecs).plan(source, goal))
-    work.load_kernels(codecs.values())
+    work.load_kernels()
     manner = _known(manner, source, earlier, [part.parameters[0] for look in kinds.values() for part, _ in look])
     parts = {part.file: part for part in Delta(earlier, None, manner.codecs(source)).plan(source, goal)}
     looks = [(kind, (parts[part.file], at)) for kind, members in kinds.items() for part, at in members]

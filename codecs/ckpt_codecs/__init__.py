@@ -3,7 +3,6 @@
 from ckpt_codecs.base import Codec
 from ckpt_codecs.best import best_for
 from ckpt_codecs.delta import Change, DeltaCodec, Step
-from ckpt_codecs.engine import warm_up
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.general import Zstd
 from ckpt_codecs.integers import Integers
@@ -33,5 +32,4 @@ __all__ = [
     "from_config",
     "parse",
     "parse_delta",
-    "warm_up",
 ]

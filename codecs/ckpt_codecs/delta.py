@@ -54,9 +54,6 @@ class DeltaCodec(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
 
-    def warm_up(self) -> None:  # noqa: B027 -- most have nothing to load
-        """Load what it works with. Kernels are compiled on their first use, which takes a while, once for a machine."""
-
     def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "DeltaCodec":
         """The same codec with what it must know of the whole state. Asked once for each delta, before `fit`.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_cli import notes, progress, work
+from ckpt_cli import notes, progress
 from ckpt_formats.notices import Notice, Weight
 from damage import ckpt
 
@@ -157,18 +157,6 @@ def test_levels_of_compression_differ(tmp_path: Path) -> None:
         sizes.append(json.loads(done.out)["stored_nbytes"])
     assert sizes[1] < sizes[0]
     assert ckpt("compress", tmp_path / "a.pt", tmp_path / "fast", "--level", "fast").code == 2
-
-
-def test_compiling_is_said_only_when_something_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(work, "_PATIENCE", 0.01)
-    monkeypatch.setattr(work, "warm_up", lambda: time.sleep(0.1))
-    work.load_kernels()
-    assert "compiling" not in capsys.readouterr().err
-    monkeypatch.setattr(work, "is_compiling", lambda: True)
-    work.load_kernels()
-    assert capsys.readouterr().err.count("compiling kernels") == 1
 
 
 def test_who_waits_at_a_terminal_is_told_what_is_done(

@@ -15,7 +15,6 @@ from ckpt_codecs.deltas.plain import decode_plain
 from ckpt_codecs.deltas.residuals import decode_residual
 from ckpt_codecs.deltas.told import SECOND, Told
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native import library
 
 _SIZE = Struct("<I")
 
@@ -113,9 +112,6 @@ class Reading:
 @dataclass(frozen=True)
 class PartsCodec(DeltaCodec):
     """A delta codec whose chunks are of parts."""
-
-    def warm_up(self) -> None:
-        library.load()
 
     def decode(
         self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
