@@ -20,8 +20,8 @@ import kernel_headers
 
 FLAGS = ["-g", "-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-sanitize-recover=all"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
-SLICE = 50_000
-"""Hostile reads by one seed."""
+SLICE = 20_000
+"""Hostile reads of one process, after which it gives an account."""
 
 
 def find_zig() -> list[str]:
@@ -75,6 +75,7 @@ def fuzz(
     seed: int = 1,
     jobs: int = os.cpu_count() or 1,
     family: str | None = None,
+    slice: int = SLICE,
 ) -> int:
     """Run a built fuzzer until it has made so many hostile reads, or so many seconds are over; prints and returns them.
 
@@ -85,7 +86,7 @@ def fuzz(
     hostile, calls = Counter[str](), Counter[str]()
     with ThreadPoolExecutor(jobs) as pool:
         while hostile.total() < reads and time.monotonic() - begun < seconds:
-            size = min(SLICE, -(-(reads - hostile.total()) // jobs))
+            size = min(slice, -(-(reads - hostile.total()) // jobs))
             runs = [pool.submit(run, program, seed + job, size, family) for job in range(jobs)]
             before = hostile.total()
             for part in runs:

@@ -1,0 +1,24 @@
+"""No kernel reads or writes out of bounds, or does what C leaves undefined, whatever bytes it is given.
+
+A sample of `python tests/fuzz_kernels.py`; the campaign takes many more.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import fuzz_kernels
+from effort import TIMES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SECONDS = 30
+"""By two processes: a minute in all."""
+
+
+def test_no_kernel_is_harmed_by_hostile_bytes(tmp_path: Path) -> None:
+    compiler, finds = fuzz_kernels.find_compiler()
+    print(finds)
+    fuzz_kernels.build(tmp_path / "fuzz", compiler)
+    reads = fuzz_kernels.fuzz([str(tmp_path / "fuzz")], 10**9, SECONDS * TIMES, jobs=2, slice=2000)
+    assert reads > 1000
