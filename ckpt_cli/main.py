@@ -145,6 +145,10 @@ def run() -> None:
         code = report(_of_system(error))
     except MemoryError:
         code = _fault("not enough memory", "give a smaller --memory, or fewer --workers")
+    except ImportError as error:  # a package of another version, or compiled kernels that are missing or stale
+        if verbose:
+            traceback.print_exc()
+        code = _fault(_clean(str(error)), "ckpt is not installed as it must be")
     except Exception as error:
         if verbose:
             raise

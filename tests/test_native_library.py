@@ -15,11 +15,15 @@ import pytest
 
 import cpu_levels
 import kernel_headers
+from ckpt_cli.main import FAULT
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import library
 from ckpt_codecs.native.sources import hash_sources
+from damage import SAMPLES
 
 ROOT = Path(__file__).parents[1]
+COMPRESSED = SAMPLES / "universal-v2"
+PLAIN = SAMPLES / "universal-v1"
 LEVEL = "from ckpt_codecs.native import library; print(library.level())"
 X86 = platform.machine() in ("x86_64", "AMD64")
 V3 = {"sse4_2", "popcnt", "ssse3", "cx16", "lahf_lm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
@@ -28,7 +32,7 @@ V3 = {"sse4_2", "popcnt", "ssse3", "cx16", "lahf_lm", "avx", "avx2", "bmi1", "bm
 
 def run(code: str, root: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Python in a process of its own, on the packages of a checkout."""
-    path = os.pathsep.join([str(root / "codecs"), str(root / "formats"), str(root)])
+    path = os.pathsep.join([str(root / "codecs"), str(ROOT / "formats"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
@@ -79,6 +83,22 @@ def test_a_library_older_than_its_sources_is_refused_with_the_command_that_mends
     assert done.returncode != 0
     assert "was not built from the sources in" in done.stderr
     assert "run `make kernels`, or `pip install --editable .`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["verify", "SOURCE"], ["decompress", "SOURCE", "TARGET"], ["compress", "PLAIN", "TARGET"]]
+)
+def test_a_command_that_needs_a_stale_library_says_so_and_calls_nothing_damaged(
+    command: list[str], checkout: Path, tmp_path: Path
+) -> None:
+    (checkout / "codecs" / "kernels" / "new.h").touch()
+    paths = {"SOURCE": COMPRESSED, "PLAIN": PLAIN, "TARGET": tmp_path / "target"}
+    arguments = ["ckpt", *(str(paths.get(word, word)) for word in command)]
+    done = run(f"import sys; sys.argv = {arguments!r}; from ckpt_cli.main import run; run()", checkout)
+    assert done.returncode == FAULT
+    assert "run `make kernels`" in done.stderr
+    assert "damaged" not in done.stdout + done.stderr
+    assert not (tmp_path / "target").exists()
 
 
 def test_a_program_that_tries_the_kernels_is_no_source(checkout: Path) -> None:

@@ -35,8 +35,11 @@ _ALIGNMENT = 64
 _LEAST_SCRATCH = 1 << 16
 
 
-class LibraryError(CodecError):
-    """The compiled kernels are missing, or do not belong to this version or this CPU."""
+class LibraryError(ImportError):
+    """The compiled kernels are missing, or do not belong to this version or this CPU.
+
+    No CodecError, since data that cannot be decoded for this reason is not damaged.
+    """
 
 
 class Kernels:
