@@ -16,7 +16,7 @@ fixtures that tests share. Then a process is forked for each fault, its switch i
 are run, those of `make quick` first, short ones first, until one fails. A test that takes ten times as long as it
 should has failed. That the test passes without the fault, alone in a fork, is tried as well.
 
-What is not seen: code that Numba compiles, and code that runs while a module is imported.
+What is not seen: the kernels in C, and code that runs while a module is imported.
 
 A fault that no test can see, or that none should, stands in `mutating/equivalent.toml` with the reason; another one of
 the same function is taken for it. All that is known is kept in `.mutations/`: the record, to be made again after tests

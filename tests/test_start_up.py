@@ -12,7 +12,7 @@ import pytest
 from damage import SAMPLES
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"torch", "numpy", "numba", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
+HEAVY = {"torch", "numpy", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
 ENGINES = {"torch", "deepspeed", "megatron", "transformers", "safetensors", "cloudpickle", "dill", "pandas"}
 
 REPORT = """

@@ -107,10 +107,8 @@ def _rank(*words: str) -> bytes:
 
 
 def _functions(area: str, module: str, path: Path) -> Iterator[list[Fault]]:
-    """The possible faults of each function. A module that Numba compiles has none: its code does not see a switch."""
+    """The possible faults of each function."""
     tree = ast.parse(path.read_text())
-    if _imports_numba(tree):
-        return
     for name, function in _definitions(tree, ""):
         faults: dict[str, Fault] = {}
         for node in _nodes(function.body):
@@ -120,17 +118,6 @@ def _functions(area: str, module: str, path: Path) -> Iterator[list[Fault]]:
                 faults[fault.key] = fault
         if faults:
             yield list(faults.values())
-
-
-def _imports_numba(tree: ast.Module) -> bool:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(alias.name.startswith("numba") for alias in node.names):
-            return True
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "numba":
-            return True
-        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".jit"):
-            return True
-    return False
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
