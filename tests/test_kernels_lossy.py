@@ -167,12 +167,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         lambda: lossy.unscale_change(a, room(4), room(6), x, room(4, 6)),
         lambda: lossy.quantize(a, 1.0, 0.5, np.zeros((4, 6), np.int32), np.zeros(3), np.zeros(4, np.int64)),
         lambda: lossy.quantize(a, 1.0, 1.5, np.zeros((4, 6), np.int32), np.zeros(4), np.zeros(4, np.int64)),
-        lambda: lossy.decode_levels(levels + (1 << 20), levels, 1, None, None, room(4, 4)),
+        lambda: lossy.decode_levels(levels + (1 << 13), levels, 1, None, None, room(4, 4)),
         lambda: lossy.encode_residuals(
-            room(4, 4), levels, levels + (1 << 20), 1, lattice.fine(), np.zeros((4, 4), np.int32)
+            room(4, 4), levels, levels + (1 << 13), 1, lattice.fine(), np.zeros((4, 4), np.int32)
         ),
         lambda: lossy.encode_residuals(room(4, 4), levels, levels, 1, lattice.fine()[1:], np.zeros((4, 4), np.int32)),
         lambda: lossy.code_decisions(np.zeros(3, np.uint16), 4, np.zeros(99, np.uint8)),
+        lambda: lossy.code_decisions(np.array([9, 0, 9], np.uint16), 3, np.zeros(99, np.uint8)),
         lambda: lossy.model_symbols(np.zeros(3, np.int32), 3, 0, np.zeros(20, np.uint16)),
     ]
     for call in calls:
@@ -363,7 +364,7 @@ def test_sum_levels(shape: tuple[int, int], kind: str, seed: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, kinds, seeds, st.integers(1, 255) | st.sampled_from([1, 2, 16, 32]), st.sampled_from([0, 900, 50000]))
+@given(shapes, kinds, seeds, st.integers(1, 255) | st.sampled_from([1, 2, 16, 32]), st.sampled_from([0, 900, 8191]))
 def test_encode_residuals(shape: tuple[int, int], kind: str, seed: int, step: int, spread: int) -> None:
     random = np.random.default_rng(seed)
     values = np.abs(numbers(kind, shape, seed))
@@ -390,7 +391,7 @@ def test_residuals_are_the_nearest_multiples_of_the_logarithm() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, seeds, st.integers(0, 255), st.sampled_from([100, 5000, 2**31 - 1]), st.sampled_from([0, 900, 3000]))
+@given(shapes, seeds, st.integers(0, 255), st.sampled_from([100, 5000, 2**31 - 1]), st.sampled_from([0, 900, 8191]))
 def test_decode_levels(shape: tuple[int, int], seed: int, step: int, large: int, spread: int) -> None:
     random = np.random.default_rng(seed)
     rows, columns = (random.integers(-spread, spread + 1, size, np.int32) for size in shape)

@@ -19,8 +19,8 @@ i64 API(symbols_scratch)(i64 columns);
 i64 API(model_symbols)(const i32 *symbols, i64 size, i64 columns, i64 shift, u16 *decisions, i64 room, u8 *scratch,
                        i64 scratch_size);
 
-/* Codes decisions with a range coder. The code ends where `out` does. Returns where it begins. `room` is at least
- * 4 bytes and 2 for each decision. */
+/* Codes decisions with a range coder. The code ends where `out` does. Returns where it begins; BAD_SIZE also where a
+ * decision is 0, which has no probability. `room` is at least 4 bytes and 2 for each decision. */
 i64 API(code_decisions)(const u16 *decisions, i64 count, u8 *out, i64 room);
 
 /* Decodes `size` symbols from a code of `length` bytes. Returns 1, or 0 where the code is not that of so many symbols. */
@@ -62,12 +62,12 @@ i64 API(sum_levels)(const u32 *words, i64 n, i64 m, i64 *rows, i64 *columns);
 
 /* The multiples of a step that are nearest to what is left of the levels of values, which are not negative, without
  * those of their row and column; 0 for zeros. `step` is 1 to 255 levels; `fine_levels` are the 4097 of `log_levels`;
- * levels of rows and columns are below 2^20. Returns the sum of the magnitudes. */
+ * levels of rows and columns are below 2^13. Returns the sum of the magnitudes. */
 i64 API(encode_residuals)(const u32 *words, i64 n, i64 m, const i32 *rows, const i32 *columns, i64 step,
                           const i32 *fine_levels, i64 fine_count, i32 *residuals);
 
 /* The float32 of levels: the sum of row's and column's, and `step` (at most 255) for each unit of `residuals`, if that
- * is not NULL; 0 where `zeros`, if that is not NULL, is not 0. Levels of rows and columns are below 2^20. Returns 0. */
+ * is not NULL; 0 where `zeros`, if that is not NULL, is not 0. Levels of rows and columns are below 2^13. Returns 0. */
 i64 API(decode_levels)(const i32 *rows, const i32 *columns, i64 n, i64 m, i64 step, const i32 *residuals,
                        const i32 *zeros, float *out);
 

@@ -16,7 +16,7 @@ typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef double Doubles __attribute__((vector_size(LANES * sizeof(float))));
 
 enum {
-    TILE_ROWS = 4,
+    TILE_ROWS = 5,
     TILE_VECTORS = 2,
     TILE_COLUMNS = TILE_VECTORS * LANES,
     BLOCK = 128, /* terms of a sum before the next tile: what they are made of stays in the first cache */

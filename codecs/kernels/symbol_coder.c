@@ -209,17 +209,20 @@ INLINE u64 reciprocal(u32 share) { return (u64)(i64)(0x1p47 / (double)share) + 1
 
 i64 API(code_decisions)(const u16 *decisions, i64 count, u8 *out, i64 room) {
     if (count < 0 || room < 4 || count > (room - 4) / 2) return BAD_SIZE;
+    bool is_impossible = false; /* the model decides nothing that has no probability */
+    for (i64 i = 0; i < count; i++) is_impossible |= decisions[i] == 0;
+    if (is_impossible) return BAD_SIZE;
     u64 state = LOWEST_STATE;
     u8 *next = out + room;
     for (i64 i = count - 1; i >= 0; i--) {
         /* No branches: decisions are as good as random where they cost anything. */
         u32 chance = decisions[i] & (DECISION_ONE - 1), is_one = -(u32)(decisions[i] >> DECISION_BITS);
-        u32 share = max((chance ^ is_one) - is_one + (is_one & DECISION_ONE), (u32)1); /* 0 is no decision of the model */
+        u32 share = (chance ^ is_one) - is_one + (is_one & DECISION_ONE);
         u64 factor = reciprocal(share);
-        bool is_full = state >= (u64)share << 17;
-        store16(next - 2, (u16)state);
-        next -= is_full ? 2 : 0;
-        state = is_full ? state >> 16 : state;
+        if (RARE(state >= (u64)share << 17)) { /* the state waits for no branch, and few are mispredicted */
+            store16(next -= 2, (u16)state);
+            state >>= 16;
+        }
         state += (state * factor >> 47) * (DECISION_ONE - share) + (chance & is_one);
     }
     store32(next - 4, (u32)state);

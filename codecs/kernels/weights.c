@@ -4,7 +4,6 @@
  * only converted to floats. Floats are converted to integers only below 2^30. */
 #include "kernels.h"
 
-enum { CENTRED = 3 }; /* magnitudes up to this are decoded as the mean of what they stand for */
 #define MOST_MULTIPLE 0x1p30f
 
 i64 API(scale_change_scratch)(i64 m) { return is_size(m) ? PIECE(m * (i64)sizeof(double)) : BAD_SIZE; }
@@ -46,46 +45,62 @@ i64 API(unscale_change)(const float *values, i64 n, i64 m, const float *rows, co
 
 enum { QUANTIZE_BLOCK = 256 };
 
-/* Adds to `sizes` and `counts` what the magnitudes of a block stand for, one after another. */
-INLINE void add_centred(const float *values, const i32 *codes, i64 size, float step, double sizes[], i64 counts[]) {
+/* Of magnitudes of 1 to 3: what they stand for in sum, and how many there are. */
+typedef struct {
+    double sizes[3];
+    i64 counts[3];
+} Centred;
+
+/* Adds the sizes of a block, one after another. */
+INLINE void add_sizes(const float *values, const i32 *codes, i64 size, float step, double sizes[3]) {
     u16 places[QUANTIZE_BLOCK];
     i64 count = 0;
     for (i64 i = 0; i < size; i++) {
         places[count] = (u16)i;
         count += codes[i] != 0;
     }
+    double sum1 = sizes[0], sum2 = sizes[1], sum3 = sizes[2];
     for (i64 i = 0; i < count; i++) {
-        i32 code = codes[places[i]], magnitude = code < 0 ? -code : code;
+        double code = __builtin_fabs((double)codes[places[i]]);
         double steps = (double)__builtin_fabsf(values[places[i]] / step);
-        /* Not to branch, each adds something or 0, which changes no sum that is not negative. */
-        for (int k = 1; k <= CENTRED; k++) {
-            sizes[k] += magnitude == k ? steps : 0;
-            counts[k] += magnitude == k;
-        }
+        /* Not to branch, each sum adds something or 0, which changes no sum that is not negative. */
+        sum1 += code == 1 ? steps : 0;
+        sum2 += code == 2 ? steps : 0;
+        sum3 += code == 3 ? steps : 0;
     }
+    sizes[0] = sum1, sizes[1] = sum2, sizes[2] = sum3;
+}
+
+/* Quantizes a block. Returns the sum of the magnitudes, at most 2^38; -1 where a value has no multiple. */
+INLINE i64 quantize_block(const float *values, i64 size, float step, float offset, i32 *codes, i64 counts[3]) {
+    u64 total = 0;
+    u32 is_wrong = 0, count1 = 0, count2 = 0, count3 = 0;
+    for (i64 i = 0; i < size; i++) {
+        float steps = __builtin_fabsf(values[i] / step);
+        is_wrong |= !(steps < MOST_MULTIPLE);
+        i32 magnitude = (i32)((steps < MOST_MULTIPLE ? steps : 0) + offset);
+        codes[i] = values[i] < 0 ? -magnitude : magnitude;
+        total += (u32)magnitude;
+        count1 += magnitude == 1, count2 += magnitude == 2, count3 += magnitude == 3;
+    }
+    counts[0] += count1, counts[1] += count2, counts[2] += count3;
+    return is_wrong ? -1 : (i64)total;
 }
 
 i64 API(quantize)(const float *values, i64 size, float step, float offset, i32 *codes, double *sizes, i64 *counts) {
     if (!is_size(size) || !(offset >= 0 && offset <= 1)) return BAD_SIZE;
-    double all_sizes[CENTRED + 1] = {0};
-    i64 all_counts[CENTRED + 1] = {0};
+    Centred centred = {0};
+    i64 total = 0;
     for (i64 start = 0; start < size; start += QUANTIZE_BLOCK) {
         i64 width = min(size - start, QUANTIZE_BLOCK);
-        u64 total = 0; /* 2^38 at most */
-        u32 is_wrong = 0;
-        for (i64 i = start; i < start + width; i++) {
-            float steps = __builtin_fabsf(values[i] / step);
-            is_wrong |= !(steps < MOST_MULTIPLE);
-            i32 magnitude = (i32)((steps < MOST_MULTIPLE ? steps : 0) + offset);
-            codes[i] = values[i] < 0 ? -magnitude : magnitude;
-            total += (u32)magnitude;
-        }
-        if (is_wrong) return 0;
-        all_counts[0] += (i64)total;
-        if (total) add_centred(values + start, codes + start, width, step, all_sizes, all_counts);
+        i64 sum = quantize_block(values + start, width, step, offset, codes + start, centred.counts);
+        if (sum < 0) return 0;
+        if (sum) add_sizes(values + start, codes + start, width, step, centred.sizes);
+        total += sum;
     }
-    memcpy(sizes, all_sizes, sizeof all_sizes);
-    memcpy(counts, all_counts, sizeof all_counts);
+    sizes[0] = 0, counts[0] = total;
+    memcpy(sizes + 1, centred.sizes, sizeof centred.sizes);
+    memcpy(counts + 1, centred.counts, sizeof centred.counts);
     return 1;
 }
 
