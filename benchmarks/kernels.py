@@ -1,6 +1,6 @@
 """The kernels against those of an older version, chunk by chunk in one process: `kernels.py [STATE] --against FOLDER`.
 
-FOLDER holds the older package: `git worktree add /tmp/older COMMIT`, then `--against /tmp/older/codecs`. Versions before
+FOLDER holds the older package: `git worktree add /tmp/older COMMIT` and `--against /tmp/older/codecs`. Versions before
 the kernels in C need Numba, and compile for a minute before the first chunk. STATE is a checkpoint, by default one of
 `trajectory.py`; `--made-up` takes the state of an imitated Adam in its place.
 

@@ -370,64 +370,74 @@ typedef struct {
     u32 bit;                   /* the next bit, below 8 */
 } BitReader;
 
-/* How many rounds are safe: each loads 8 bytes of the stream, and stores 8 bytes within the share. */
+/* How many rounds are safe: before and after each, 8 bytes of the stream are left to load, and each stores 8 bytes within
+ * the share. */
 INLINE i64 safe_rounds(const BitReader *r) {
     i64 bits = 8 * (r->from_end - r->from - 8) - r->bit;
-    return bits < 0 ? 0 : min(bits / BITS_PER_ROUND + 1, (r->to_end - r->to - 2) / SYMBOLS_PER_ROUND);
+    return bits < 0 ? 0 : min(bits / BITS_PER_ROUND, (r->to_end - r->to - 2) / SYMBOLS_PER_ROUND);
 }
 
-/* The next bits with a mark above them: the number of zeros above the mark will be the number of bits used. */
-INLINE u64 next_bits(const BitReader *r) { return (load64(r->from) | (u64)1 << 63) >> r->bit; }
+/* The next bits with a mark above them: the number of zeros above the mark is the number of bits used. */
+INLINE u64 load_bits(const u8 *from, u32 bit) { return (load64(from) | (u64)1 << 63) >> bit; }
 
-INLINE void look_up(BitReader *r, u64 *bits, const u64 *table) {
+INLINE void look_up(u8 **to, u64 *bits, const u64 *table) {
     u64 entry = table[*bits & (TABLE_SIZE - 1)];
     *bits >>= entry & 63;
-    store64(r->to, entry >> 8);
-    r->to += entry >> 56;
+    store64(*to, entry >> 8);
+    *to += entry >> 56;
 }
 
-INLINE void advance(BitReader *r, u64 bits) {
-    u32 used = (u32)__builtin_clzll(bits);
-    r->from += used >> 3;
-    r->bit = used & 7;
+INLINE void reload(const u8 **from, u64 *bits) {
+    u32 used = (u32)__builtin_clzll(*bits);
+    *from += used >> 3;
+    *bits = load_bits(*from, used & 7);
 }
 
-/* Reads four streams at a time, since one alone would wait for each look-up. */
-static void read_four(BitReader readers[4], const u64 *table) {
-    BitReader a = readers[0], b = readers[1], c = readers[2], d = readers[3];
+/* Reads four streams at a time, since one alone would wait for each look-up. Three registers for each, no more: their
+ * next bits are loaded at the end of a round. */
+static void read_four(BitReader *r, const u64 *table) {
     for (;;) {
-        i64 rounds = min(min(safe_rounds(&a), safe_rounds(&b)), min(safe_rounds(&c), safe_rounds(&d)));
-        if (rounds <= 0) break;
+        i64 rounds = min(min(safe_rounds(r), safe_rounds(r + 1)), min(safe_rounds(r + 2), safe_rounds(r + 3)));
+        if (rounds <= 0) return;
+        const u8 *a_from = r[0].from, *b_from = r[1].from, *c_from = r[2].from, *d_from = r[3].from;
+        u8 *a_to = r[0].to, *b_to = r[1].to, *c_to = r[2].to, *d_to = r[3].to;
+        u64 a_bits = load_bits(a_from, r[0].bit), b_bits = load_bits(b_from, r[1].bit);
+        u64 c_bits = load_bits(c_from, r[2].bit), d_bits = load_bits(d_from, r[3].bit);
         for (; rounds; rounds--) {
-            u64 a_bits = next_bits(&a), b_bits = next_bits(&b), c_bits = next_bits(&c), d_bits = next_bits(&d);
 #pragma GCC unroll 5
             for (int i = 0; i < LOOKUPS_PER_LOAD; i++) {
-                look_up(&a, &a_bits, table);
-                look_up(&b, &b_bits, table);
-                look_up(&c, &c_bits, table);
-                look_up(&d, &d_bits, table);
+                look_up(&a_to, &a_bits, table);
+                look_up(&b_to, &b_bits, table);
+                look_up(&c_to, &c_bits, table);
+                look_up(&d_to, &d_bits, table);
             }
-            advance(&a, a_bits);
-            advance(&b, b_bits);
-            advance(&c, c_bits);
-            advance(&d, d_bits);
+            reload(&a_from, &a_bits);
+            reload(&b_from, &b_bits);
+            reload(&c_from, &c_bits);
+            reload(&d_from, &d_bits);
+        }
+        const u8 *from[] = {a_from, b_from, c_from, d_from};
+        u8 *to[] = {a_to, b_to, c_to, d_to};
+        u64 bits[] = {a_bits, b_bits, c_bits, d_bits};
+        for (int i = 0; i < 4; i++) {
+            r[i].from = from[i];
+            r[i].to = to[i];
+            r[i].bit = (u32)__builtin_clzll(bits[i]);
         }
     }
-    readers[0] = a;
-    readers[1] = b;
-    readers[2] = c;
-    readers[3] = d;
 }
 
 /* Reads a stream to its end; false unless that is where its last symbol ends. */
 static bool read_rest(BitReader r, const Code *code) {
     const u64 *table = code->tables + TABLE_SIZE;
-    for (i64 rounds; (rounds = safe_rounds(&r)) > 0;)
+    for (i64 rounds; (rounds = safe_rounds(&r)) > 0;) {
+        u64 bits = load_bits(r.from, r.bit);
         for (; rounds; rounds--) {
-            u64 bits = next_bits(&r);
-            for (int i = 0; i < LOOKUPS_PER_LOAD; i++) look_up(&r, &bits, table);
-            advance(&r, bits);
+            for (int i = 0; i < LOOKUPS_PER_LOAD; i++) look_up(&r.to, &bits, table);
+            reload(&r.from, &bits);
         }
+        r.bit = (u32)__builtin_clzll(bits);
+    }
     while (r.to < r.to_end) {
         u32 bits = 0; /* zeros follow the end */
         i64 bytes = r.from_end - r.from;

@@ -11,6 +11,8 @@ static bool has_planes(i64 width) { return width == 1 || width == 2 || width == 
 /* 16 bytes: one register at every level of CPU. */
 typedef u8 Bytes16 __attribute__((vector_size(16)));
 typedef u16 Words16 __attribute__((vector_size(16)));
+typedef u32 Longs16 __attribute__((vector_size(16)));
+typedef u64 Pairs16 __attribute__((vector_size(16)));
 
 INLINE Bytes16 load_bytes(const u8 *p) {
     Bytes16 v;
@@ -25,6 +27,15 @@ INLINE Bytes16 even_bytes(Bytes16 a, Bytes16 b) {
 INLINE Bytes16 odd_bytes(Bytes16 a, Bytes16 b) {
     return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
+/* Of four words, the lowest bytes, then the next ones, and so on. */
+INLINE Longs16 by_place(const u8 *p) {
+    Bytes16 v = load_bytes(p);
+    return (Longs16)__builtin_shufflevector(v, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
+INLINE Pairs16 zip_low_longs(Longs16 a, Longs16 b) { return (Pairs16)__builtin_shufflevector(a, b, 0, 4, 1, 5); }
+INLINE Pairs16 zip_high_longs(Longs16 a, Longs16 b) { return (Pairs16)__builtin_shufflevector(a, b, 2, 6, 3, 7); }
+INLINE Bytes16 low_pairs(Pairs16 a, Pairs16 b) { return (Bytes16)__builtin_shufflevector(a, b, 0, 2); }
+INLINE Bytes16 high_pairs(Pairs16 a, Pairs16 b) { return (Bytes16)__builtin_shufflevector(a, b, 1, 3); }
 INLINE Bytes16 zip_low_bytes(Bytes16 a, Bytes16 b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
@@ -107,11 +118,12 @@ static i64 split_floats_of_4(const u8 *restrict words, i64 count, u8 *restrict l
     i64 i = 0;
     for (; i + 16 <= count; i += 16) {
         const u8 *p = words + 4 * i;
-        Bytes16 a = load_bytes(p), b = load_bytes(p + 16), c = load_bytes(p + 32), d = load_bytes(p + 48);
-        Bytes16 even = even_bytes(a, b), odd = odd_bytes(a, b), even2 = even_bytes(c, d), odd2 = odd_bytes(c, d);
-        Bytes16 second = odd_bytes(even, even2), first = odd_bytes(odd, odd2);
-        store_bytes(low + i, even_bytes(even, even2));
-        store_bytes(middle + i, even_bytes(odd, odd2));
+        Longs16 a = by_place(p), b = by_place(p + 16), c = by_place(p + 32), d = by_place(p + 48);
+        Pairs16 ab = zip_low_longs(a, b), cd = zip_low_longs(c, d);
+        Pairs16 ab2 = zip_high_longs(a, b), cd2 = zip_high_longs(c, d);
+        Bytes16 second = low_pairs(ab2, cd2), first = high_pairs(ab2, cd2);
+        store_bytes(low + i, low_pairs(ab, cd));
+        store_bytes(middle + i, high_pairs(ab, cd));
         store_bytes(high + i, sign_and_mantissa(first, second));
         store_bytes(top + i, exponent(first, second));
     }

@@ -47,38 +47,47 @@ INLINE i32 scale_of_row(i64 width, const u8 *words, i64 base_width, const u8 *ba
 INLINE i32 gain_of_row(i64 row) { return (i32)(256 / (min(row, SLOWEST_ROW) + 1)); }
 INLINE i32 step_of(i32 error, i32 gain) { return gain == SLOWEST_GAIN ? error >> 4 : error * gain >> 8; }
 
-INLINE void row_to_residuals(i64 width, const u8 *restrict words, i64 base_width, const u8 *restrict base, i64 columns,
-                             i32 scale, i32 gain, i32 *restrict column, u8 *restrict low, u8 *restrict middle,
-                             u8 *restrict high, u8 *restrict residuals) {
-    for (i64 j = 0; j < columns; j++) {
-        u32 word = load_float(width, words, j), exponent = word >> 23 & 255;
+/* Rows are worked on in blocks that stay in the nearest cache, each in several short loops, of which each has elements
+ * of one width: compilers make better vectors of them than of one long loop. */
+enum { ROW_BLOCK = 1024 };
+typedef struct {
+    i32 predicted[ROW_BLOCK];
+    u8 guesses[ROW_BLOCK], exponents[ROW_BLOCK];
+} RowBlock;
+
+INLINE void predict(i64 base_width, const u8 *restrict base, const i32 *restrict column, i32 scale, i64 count,
+                    RowBlock *restrict block) {
+    for (i64 j = 0; j < count; j++) {
         i32 predicted = expected_size(base_width, base, j) + scale * 16 + column[j];
-        u32 guess = (u32)(predicted + 128) >> 8, of_zero = (64 - guess) & 255;
-        u32 residual = (exponent - guess + 64) & 255;
-        residual = residual ? residual : of_zero;
-        residuals[j] = (u8)(exponent ? residual : 0);
-        column[j] += exponent ? step_of(size_of(word) - predicted, gain) : 0;
-        high[j] = (u8)((word >> 16 & 0x7F) | (word >> 24 & 0x80));
-        if (width == 4) {
-            low[j] = (u8)word;
-            middle[j] = (u8)(word >> 8);
-        }
+        block->predicted[j] = predicted;
+        block->guesses[j] = (u8)((u32)(predicted + 128) >> 8);
     }
 }
 
-INLINE void row_from_residuals(i64 width, const u8 *restrict residuals, const u8 *restrict low,
-                               const u8 *restrict middle, const u8 *restrict high, i64 base_width,
-                               const u8 *restrict base, i64 columns, i32 scale, i32 gain, i32 *restrict column,
-                               u8 *restrict words) {
-    for (i64 j = 0; j < columns; j++) {
-        i32 predicted = expected_size(base_width, base, j) + scale * 16 + column[j];
-        u32 guess = (u32)(predicted + 128) >> 8, of_zero = (64 - guess) & 255, residual = residuals[j];
-        u32 exponent = (residual == of_zero ? guess - 64 : residual + guess - 64) & 255, rest = high[j];
-        exponent = residual ? exponent : 0;
-        u32 word = exponent << 23 | (rest & 0x7F) << 16 | (rest & 0x80) << 24;
-        column[j] += exponent ? step_of(size_of(word) - predicted, gain) : 0;
-        if (width == 4) store32(words + 4 * j, word | (u32)middle[j] << 8 | low[j]);
-        else store16(words + 2 * j, (u16)(word >> 16));
+/* Moves the columns towards the sizes of a row. `rests` are the bytes with the signs and the upper bits of mantissas. */
+INLINE void follow(const RowBlock *restrict block, const u8 *restrict exponents, const u8 *restrict rests, i32 gain,
+                   i64 count, i32 *restrict column) {
+    for (i64 j = 0; j < count; j++) {
+        u16 size = (u16)(exponents[j] << 8 | (rests[j] << 1 & 0xF0));
+        i32 step = step_of((i32)size - block->predicted[j], gain);
+        column[j] += size < 256 ? 0 : step;
+    }
+}
+
+INLINE void residuals_of(const RowBlock *restrict block, const u8 *restrict exponents, i64 count, u8 *restrict residuals) {
+    for (i64 j = 0; j < count; j++) {
+        u8 guess = block->guesses[j], exponent = exponents[j], residual = (u8)(exponent - guess + 64);
+        residual = residual ? residual : (u8)(64 - guess);
+        residuals[j] = exponent ? residual : 0;
+    }
+}
+
+/* An exponent of 0 has the residual 0; the exponent that would have it has the residual that 0 would have. */
+INLINE void exponents_of(RowBlock *restrict block, const u8 *restrict residuals, i64 count) {
+    for (i64 j = 0; j < count; j++) {
+        u8 guess = block->guesses[j], residual = residuals[j], exponent = (u8)(residual + guess - 64);
+        exponent = exponent ? exponent : (u8)(guess - 64);
+        block->exponents[j] = residual ? exponent : 0;
     }
 }
 
@@ -87,39 +96,50 @@ INLINE void rows_to_residuals(i64 width, i64 base_width, const Prediction *p, co
                               u8 *residuals) {
     i64 columns = p->columns;
     i32 scale = 0;
+    RowBlock block;
     memset(p->column, 0, sizeof(i32) * (size_t)columns);
-    for (i64 row = 0, at = 0; row < p->rows; row++, at += columns) {
-        const u8 *from = words + width * at, *base = base_width ? p->base + base_width * at : NULL;
-        u8 *low = width == 4 ? planes[0] + at : NULL, *middle = width == 4 ? planes[1] + at : NULL;
-        u8 *high = planes[width - 2] + at;
-        scale = scale_of_row(width, from, base_width, base, columns, p->column, scale);
+    for (i64 row = 0; row < p->rows; row++) {
+        const u8 *row_words = words + width * row * columns, *base = p->base;
+        if (base_width) base += base_width * row * columns;
+        scale = scale_of_row(width, row_words, base_width, base, columns, p->column, scale);
         p->scales[row] = (i16)scale;
         i32 gain = gain_of_row(row);
-        if (gain == SLOWEST_GAIN)
-            row_to_residuals(width, from, base_width, base, columns, scale, SLOWEST_GAIN, p->column, low, middle, high,
-                             residuals + at);
-        else
-            row_to_residuals(width, from, base_width, base, columns, scale, gain, p->column, low, middle, high,
-                             residuals + at);
+        for (i64 begin = 0; begin < columns; begin += ROW_BLOCK) {
+            i64 at = row * columns + begin, count = min(columns - begin, ROW_BLOCK);
+            u8 *parts[8] = {planes[0] + at, width == 4 ? planes[1] + at : block.exponents,
+                            width == 4 ? planes[2] + at : NULL, block.exponents};
+            split_words(true, width, row_words + width * begin, count, parts);
+            predict(base_width, base_width ? base + base_width * begin : NULL, p->column + begin, scale, count, &block);
+            residuals_of(&block, block.exponents, count, residuals + at);
+            const u8 *rests = parts[width - 2];
+            if (gain == SLOWEST_GAIN)
+                follow(&block, block.exponents, rests, SLOWEST_GAIN, count, p->column + begin);
+            else
+                follow(&block, block.exponents, rests, gain, count, p->column + begin);
+        }
     }
 }
 
 INLINE void rows_from_residuals(i64 width, i64 base_width, const Prediction *p, const u8 *residuals,
                                 const u8 *const planes[3], u8 *words) {
     i64 columns = p->columns;
+    RowBlock block;
     memset(p->column, 0, sizeof(i32) * (size_t)columns);
-    for (i64 row = 0, at = 0; row < p->rows; row++, at += columns) {
-        const u8 *base = base_width ? p->base + base_width * at : NULL;
-        const u8 *low = width == 4 ? planes[0] + at : NULL, *middle = width == 4 ? planes[1] + at : NULL;
-        const u8 *high = planes[width - 2] + at;
-        u8 *to = words + width * at;
+    for (i64 row = 0; row < p->rows; row++) {
         i32 scale = p->scales[row], gain = gain_of_row(row);
-        if (gain == SLOWEST_GAIN)
-            row_from_residuals(width, residuals + at, low, middle, high, base_width, base, columns, scale, SLOWEST_GAIN,
-                               p->column, to);
-        else
-            row_from_residuals(width, residuals + at, low, middle, high, base_width, base, columns, scale, gain,
-                               p->column, to);
+        for (i64 begin = 0; begin < columns; begin += ROW_BLOCK) {
+            i64 at = row * columns + begin, count = min(columns - begin, ROW_BLOCK);
+            const u8 *base = base_width ? p->base + base_width * at : NULL, *rests = planes[width - 2] + at;
+            const u8 *parts[8] = {planes[0] + at, width == 4 ? planes[1] + at : block.exponents,
+                                  width == 4 ? planes[2] + at : NULL, block.exponents};
+            predict(base_width, base, p->column + begin, scale, count, &block);
+            exponents_of(&block, residuals + at, count);
+            merge_words(true, width, parts, count, words + width * at);
+            if (gain == SLOWEST_GAIN)
+                follow(&block, block.exponents, rests, SLOWEST_GAIN, count, p->column + begin);
+            else
+                follow(&block, block.exponents, rests, gain, count, p->column + begin);
+        }
     }
 }
 
