@@ -1,4 +1,4 @@
-"""Runs the tests of the kernels as on an aarch64 machine: `python tests/aarch64.py [PYTEST ARGUMENT ...]`.
+"""Runs the tests of the kernels as on an aarch64 machine: `python tests/aarch64.py [TEST ...] [OPTION OF PYTEST ...]`.
 
 Builds the library of aarch64 by zig, and emulates that machine, Python and all, by Debian's qemu-aarch64-static.
 Debian's packages and wheels of the package index are unpacked below `~/.cache/ckpt-tests/aarch64`, not installed.
@@ -124,7 +124,8 @@ def fuzz(seconds: float, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds-of-fuzzing", type=float, default=30)
-    arguments, pytest_arguments = parser.parse_known_args()
+    parser.add_argument("tests", nargs="*", default=TESTS)
+    arguments, options = parser.parse_known_args()
     prepare()
     with tempfile.TemporaryDirectory() as name:
         checkout = Path(name) / "ckpt"
@@ -135,7 +136,7 @@ def main() -> None:
         environment = {"PATH": os.environ["PATH"], "HOME": name, "PYTHONPATH": str(FOLDER / "site")}
         levels = "import platform; from ckpt_codecs.native import library; print(platform.machine(), library.levels())"
         run(*python, "-c", levels, env={**environment, "PYTHONPATH": f"{FOLDER / 'site'}:{checkout / 'codecs'}"})
-        run(*python, "-m", "pytest", "-q", *(pytest_arguments or TESTS), cwd=checkout, env=environment)
+        run(*python, "-m", "pytest", "-q", *options, *arguments.tests, cwd=checkout, env=environment)
         if arguments.seconds_of_fuzzing:
             fuzz(arguments.seconds_of_fuzzing, Path(name))
 
