@@ -4,9 +4,9 @@ FOLDER holds the older package: `git worktree add /tmp/older COMMIT` and `--agai
 the kernels in C need Numba, and compile for a minute before the first chunk. STATE is a checkpoint, by default one of
 `trajectory.py`; `--made-up` takes the state of an imitated Adam in its place.
 
-Each round codes every chunk of a state with one version, then with the other, the one first that was second in the round
-before. A ratio is the median of the rounds' ratios: above 1 the kernels of this version are faster. Before, both
-versions must write the same bytes.
+Each round codes every chunk of a state with one version, then with the other, the one first that was second in the
+round before. A ratio is the median of the rounds' ratios: above 1 the kernels of this version are faster. Before that,
+both versions must write the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS, COLUMNS = 1024, 2048
 
 
 def import_apart(folder: Path) -> ModuleType:
-    """The package `ckpt_codecs` of another folder, beside ours, which is there again when it has imported all it needs."""
+    """The package `ckpt_codecs` of another folder, beside ours: ours is back when that one has imported all it needs."""
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == PACKAGE}
     sys.path.insert(0, str(folder))
     try:

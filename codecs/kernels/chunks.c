@@ -16,7 +16,7 @@ INLINE bool has_room(const Scratch *scratch, i64 size) { return scratch->end - s
 
 i64 API(lossless_scratch)(i64 width, i64 count, i64 columns) {
     if (!has_planes(width) || !is_size(count) || columns < 0 || columns > count) return BAD_SIZE;
-    i64 rows = columns ? count / columns : 0, planes = width * count + 2 + 2 * rows;
+    i64 rows = columns ? count / columns : 0, planes = max(width, 2) * count + 2 + 2 * rows;
     return PIECE(sizeof(Code)) + PIECE(4 * columns) + PIECE(2 * rows) + PIECE(planes) + PIECE(count) +
            sparse_scratch(count);
 }
@@ -31,13 +31,14 @@ typedef struct {
     Scratch scratch;
 } Chunk;
 
-/* Appends the stream of a plane, which begins at c->end or above it, or lies elsewhere. */
-static void append_stream(Chunk *c, const u8 *plane, i64 size, double max_ratio, bool sampled) {
+/* Appends the stream of a plane, which begins at c->end or above it, or is `apart`: outside of c->out, which then has
+ * `size` bytes left, so that the stream can be made where it will stay. */
+static void append_stream(Chunk *c, const u8 *plane, i64 size, double max_ratio, bool sampled, bool apart) {
     i64 bytes;
-    u8 *to = c->out + c->end;
-    int kind = write_stream(plane, size, max_ratio, sampled, c->spare, c->scratch, c->code, &bytes);
-    if (kind != STORED) memcpy(to, c->spare, (size_t)bytes);
-    else if (to != plane) memmove(to, plane, (size_t)bytes);
+    u8 *to = c->out + c->end, *made = apart ? to : c->spare;
+    int kind = write_stream(plane, size, max_ratio, sampled, made, c->scratch, c->code, &bytes);
+    const u8 *stream = kind == STORED ? plane : made;
+    if (to != stream) memmove(to, stream, (size_t)bytes);
     put_head(c->out + 1 + ENTRY * c->streams, kind, bytes);
     c->streams++;
     c->end += bytes;
@@ -58,7 +59,7 @@ i64 API(write_streams)(const i64 *sizes, const double *max_ratios, const u8 *sam
     if (!code || !spare || !has_room(&s, sparse_scratch(largest)) || end > out_size) return BAD_SIZE;
     Chunk c = {out, 1 + ENTRY * count, 0, spare, code, s};
     const u8 *plane = out + c.end;
-    for (i64 i = 0; i < count; plane += sizes[i++]) append_stream(&c, plane, sizes[i], max_ratios[i], sampled[i]);
+    for (i64 i = 0; i < count; plane += sizes[i++]) append_stream(&c, plane, sizes[i], max_ratios[i], sampled[i], false);
     return c.end;
 }
 
@@ -67,14 +68,14 @@ i64 API(write_planes)(int floats, i64 width, const u8 *words, i64 count, double 
     Scratch s = lent(scratch, scratch_size);
     if (!has_planes(width) || !is_size(count) || out_size < 1 + width * (ENTRY + count)) return BAD_SIZE;
     Code *code = take_code(&s);
-    u8 *spare = take(&s, count), *planes[8];
-    if (!code || !spare || !has_room(&s, sparse_scratch(count))) return BAD_SIZE;
+    u8 *spare = take(&s, count), *last = take(&s, count), *planes[8];
+    if (!code || !spare || !last || !has_room(&s, sparse_scratch(count))) return BAD_SIZE;
     Chunk c = {out, 1 + ENTRY * width, 0, spare, code, s};
-    for (i64 i = 0; i < 8; i++) planes[i] = out + c.end + min(i, width - 1) * count;
+    for (i64 i = 0; i < 8; i++) planes[i] = i < width - 1 ? out + c.end + i * count : last;
     split_words(floats, width, words, count, planes);
     for (i64 i = 0; i < width; i++) {
         bool exponents = floats && i == width - 1 && (width == 2 || width == 4); /* a code surely pays */
-        append_stream(&c, planes[i], count, max_ratio, sampled && !exponents);
+        append_stream(&c, planes[i], count, max_ratio, sampled && !exponents, i == width - 1);
     }
     return c.end;
 }
@@ -114,20 +115,20 @@ i64 API(write_residuals)(i64 width, const u8 *words, i64 count, i64 base_width, 
     if (out_size < 1 + ENTRY * (width + 3) + width * count + 2 + 2 * rows) return BAD_SIZE;
     Code *code = take_code(&s);
     Prediction p = {width, base_width, rows, columns, base, take(&s, 4 * columns), take(&s, 2 * rows)};
-    u8 *spare = take(&s, count), *planes[3];
-    if (!code || !spare || !p.column || !p.scales || !has_room(&s, sparse_scratch(count))) return BAD_SIZE;
+    u8 *spare = take(&s, count), *residuals = take(&s, count), *planes[3];
+    if (!code || !spare || !residuals || !p.column || !p.scales || !has_room(&s, sparse_scratch(count))) return BAD_SIZE;
     Chunk c = {out, 1 + ENTRY * (width + 3), 0, spare, code, s};
     for (i64 i = 0; i < 3; i++) planes[i] = out + c.end + min(i, width - 2) * count;
-    u8 *scales = planes[width - 2] + count, *residuals = scales + 2 + 2 * rows;
+    u8 *scales = planes[width - 2] + count;
     to_residuals(&p, words, planes, residuals);
     double without = estimated_bits_of_exponents(width, words, count) * (double)count;
     if (without <= estimated_bits(residuals, count) * (double)count + (double)(8 * rows)) return 0;
     put_scales(p.scales, rows, scales);
-    for (i64 i = 0; i < width - 1; i++) append_stream(&c, planes[i], count, max_ratio, sampled);
-    append_stream(&c, scales, 2, row_max_ratio, true);
-    append_stream(&c, scales + 2, rows, row_max_ratio, true);
-    append_stream(&c, scales + 2 + rows, rows, row_max_ratio, true);
-    append_stream(&c, residuals, count, max_ratio, false);
+    for (i64 i = 0; i < width - 1; i++) append_stream(&c, planes[i], count, max_ratio, sampled, false);
+    append_stream(&c, scales, 2, row_max_ratio, true, false);
+    append_stream(&c, scales + 2, rows, row_max_ratio, true, false);
+    append_stream(&c, scales + 2 + rows, rows, row_max_ratio, true, false);
+    append_stream(&c, residuals, count, max_ratio, false, true);
     return c.end;
 }
 
