@@ -33,7 +33,7 @@ ROWS, COLUMNS = 1024, 2048
 
 
 def import_apart(folder: Path) -> ModuleType:
-    """The package `ckpt_codecs` of another folder, beside ours: ours is back when that one has imported all it needs."""
+    """The package `ckpt_codecs` of another folder. Ours is back when that one has imported all it needs."""
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == PACKAGE}
     sys.path.insert(0, str(folder))
     try:

@@ -1,4 +1,4 @@
-"""zstandard, for general data and for its entropy coder alone."""
+"""zstandard, for general data, and for frames that older versions wrote in the place of Huffman codes."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -17,24 +17,6 @@ def compress(data: Array, level: int) -> bytes:
     import zstandard
 
     return zstandard.ZstdCompressor(level=level, write_checksum=False).compress(data.data)
-
-
-def entropy_only(data: Array) -> bytes:
-    """One frame of Huffman-coded literals: no matches are looked for, since they cost more than they give."""
-    import zstandard
-
-    # Any target length above 0 would make zstd leave literals uncoded.
-    parameters = zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST,
-        target_length=0,
-        window_log=17,
-        hash_log=6,
-        chain_log=6,
-        search_log=1,
-        min_match=7,
-        write_content_size=True,
-    )
-    return zstandard.ZstdCompressor(compression_params=parameters).compress(data.data)
 
 
 def expand(data: Array, size: int) -> bytes:
