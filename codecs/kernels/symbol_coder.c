@@ -59,8 +59,8 @@ static void begin_model(SymbolModel *model, i64 columns, u16 *averages) {
     memset(averages, 0, (size_t)whole_groups(columns) * sizeof *averages);
 }
 
-/* The probability of a 0. */
-INLINE u32 chance_of(Estimates estimates) { return ((estimates & 0xFFFF) + (estimates >> 16)) >> 1; }
+/* The probability of a 0: the mean. The upper half of the sum is that of both halves. */
+INLINE u32 chance_of(Estimates estimates) { return (estimates + (estimates << 16)) >> 17; }
 
 /* Estimates shrink by 1/16 and 1/128 after a 1, and grow by so much of what is left to 2^15 after a 0. */
 INLINE Estimates after_one(Estimates e) { return e - ((e >> 4 & 0x0FFF) | (e >> 7 & 0x01FF0000)); }
@@ -95,11 +95,16 @@ INLINE u32 learn_zeros(SymbolModel *model, u32 row, i64 left) {
     return row - (row * 103 >> 8);
 }
 
-/* Both averages move by 1/16 towards a magnitude, rounded down. Returns the row's. */
-INLINE u32 learn_magnitude(SymbolModel *model, u32 row, i64 column, u32 magnitude) {
-    u32 now = min(magnitude, (u32)AVERAGED_MOST) << AVERAGE_BITS;
-    model->columns[column] = (u16)((now + 15 * (u32)model->columns[column]) >> 4);
-    return (now + 15 * row) >> 4;
+INLINE u32 magnitude_of(i32 symbol) { return symbol < 0 ? 0 - (u32)symbol : (u32)symbol; }
+
+/* Averages move by 1/16 towards a magnitude, rounded down. */
+INLINE u32 now_of(u32 magnitude) { return min(magnitude, (u32)AVERAGED_MOST) << AVERAGE_BITS; }
+INLINE u32 average_with(u32 average, u32 now) { return (15 * average + now) >> 4; }
+
+/* The averages of a group's columns, all at once. */
+INLINE void learn_columns(u16 *columns, const i32 *symbols, i64 width, int shift) {
+    for (i64 i = 0; i < width; i++)
+        columns[i] = (u16)average_with(columns[i], now_of(magnitude_of(symbols[i]) >> shift));
 }
 
 /* --- encoding */
@@ -127,15 +132,16 @@ static u16 *add_magnitude(u16 *next, Estimates *more, u32 magnitude) {
     return add_bits(next, rest, bits);
 }
 
-INLINE u32 magnitude_of(i32 symbol) { return symbol < 0 ? 0 - (u32)symbol : (u32)symbol; }
-
 INLINE u16 *add_symbol(u16 *next, SymbolModel *model, u32 *row, i64 column, i32 symbol, int shift) {
     u32 magnitude = magnitude_of(symbol), high = magnitude >> shift, context = context_of_symbol(model, *row, column);
-    next = add_decision(next, &model->some[context], high > 0);
-    if (high) next = add_magnitude(next, model->more[context], high);
+    if (!high) next = add_decision(next, &model->some[context], 0);
+    else {
+        next = add_decision(next, &model->some[context], 1);
+        next = add_magnitude(next, model->more[context], high);
+    }
     if (shift) next = add_bits(next, magnitude, shift);
     if (magnitude) next = add_bits(next, symbol < 0, 1);
-    *row = learn_magnitude(model, *row, column, high);
+    *row = average_with(*row, now_of(high));
     return next;
 }
 
@@ -156,6 +162,7 @@ INLINE u16 *add_group(u16 *next, SymbolModel *model, u32 *row, i64 left, i64 wid
         }
     }
     for (i64 i = 0; i < width; i++) next = add_symbol(next, model, row, left + i, symbols[i], shift);
+    learn_columns(model->columns + left, symbols, width, shift);
     return next;
 }
 
@@ -292,24 +299,24 @@ INLINE bool decode_symbol(DecisionReader *reader, SymbolModel *model, u32 *row, 
     if (decode_decision(reader, &model->some[context])) high = decode_magnitude(reader, model->more[context]);
     u64 magnitude = shift ? high << shift | decode_bits(reader, shift) : high;
     if (RARE(magnitude >= (u64)1 << 31)) return false;
-    *symbol = 0;
     if (magnitude) *symbol = decode_bit(reader) ? -(i32)magnitude : (i32)magnitude;
-    *row = learn_magnitude(model, *row, column, (u32)min(high, (u64)AVERAGED_MOST));
+    *row = average_with(*row, now_of((u32)high));
     return true;
 }
 
 INLINE bool decode_group(DecisionReader *reader, SymbolModel *model, u32 *row, i64 left, i64 width, i32 *symbols,
                        int shift) {
+    memset(symbols, 0, (size_t)width * sizeof *symbols);
     if (width > 1) {
         bool any = decode_decision(reader, &model->any[context_of_group(model, *row, left)]);
         if (!any && !shift) {
-            memset(symbols, 0, (size_t)width * sizeof *symbols);
             *row = learn_zeros(model, *row, left);
             return true;
         }
     }
     for (i64 i = 0; i < width; i++)
         if (!decode_symbol(reader, model, row, left + i, symbols + i, shift)) return false;
+    learn_columns(model->columns + left, symbols, width, shift);
     return true;
 }
 
