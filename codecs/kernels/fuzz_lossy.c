@@ -91,7 +91,7 @@ static void fuzz_moments(void) {
     u32 *words = fuzz_words(size);
     double *sums = exact(16);
     EXPECT(READ(is_finite)(words, size) >= 0);
-    EXPECT(READ(sum_rows_and_columns)(words, n, m, exact(8 * n), exact(8 * m), exact(8)) == 0);
+    EXPECT(READ(sum_rows_and_columns)((float *)words, n, m, exact(8 * n), exact(8 * m), exact(8)) == 0);
     EXPECT(READ(sum_levels)(words, n, m, exact(8 * n), exact(8 * m)) == 0);
     EXPECT(READ(encode_residuals)(words, n, m, fuzz_levels(n), fuzz_levels(m), 1 + random_below(255),
                                   fuzz_fine_levels(), FUZZ_FINE, exact(4 * size)) >= 0);

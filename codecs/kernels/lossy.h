@@ -55,7 +55,7 @@ i64 API(decompose_qr)(const float *y, i64 n, i64 k, float *w, float *t, u8 *scra
 i64 API(is_finite)(const u32 *words, i64 size);
 
 /* The sums of the values in each row and in each column, and the least and the largest bits in `extremes`. Returns 0. */
-i64 API(sum_rows_and_columns)(const u32 *words, i64 n, i64 m, double *rows, double *columns, u32 *extremes);
+i64 API(sum_rows_and_columns)(const float *values, i64 n, i64 m, double *rows, double *columns, u32 *extremes);
 
 /* The sums of the levels (eighths of an octave, rounded down; signs are ignored) in each row and column. Returns 0. */
 i64 API(sum_levels)(const u32 *words, i64 n, i64 m, i64 *rows, i64 *columns);

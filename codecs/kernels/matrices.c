@@ -147,28 +147,54 @@ typedef struct {
     i64 n, k;
 } Decomposition;
 
-/* Column c from row c on as a reflection in v, which takes its place in y; false if it has no direction. */
-static bool reflect_column(Decomposition *d, i64 c) {
+INLINE double square_of(const double *v, i64 first, i64 n) {
     double square = 0;
-    for (i64 i = c; i < d->n; i++) square += d->y[i * d->k + c] * d->y[i * d->k + c];
-    if (!(square > NO_LENGTH)) {
-        for (i64 i = c; i < d->n; i++) d->y[i * d->k + c] = 0;
-        return false;
+    for (i64 i = first; i < n; i++) square += v[i] * v[i];
+    return square;
+}
+
+/* What is left of column c, which is in v, as a reflection in v, which takes its place in y; false if it has no
+ * direction. */
+static bool reflect_column(Decomposition *d, i64 c) {
+    double square = square_of(d->v, c, d->n);
+    bool has_direction = square > NO_LENGTH;
+    if (has_direction) {
+        double norm = __builtin_sqrt(square);
+        d->v[c] += d->v[c] >= 0 ? norm : -norm;
+        double scale = __builtin_sqrt(2.0 / square_of(d->v, c, d->n));
+        for (i64 i = c; i < d->n; i++) d->v[i] *= scale;
     }
-    double norm = __builtin_sqrt(square), first = d->y[c * d->k + c];
-    d->y[c * d->k + c] = first + (first >= 0 ? norm : -norm);
-    square = 0;
-    for (i64 i = c; i < d->n; i++) square += d->y[i * d->k + c] * d->y[i * d->k + c];
-    double scale = __builtin_sqrt(2.0 / square);
-    for (i64 i = c; i < d->n; i++) d->v[i] = d->y[i * d->k + c] *= scale;
-    return true;
+    for (i64 i = c; i < d->n; i++) d->y[i * d->k + c] = has_direction ? d->v[i] : 0;
+    return has_direction;
+}
+
+enum { DOTS = 16 };
+
+/* Products of v with `count` columns of y, from column j on. */
+INLINE void multiply_columns(const Decomposition *d, i64 c, i64 j, int count) {
+    double dots[DOTS] = {0};
+    const double *row = d->y + c * d->k + j;
+    for (i64 i = c; i < d->n; i++, row += d->k) {
+        double v = d->v[i];
+        for (int at = 0; at < count; at++) dots[at] += v * row[at];
+    }
+    memcpy(d->dots + j, dots, (size_t)count * sizeof *dots);
 }
 
 /* Products of v with all columns of y: with the reflections before it, and with the columns that are left. */
-static void multiply_by_columns(const Decomposition *d, i64 c) {
-    for (i64 j = 0; j < d->k; j++) d->dots[j] = 0;
-    for (i64 i = c; i < d->n; i++)
-        for (i64 j = 0; j < d->k; j++) d->dots[j] += d->v[i] * d->y[i * d->k + j];
+static void multiply_all_columns(const Decomposition *d, i64 c) {
+    i64 j = 0;
+    for (; j + DOTS <= d->k; j += DOTS) multiply_columns(d, c, j, DOTS);
+    for (; j < d->k; j++) multiply_columns(d, c, j, 1);
+}
+
+/* Reflects the columns after c, and copies the next one to v. */
+static void reflect_rest(Decomposition *d, i64 c) {
+    for (i64 i = c; i < d->n; i++) {
+        double v = d->v[i], *restrict row = d->y + i * d->k;
+        for (i64 j = c + 1; j < d->k; j++) row[j] -= v * d->dots[j];
+        d->v[i] = row[c + 1];
+    }
 }
 
 i64 API(decompose_qr_scratch)(i64 n, i64 k) {
@@ -188,11 +214,17 @@ i64 API(decompose_qr)(const float *y, i64 n, i64 k, float *w, float *t, u8 *scra
     if (!d.y || !d.v || !d.dots || !d.t) return BAD_SIZE;
     for (i64 i = 0; i < n * k; i++) d.y[i] = (double)y[i];
     memset(d.t, 0, (size_t)(k * k) * sizeof(double));
+    bool is_next_in_v = false;
     for (i64 c = 0; c < k; c++) {
+        if (!is_next_in_v)
+            for (i64 i = c; i < n; i++) d.v[i] = d.y[i * k + c];
+        is_next_in_v = false;
         if (!reflect_column(&d, c)) continue;
-        multiply_by_columns(&d, c);
-        for (i64 i = c; i < n; i++)
-            for (i64 j = c + 1; j < k; j++) d.y[i * k + j] -= d.v[i] * d.dots[j];
+        multiply_all_columns(&d, c);
+        if (c + 1 < k) {
+            reflect_rest(&d, c);
+            is_next_in_v = true;
+        }
         for (i64 i = 0; i < c; i++) {
             double sum = 0;
             for (i64 j = 0; j < c; j++) sum += d.t[i * k + j] * d.dots[j];

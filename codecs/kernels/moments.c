@@ -22,34 +22,36 @@ i64 API(is_finite)(const u32 *words, i64 size) {
     return most < 0x7F800000;
 }
 
-/* Four rows at once: a sum over a row waits for itself, those of other rows do not. */
-INLINE void sum_some_rows(const u32 *words, i64 m, double *rows, double *columns, int count) {
-    double sums[4] = {0};
+enum { ROWS_AT_ONCE = 8 };
+
+/* The sums of some rows, and those of columns further on. A sum over a row waits for itself, those of other rows do not. */
+INLINE void sum_some_rows(const float *values, i64 m, double *restrict rows, double *restrict columns, int count) {
     for (i64 j = 0; j < m; j++) {
-        double column = columns[j];
-        for (int i = 0; i < count; i++) {
-            double value = (double)float_of_bits(words[i * m + j]);
-            column += value;
-            sums[i] += value;
-        }
-        columns[j] = column;
+        double sum = columns[j];
+        for (int i = 0; i < count; i++) sum += (double)values[i * m + j];
+        columns[j] = sum;
     }
+    double sums[ROWS_AT_ONCE] = {0};
+    for (i64 j = 0; j < m; j++)
+        for (int i = 0; i < count; i++) sums[i] += (double)values[i * m + j];
     for (int i = 0; i < count; i++) rows[i] = sums[i];
 }
 
-i64 API(sum_rows_and_columns)(const u32 *words, i64 n, i64 m, double *rows, double *columns, u32 *extremes) {
+i64 API(sum_rows_and_columns)(const float *values, i64 n, i64 m, double *rows, double *columns, u32 *extremes) {
     if (!is_matrix(n, m)) return BAD_SIZE;
     for (i64 j = 0; j < m; j++) columns[j] = 0;
     u32 least = 0xFFFFFFFF, most = 0;
-    i64 i = 0;
-    for (; i + 4 <= n; i += 4) sum_some_rows(words + i * m, m, rows + i, columns, 4);
-    for (; i < n; i++) sum_some_rows(words + i * m, m, rows + i, columns, 1);
     for (i64 at = 0; at < n * m; at++) {
-        least = min(least, words[at]);
-        most = max(most, words[at]);
+        u32 word = bits_of_float(values[at]);
+        least = min(least, word);
+        most = max(most, word);
     }
     extremes[0] = least;
     extremes[1] = most;
+    i64 i = 0;
+    for (; i + ROWS_AT_ONCE <= n; i += ROWS_AT_ONCE)
+        sum_some_rows(values + i * m, m, rows + i, columns, ROWS_AT_ONCE);
+    for (; i < n; i++) sum_some_rows(values + i * m, m, rows + i, columns, 1);
     return 0;
 }
 
@@ -216,6 +218,17 @@ i64 API(derive_first_moment)(float factor, const float *after, const float *befo
     return 0;
 }
 
+/* Adds the squares of some columns of a row, and the products, to those of the columns. */
+INLINE void fit_columns(const float *after, const float *before, const float *second, const float *moment, i64 count,
+                        double *restrict squares, double *restrict products) {
+    for (i64 j = 0; j < count; j++) {
+        float change = after[j] - before[j];
+        double fitted = second ? (double)(change * __builtin_sqrtf(__builtin_fabsf(second[j]))) : (double)change;
+        squares[j] += fitted * fitted;
+        products[j] += fitted * (double)moment[j];
+    }
+}
+
 i64 API(fit_first_moment_scratch)(i64 m) { return is_size(m) ? 2 * PIECE(m * (i64)sizeof(double)) : BAD_SIZE; }
 
 i64 API(fit_first_moment)(const float *after, const float *before, const float *second, const float *moment, i64 n,
@@ -225,13 +238,10 @@ i64 API(fit_first_moment)(const float *after, const float *before, const float *
     double *squares = take(&pieces, m * (i64)sizeof(double)), *products = take(&pieces, m * (i64)sizeof(double));
     if (!squares || !products) return BAD_SIZE;
     for (i64 j = 0; j < m; j++) squares[j] = products[j] = 0;
-    for (i64 i = 0; i < n; i++)
-        for (i64 j = 0; j < m; j++) {
-            i64 at = i * m + j;
-            float fitted = second ? first_moment_of(after[at], before[at], second[at]) : after[at] - before[at];
-            squares[j] += (double)fitted * (double)fitted;
-            products[j] += (double)fitted * (double)moment[at];
-        }
+    for (i64 at = 0; at < n * m; at += m) {
+        if (second) fit_columns(after + at, before + at, second + at, moment + at, m, squares, products);
+        else fit_columns(after + at, before + at, NULL, moment + at, m, squares, products);
+    }
     sums[0] = sums[1] = 0;
     for (i64 j = 0; j < m; j++) {
         sums[0] += squares[j];

@@ -6,6 +6,16 @@
 
 #define MOST_MULTIPLE 0x1p30f
 
+/* Scales a row, and adds its squares to those of the columns. */
+INLINE void scale_row(const float *after, const float *before, i64 m, float row, const float *columns,
+                      float *restrict out, double *restrict squares) {
+    for (i64 j = 0; j < m; j++) {
+        float scaled = ((before ? after[j] - before[j] : after[j]) * row) * columns[j];
+        out[j] = scaled;
+        squares[j] += (double)scaled * (double)scaled;
+    }
+}
+
 i64 API(scale_change_scratch)(i64 m) { return is_size(m) ? PIECE(m * (i64)sizeof(double)) : BAD_SIZE; }
 
 i64 API(scale_change)(const float *after, const float *before, i64 n, i64 m, const float *rows, const float *columns,
@@ -14,14 +24,9 @@ i64 API(scale_change)(const float *after, const float *before, i64 n, i64 m, con
     double *squares = take(&(Scratch){scratch, scratch + scratch_size}, m * (i64)sizeof(double));
     if (!squares) return BAD_SIZE;
     memset(squares, 0, (size_t)m * sizeof *squares);
-    for (i64 i = 0; i < n; i++) {
-        float row = rows[i];
-        for (i64 j = 0; j < m; j++) {
-            i64 at = i * m + j;
-            float change = before ? after[at] - before[at] : after[at];
-            out[at] = (change * row) * columns[j];
-        }
-        for (i64 j = 0; j < m; j++) squares[j] += (double)out[i * m + j] * (double)out[i * m + j];
+    for (i64 i = 0, at = 0; i < n; i++, at += m) {
+        if (before) scale_row(after + at, before + at, m, rows[i], columns, out + at, squares);
+        else scale_row(after + at, NULL, m, rows[i], columns, out + at, squares);
     }
     double sum = 0;
     for (i64 j = 0; j < m; j++) sum += squares[j];

@@ -22,6 +22,8 @@ class Made:
         self._many = max(1, len(forms.KNOWN & set(form)))
         self._free: list[Array] = []
         self.states: dict[str, Array] = {}
+        self.finite: set[str] = set()
+        """Of the states, those that are known to be finite."""
         self.found_factors: dict[str, Factors] = {}
         self._wide_before: dict[str, Array | None] = {}
         self._foretold: dict[str, Foretold | None] = {}
@@ -88,5 +90,7 @@ class Made:
     def _numbers(self, name: str) -> Array | None:
         """A state as float32, if it has one, all finite."""
         array = self.states[name]
-        made = forms.wide(array) if forms.is_approximated(array.dtype) else None
-        return made if made is not None and forms.is_finite(made) else None
+        if name not in self.finite and not (forms.is_approximated(array.dtype) and forms.is_finite(array)):
+            return None
+        self.finite.add(name)
+        return forms.wide(array)

@@ -145,6 +145,7 @@ class Subspace(DeltaCodec):
             state = self._state(*found, name, form, made)
             if forms.is_finite(state):
                 made.states[name] = state
+                made.finite.add(name)
                 return bytes([found[0]]) + piece(found[1])
             made.forget(name)
             found = (EXACT, b"")

@@ -53,6 +53,7 @@ class Way:
     factors: Factors | None
     last: Last | None
     _bases: dict[int, Basis | None] = field(default_factory=dict, compare=False)
+    _known_scales: dict[int, Scales] = field(default_factory=dict, compare=False)
 
     def forward(self, true: Array) -> tuple[Array, float]:
         """The change, scaled, in memory that is lent until the next call; the sum of its squares."""
@@ -90,11 +91,13 @@ class Way:
     def _scales(self, sign: int) -> Scales:
         if self.factors is None:
             return _ones(self.matrix)
-        rows, columns = (
-            lattice.power(sign * np.maximum(level, level.max(initial=lattice.LOW) - _QUIET))
-            for level in (self.factors.rows, self.factors.columns)
-        )
-        return rows, columns
+        if sign not in self._known_scales:
+            rows, columns = (
+                lattice.power(sign * np.maximum(level, level.max(initial=lattice.LOW) - _QUIET))
+                for level in (self.factors.rows, self.factors.columns)
+            )
+            self._known_scales[sign] = rows, columns
+        return self._known_scales[sign]
 
     def _basis(self, rank: int) -> Basis | None:
         if not rank or self.last is None or self.before is None:
