@@ -293,14 +293,33 @@ INLINE u64 decode_magnitude(DecisionReader *reader, Estimates *more) {
     return MOST_UNARY + (u64)((u32)1 << bits | decode_bits(reader, bits));
 }
 
+/* What both ways of a decision share: the state after one that had `share` of the probability, and did not use `rest` of
+ * its low bits. */
+INLINE void leave_decision(DecisionReader *reader, u32 share, u32 rest) {
+    reader->state = share * (reader->state >> DECISION_BITS) + rest;
+    refill(reader);
+}
+
 INLINE bool decode_symbol(DecisionReader *reader, SymbolModel *model, u32 *row, i64 column, i32 *symbol, int shift) {
     u32 context = context_of_symbol(model, *row, column);
-    u64 high = 0;
-    if (decode_decision(reader, &model->some[context])) high = decode_magnitude(reader, model->more[context]);
+    Estimates e = model->some[context];
+    u32 chance = chance_of(e), low = reader->state & (DECISION_ONE - 1);
+    u64 high;
+    if (low < chance) {
+        model->some[context] = after_zero(e);
+        leave_decision(reader, chance, low);
+        *row = average_with(*row, 0);
+        if (!shift) return true;
+        high = 0;
+    } else {
+        model->some[context] = after_one(e);
+        leave_decision(reader, DECISION_ONE - chance, low - chance);
+        high = decode_magnitude(reader, model->more[context]);
+        *row = average_with(*row, now_of((u32)high));
+    }
     u64 magnitude = shift ? high << shift | decode_bits(reader, shift) : high;
     if (RARE(magnitude >= (u64)1 << 31)) return false;
     if (magnitude) *symbol = decode_bit(reader) ? -(i32)magnitude : (i32)magnitude;
-    *row = average_with(*row, now_of((u32)high));
     return true;
 }
 
