@@ -46,8 +46,8 @@ class DeltaCodec(ABC):
     Law of configuration: as of `Codec`; what was fitted to one parameter is part of it.
     Law of exactness: if `lossless`, then `decode(encode(change), ...) == change.after`,
     bit for bit, whatever the two have to do with each other.
-    Law of determinism: `decode` gives the same bits on every machine, with the
-    compiled kernels and without, so that a later delta can be coded against it.
+    Law of determinism: `decode` gives the same bits on every machine, at every
+    level of its kernels, so that a later delta can be coded against it.
     Law of promises: what a lossy codec was told to keep, `broken` finds kept in all that it decodes.
     """
 
