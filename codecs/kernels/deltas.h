@@ -37,9 +37,8 @@ i64 API(apply_drift)(const u32 *words, const i8 *rows, i64 row_count, const i8 *
 /* Symbols and depths, of which there are up to n; returns how many bits there are. `bits` has 4 bytes a value and 8. */
 i64 API(to_grid)(const u32 *predicted, const u32 *actual, const u8 *units, i64 n, u8 *symbols, u8 *depths,
                  i64 *depth_count, u8 *bits, i64 bits_size);
-i64 API(from_grid_scratch)(i64 n);
 i64 API(from_grid)(const u32 *predicted, const u8 *units, const u8 *symbols, i64 n, const u8 *depths, i64 depth_count,
-                   const u8 *bits, i64 bits_size, u32 *out, u8 *scratch, i64 scratch_size);
+                   const u8 *bits, i64 bits_size, u32 *out);
 
 /* ---- byte_rows.c: rows of `columns` bytes, none of which is 255 ---- */
 

@@ -143,7 +143,7 @@ static u32 *fuzz_float_words(i64 n) {
 }
 
 static void fuzz_grid(void) {
-    i64 n = one_in(20) ? random_below(3) : random_below(2500), bits_size = 4 * n + 8, *depth_count = exact(8), whole;
+    i64 n = one_in(20) ? random_below(3) : random_below(2500), bits_size = 4 * n + 8, *depth_count = exact(8);
     u32 *predicted = fuzz_float_words(n), *actual = fuzz_float_words(n), *decoded = exact(4 * n);
     u8 *units = exact(n), *symbols = exact(n), *depths = exact(n), *bits = exact(bits_size);
     if (one_in(2))
@@ -155,9 +155,8 @@ static void fuzz_grid(void) {
     i64 size = (used + 7) / 8 + 8;
     u8 *padded = exact(size);
     memcpy(padded, bits, (size_t)(size - 8)), memset(padded + size - 8, 0, 8);
-    u8 *exact_depths = exact_copy(depths, *depth_count), *scratch = exact_scratch(CALL(from_grid_scratch)(n), &whole);
-    i64 accepted = READ(from_grid)(predicted, units, symbols, n, exact_depths, *depth_count, padded, size, decoded,
-                                   scratch, whole);
+    u8 *exact_depths = exact_copy(depths, *depth_count);
+    i64 accepted = READ(from_grid)(predicted, units, symbols, n, exact_depths, *depth_count, padded, size, decoded);
     /* ckpt itself has units from 1 to 254 alone */
     bool usual = true;
     for (i64 i = 0; i < n; i++) usual &= units[i] >= 1 && units[i] <= 254;
@@ -169,8 +168,7 @@ static void fuzz_grid(void) {
         u8 *given = one_in(2) ? mutate(symbols, n, n, &other) : symbols;
         u8 *exact_symbols = exact(n);
         memcpy(exact_symbols, given, (size_t)min(n, other));
-        EXPECT(READ(from_grid)(predicted, units, exact_symbols, n, given_depths, deep, data, damaged, decoded, scratch,
-                               whole) >= 0);
+        EXPECT(READ(from_grid)(predicted, units, exact_symbols, n, given_depths, deep, data, damaged, decoded) >= 0);
     }
 }
 

@@ -32,11 +32,7 @@ SIGNATURES = {
     "growth_contexts": (INT64, ADDRESS, ADDRESS, INT64, INT, INT, ADDRESS),
     "apply_drift": (INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
     "to_grid": (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT64),
-    "from_grid_scratch": (INT64, INT64),
-    "from_grid": (
-        *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
-        *(ADDRESS, INT64, ADDRESS, ADDRESS, INT64),
-    ),
+    "from_grid": (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
     "write_rows": (INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
     "read_rows": (INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
     "find_steps": (
@@ -210,7 +206,7 @@ def from_grid(predicted: Array, units: Array, symbols: Array, depths: Array, bit
         kernels.from_grid(
             *(address(predicted, WORD32), address(units, BYTE), address(symbols, BYTE), n),
             *(address(depths, BYTE), depths.size, address(bits, BYTE), bits.size),
-            *(address(out, WORD32, writable=True), *scratch(kernels.from_grid_scratch(n))),
+            address(out, WORD32, writable=True),
         )
     )
 
