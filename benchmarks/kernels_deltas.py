@@ -1,6 +1,6 @@
 """Kernels of deltas in C against those of an earlier checkout: `python benchmarks/kernels_deltas.py CODECS`.
 
-CODECS is the folder `codecs` of a checkout in which `ckpt_codecs/deltas/kernels` still was (commit f8571cd), compiled by
+CODECS is the folder `codecs` of a checkout that still has `ckpt_codecs/deltas/kernels` (commit f8571cd), compiled by
 Numba. Its package is copied under another name, so that both run in one process, in turn, on the same chunk. What is
 compared is what each gives, to the bit, then the CPU time of this thread: the median of the ratios of neighbours in
 time. `fit` is that of a replayed delta. `--only` takes the beginnings of the names of rows.

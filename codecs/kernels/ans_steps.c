@@ -64,7 +64,7 @@ i64 API(count_step_symbols)(const u16 *predicted, const u16 *actual, const u8 *w
     if (!even || !odd || !all_bytes_below(which, n, (u32)buckets)) return BAD_SIZE;
     memset(even, 0, (size_t)table), memset(odd, 0, (size_t)table);
     u16 places[STEP_BLOCK];
-    BitWriter w = {bits, 0, 0};
+    BitPacker w = {bits, 0, 0};
     for (i64 start = 0; start < n; start += STEP_BLOCK) {
         int size = (int)min(n - start, (i64)STEP_BLOCK), i = 0;
         u16 *block = symbols + start;
@@ -76,7 +76,7 @@ i64 API(count_step_symbols)(const u16 *predicted, const u16 *actual, const u8 *w
             u32 magnitude = down ? 0x10000u - step : step;
             int octave = 31 - __builtin_clz(magnitude);
             block[places[k]] = (u16)((block[places[k]] & 0xFF00) | far_symbol(magnitude, octave, !down));
-            put_bits(&w, magnitude & ((1u << (octave - 1)) - 1), (u64)octave - 1);
+            pack_bits(&w, magnitude & ((1u << (octave - 1)) - 1), (u64)octave - 1);
         }
         for (; i + 2 <= size; i += 2) even[block[i]]++, odd[block[i + 1]]++;
         if (i < size) even[block[i]]++;

@@ -52,7 +52,7 @@ i64 API(to_grid)(const u32 *predicted, const u32 *actual, const u8 *units, i64 n
     if (!is_size(n) || bits_size < 4 * n + GRID_PADDING) return BAD_SIZE;
     u32 low_bits[GRID_BLOCK];
     u8 lefts[GRID_BLOCK];
-    BitWriter w = {bits, 0, 0};
+    BitPacker w = {bits, 0, 0};
     i64 depth = 0;
     for (i64 start = 0; start < n; start += GRID_BLOCK) {
         i64 size = min(n - start, (i64)GRID_BLOCK), i = 0;
@@ -61,13 +61,13 @@ i64 API(to_grid)(const u32 *predicted, const u32 *actual, const u8 *units, i64 n
             const u64 rare = 0x0101010101010101 * (FAR_WORD | HAS_DEPTH);
             if (i + 8 <= size && !(load64(lefts + i) & rare)) {
                 for (i64 end = i + 8; i < end; i += 2) /* two at a time: each pair waits for the one before it */
-                    put_bits(&w, low_bits[i] | (u64)low_bits[i + 1] << lefts[i], (u64)lefts[i] + lefts[i + 1]);
+                    pack_bits(&w, low_bits[i] | (u64)low_bits[i + 1] << lefts[i], (u64)lefts[i] + lefts[i + 1]);
                 continue;
             }
             for (i64 end = min(i + 8, size); i < end; i++) {
                 u8 has_depth = lefts[i] & HAS_DEPTH;
                 if (has_depth) depths[depth++] = depth_of(actual[start + i], units[start + i]);
-                put_bits(&w, low_bits[i], lefts[i] - has_depth);
+                pack_bits(&w, low_bits[i], lefts[i] - has_depth);
             }
         }
     }

@@ -13,7 +13,7 @@
 #include "chunks.c"
 
 #include "deltas.h"
-#include "bit_writer.c"
+#include "bit_packer.c"
 #include "range_coder.c"
 #include "byte_rows.c"
 #include "sparse_steps.c"

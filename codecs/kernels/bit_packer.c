@@ -5,10 +5,10 @@
 typedef struct {
     u8 *at;
     u64 word, held;
-} BitWriter;
+} BitPacker;
 
 /* Up to 56 bits. The store is of 8 bytes. */
-INLINE void put_bits(BitWriter *w, u64 bits, u64 width) {
+INLINE void pack_bits(BitPacker *w, u64 bits, u64 width) {
     w->word |= bits << w->held;
     store64(w->at, w->word);
     w->held += width;
