@@ -4,8 +4,9 @@ FOLDER holds the older package: `git worktree add /tmp/older COMMIT` and `--agai
 under another name. Versions before the kernels in C need Numba, and compile for a minute before the first chunk.
 
 Each round codes a chunk of 2^18 values with one version, then with the other, the one first that was second in the
-round before. A ratio is the median of the rounds' ratios: above 1 this version is faster. Times are CPU times of the thread, since
-others may be at work on this machine. Before, both versions must write the same bytes and read the same states.
+round before. A ratio is the median of the rounds' ratios: above 1 this version is faster. Times are CPU times of the
+thread, since others may be at work on this machine. Before, both versions must write the same bytes and read the same
+states.
 """
 
 import argparse

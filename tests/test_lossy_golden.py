@@ -4,12 +4,13 @@
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ckpt_codecs.delta import Form
+from ckpt_codecs.delta import Change, Form
 from ckpt_codecs.lossy import forms
 from ckpt_codecs.lossy.sections import Pieces
 from ckpt_codecs.registry import delta_from_config
@@ -34,6 +35,15 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
     assert firsts == set(range(4))
 
 
+def states_of(
+    golden: Mapping[str, Array], side: str, dtypes: Mapping[str, str], shape: tuple[int, ...]
+) -> dict[str, Array]:
+    return {
+        state: np.ascontiguousarray(golden[f"{side}-{state}"]).view(DTYPES[dtype]).reshape(shape)
+        for state, dtype in dtypes.items()
+    }
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
@@ -41,12 +51,21 @@ def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
         made: Form = {state: DTYPES[dtype] for state, dtype in about["made"].items()}
-        before: dict[str, Array] = {
-            state: golden[f"before-{state}"].view(DTYPES[dtype]).reshape(shape)
-            for state, dtype in about["before"].items()
-        }
+        before = states_of(golden, "before", about["before"], shape)
         data = golden["data"].tobytes()
         expected = {state: golden[f"made-{state}"].tobytes() for state in made}
     with at_level(level):
         found = delta_from_config(about["codec"]).decode(data, before, shape, made)
     assert {state: values.tobytes() for state, values in found.items()} == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_golden_chunk_is_written_again(path: Path, level: int) -> None:
+    with np.load(path) as golden, np.load(path.parent / "after" / path.name) as encoded:
+        about = json.loads(str(golden["about"]))
+        shape: tuple[int, ...] = tuple(about["shape"])
+        before, data = states_of(golden, "before", about["before"], shape), golden["data"].tobytes()
+        after = states_of(encoded, "after", about["made"], shape)
+    with at_level(level):
+        assert delta_from_config(about["codec"]).encode(Change(before, after)) == data

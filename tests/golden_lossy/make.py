@@ -48,15 +48,20 @@ def form(states: States) -> dict[str, str]:
 
 def main() -> None:
     for name, codec, change in chosen():
-        target = HERE / f"{name}.npz"
-        if target.exists():
-            continue
-        shape, data = next(iter(change.after.values())).shape, codec.encode(change)
-        made = codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
-        about = {"codec": codec.config(), "before": form(change.before), "made": form(made), "shape": shape}
-        held = {"about": np.array(json.dumps(about)), "data": np.frombuffer(data, np.uint8)}
-        np.savez_compressed(target, allow_pickle=False, **held, **kept("before", change.before), **kept("made", made))
-        print(f"{target.name}: {len(data)} bytes")
+        target, encoded = HERE / f"{name}.npz", HERE / "after" / f"{name}.npz"
+        shape = next(iter(change.after.values())).shape
+        if not target.exists():
+            data = codec.encode(change)
+            made = codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
+            about = {"codec": codec.config(), "before": form(change.before), "made": form(made), "shape": shape}
+            held = {"about": np.array(json.dumps(about)), "data": np.frombuffer(data, np.uint8)}
+            np.savez_compressed(
+                target, allow_pickle=False, **held, **kept("before", change.before), **kept("made", made)
+            )
+            print(f"{target.name}: {len(data)} bytes")
+        if not encoded.exists():  # what was encoded, since other machines' exp and products may give other states
+            encoded.parent.mkdir(exist_ok=True)
+            np.savez_compressed(encoded, allow_pickle=False, **kept("after", change.after))
 
 
 if __name__ == "__main__":
