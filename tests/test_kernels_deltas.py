@@ -360,6 +360,17 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return read
 
 
+@trial("count_bfloat16_matches")
+def _(random: np.random.Generator, n: int) -> Trial:
+    m0, g = floats(random, n), floats(random, n).view(np.uint32) & np.uint32(0xFFFF0000)
+    m1, form = floats(random, n), int(random.integers(3))
+    factor = float(random.choice([0.7, 1.0, 1e300]))
+    if random.random() < 0.7:  # they do match
+        TWINS.scale(g.view(np.float32).copy(), factor, g.view(np.float32))
+        TWINS.step_first_moments(m0, g.view(np.float32), 0.9, 0.1, form, m1)
+    return lambda run: run.count_bfloat16_matches(m0, m1, factor, 0.9, 0.1, form)
+
+
 def elementwise(name: str, inputs: int, scalars: int, has_form: bool = False, dtype: Any = np.float32) -> None:
     """Register a kernel of float32 arrays, then numbers, perhaps a form, and its output."""
 

@@ -86,6 +86,8 @@ i64 API(read_ans_steps)(const u16 *predicted, const u8 *which, i64 n, const u32 
 i64 API(infer_gradients)(const float *m0, const float *m1, i64 n, double gain, float *out);
 i64 API(infer_bfloat16_gradients)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain,
                                   int form, u16 *out);
+/* How many first moments come out to the bit if gradients were bfloat16 times `scale`. */
+i64 API(count_bfloat16_matches)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain, int form);
 i64 API(step_first_moments)(const float *m, const float *g, i64 n, float kept, float gain, int form, float *out);
 i64 API(step_second_moments)(const float *v, const float *g, i64 n, float kept, float gain, int form, float *out);
 i64 API(step_adam_torch)(const float *w, const float *m, const float *v, i64 n, double weight_factor, double step_size,

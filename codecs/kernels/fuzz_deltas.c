@@ -223,6 +223,7 @@ static void fuzz_optimizer_steps(void) {
     int form = (int)random_below(3);
     EXPECT(READ(infer_gradients)(a[0], a[1], n, x, out) == 0);
     EXPECT(READ(infer_bfloat16_gradients)(a[0], a[1], n, x, p, q, form, words) == 0);
+    EXPECT(READ(count_bfloat16_matches)(a[0], a[1], n, x, p, q, form) <= n);
     EXPECT(READ(step_first_moments)(a[0], a[1], n, p, q, form, out) == 0);
     EXPECT(READ(step_second_moments)(a[0], a[1], n, p, q, form, out) == 0);
     EXPECT(READ(step_adam_torch)(a[0], a[1], a[2], n, x, y, p, q, out) == 0);

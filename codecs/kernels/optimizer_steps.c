@@ -96,16 +96,18 @@ INLINE u16 bfloat16_nan(float m0, float m1) {
     return (u16)((sign >> 16 & 0x8000) | 0x7FC0);
 }
 
-INLINE void infer_bfloat16_form(const float *restrict m0, const float *restrict m1, i64 n, double scale, float kept,
-                                float gain, int form, u16 *restrict out) {
-    FOR_EACH {
-        float x = (float)((double)infer_gradient(m0[i], m1[i], (double)gain) / scale);
-        u16 word = x == x ? nearest_bfloat16(x) : bfloat16_nan(m0[i], m1[i]);
-        out[i] = first_moment(m0[i], 0, kept, gain, form) == m1[i] ? 0 : word;
-    }
+/* The bfloat16 gradient, before it was multiplied by `scale`, that leads from m0 to m1; zero if zero does. */
+INLINE u16 infer_bfloat16_gradient(float m0, float m1, double scale, float kept, float gain, int form) {
+    float x = (float)((double)infer_gradient(m0, m1, (double)gain) / scale);
+    u16 word = x == x ? nearest_bfloat16(x) : bfloat16_nan(m0, m1);
+    return first_moment(m0, 0, kept, gain, form) == m1 ? 0 : word;
 }
 
-/* The bfloat16 gradients, before they were multiplied by `scale`, that lead from m0 to m1; zero wherever zero does. */
+INLINE void infer_bfloat16_form(const float *restrict m0, const float *restrict m1, i64 n, double scale, float kept,
+                                float gain, int form, u16 *restrict out) {
+    FOR_EACH out[i] = infer_bfloat16_gradient(m0[i], m1[i], scale, kept, gain, form);
+}
+
 i64 API(infer_bfloat16_gradients)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain,
                                   int form, u16 *out) {
     if (!is_size(n)) return BAD_SIZE;
@@ -113,6 +115,28 @@ i64 API(infer_bfloat16_gradients)(const float *m0, const float *m1, i64 n, doubl
     case FIRST_LERP: infer_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_LERP, out); return 0;
     case FIRST_SUM: infer_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_SUM, out); return 0;
     case FIRST_FUSED_SUM: infer_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_FUSED_SUM, out); return 0;
+    }
+    return BAD_SIZE;
+}
+
+INLINE i64 count_bfloat16_form(const float *restrict m0, const float *restrict m1, i64 n, double scale, float kept,
+                               float gain, int form) {
+    i64 count = 0;
+    FOR_EACH {
+        u16 word = infer_bfloat16_gradient(m0[i], m1[i], scale, kept, gain, form);
+        float g = canonical_nan((float)((double)float_of_bits((u32)word << 16) * scale));
+        count += bits_of_float(canonical_nan(first_moment(m0[i], g, kept, gain, form))) == bits_of_float(m1[i]);
+    }
+    return count;
+}
+
+/* How many first moments come out to the bit if gradients were bfloat16 times `scale`. */
+i64 API(count_bfloat16_matches)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain, int form) {
+    if (!is_size(n)) return BAD_SIZE;
+    switch (form) {
+    case FIRST_LERP: return count_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_LERP);
+    case FIRST_SUM: return count_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_SUM);
+    case FIRST_FUSED_SUM: return count_bfloat16_form(m0, m1, n, scale, kept, gain, FIRST_FUSED_SUM);
     }
     return BAD_SIZE;
 }

@@ -47,6 +47,14 @@ def infer_bfloat16_gradients(
     out[:] = np.where(still, np.uint32(0), np.where(np.isnan(x), nan, near))
 
 
+def count_bfloat16_matches(m0: Array, m1: Array, factor: float, kept: float, gain: float, form: int) -> int:
+    words, g, replayed = np.empty(m0.size, np.uint16), np.empty_like(m0), np.empty_like(m0)
+    infer_bfloat16_gradients(m0, m1, factor, kept, gain, form, words)
+    scale((words.astype(np.uint32) << np.uint32(16)).view(np.float32), factor, g)
+    step_first_moments(m0, g, kept, gain, form, replayed)
+    return int(np.count_nonzero(replayed.view(np.uint32) == m1.view(np.uint32)))
+
+
 @np.errstate(all="ignore")
 def step_first_moments(m: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
     _finish(_first_moments(m, g, np.float32(kept), np.float32(gain), form), out)

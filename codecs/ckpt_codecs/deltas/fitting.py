@@ -16,8 +16,8 @@ from ckpt_codecs.deltas.rules import (
     Rule,
     adam_weights,
     carried_weights,
+    count_replayed,
     descent_weights,
-    first_moment,
     gradient,
     halves,
     number,
@@ -88,7 +88,7 @@ def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
     g = gradient(rule, m0, m1).astype(np.float64)
     clear = np.abs(g) / (np.abs(m0) + np.abs(m1))
     usable = np.isfinite(clear) & (np.abs(g) > 1e-30) & (np.abs(g) < 1e30)
-    best = np.flatnonzero(usable)[np.argsort(-clear[usable])[:512]]
+    best = np.flatnonzero(usable)[_greatest(clear[usable], 512)]
     if best.size < 16:
         return rule
     g = np.abs(g[best])
@@ -105,14 +105,15 @@ def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
         if not right.any():
             return rule
         scale = float((g[right] * whole[right]).sum() / (whole[right] ** 2).sum())
-    found = np.float32(scale)
-    around = [float(x) for x in _neighbours(found, 12)]
-    rules = [replace(rule, scale=x, first_form=form) for x in around for form in range(FORMS)]
+    around = [float(x) for x in _neighbours(np.float32(scale), 12)]
+    tried = [(x, form) for x in around for form in range(FORMS)]
     for some, kept in ((best, 6), (slice(0, 8192), 1)):
-        shares = [_first_matches(one, m0[some], m1[some]) for one in rules]
+        few0, few1 = m0[some], m1[some]
+        shares = [count_replayed(rule, x, form, few0, few1) / few1.size for x, form in tried]
         order = np.argsort(-np.array(shares), kind="stable")[:kept]
-        rules, share = [rules[i] for i in order], shares[order[0]]
-    return rules[0] if share > 0.5 else rule
+        tried, share = [tried[i] for i in order], shares[order[0]]
+    scale, form = tried[0]
+    return replace(rule, scale=scale, first_form=form) if share > 0.5 else rule
 
 
 def fit_forms(rule: Rule, m0: Array, m1: Array, v0: Array, v1: Array) -> Rule:
@@ -228,8 +229,12 @@ def _matches(rule: Rule, sample: Sample) -> float:
     return _share(_weights(rule, sample), sample.w1)
 
 
-def _first_matches(rule: Rule, m0: Array, m1: Array) -> float:
-    return _share(first_moment(rule, m0, widened(rule, halves(rule, m0, m1))), m1)
+def _greatest(values: Array, count: int) -> Array:
+    """The places of the greatest values, these first."""
+    if values.size <= count:
+        return np.argsort(-values, kind="stable")
+    places = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return places[np.argsort(-values[places], kind="stable")[:count]]
 
 
 def _share_of(pair: tuple[Rule, float]) -> float:
@@ -237,7 +242,7 @@ def _share_of(pair: tuple[Rule, float]) -> float:
 
 
 def _share(made: Array, true: Array) -> float:
-    return float(np.mean(made.view(np.uint32) == true.view(np.uint32))) if true.size else 0.0
+    return np.count_nonzero(made.view(np.uint32) == true.view(np.uint32)) / true.size if true.size else 0.0
 
 
 def _least_squares(known: Array, found: Array) -> list[float]:

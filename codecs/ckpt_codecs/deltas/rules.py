@@ -111,6 +111,11 @@ def halves(rule: Rule, m0: Array, m1: Array) -> Array:
     return out
 
 
+def count_replayed(rule: Rule, scale: float, form: int, m0: Array, m1: Array) -> int:
+    """How many first moments come out to the bit with gradients in bfloat16, times this scale, in this form."""
+    return deltas.count_bfloat16_matches(m0, m1, scale, rule.beta1, 1 - rule.beta1, form)
+
+
 def widened(rule: Rule, half: Array) -> Array:
     """Gradients as the optimizer got them."""
     out = np.empty(half.size, np.float32)

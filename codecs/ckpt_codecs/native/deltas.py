@@ -59,6 +59,7 @@ SIGNATURES = {
     ),
     "infer_gradients": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, ADDRESS),
     "infer_bfloat16_gradients": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, FLOAT, FLOAT, INT, ADDRESS),
+    "count_bfloat16_matches": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, FLOAT, FLOAT, INT),
     "step_first_moments": (INT64, ADDRESS, ADDRESS, INT64, FLOAT, FLOAT, INT, ADDRESS),
     "step_second_moments": (INT64, ADDRESS, ADDRESS, INT64, FLOAT, FLOAT, INT, ADDRESS),
     "step_adam_torch": (*_ADAM, ADDRESS),
@@ -371,6 +372,12 @@ def infer_bfloat16_gradients(
     kernels.infer_bfloat16_gradients(
         _read(m0), _read(m1), out.size, scale, kept, gain, form, address(out, WORD16, writable=True)
     )
+
+
+def count_bfloat16_matches(m0: Array, m1: Array, scale: float, kept: float, gain: float, form: int) -> int:
+    """How many first moments come out to the bit if gradients were bfloat16 times `scale`."""
+    _check_sizes(m1.size, m0)
+    return int(kernels.count_bfloat16_matches(_read(m0), _read(m1), m1.size, scale, kept, gain, form))
 
 
 def step_first_moments(m: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
