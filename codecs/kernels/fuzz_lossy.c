@@ -36,8 +36,8 @@ static i32 *fuzz_fine_levels(void) {
 }
 
 static void fuzz_symbols(void) {
-    i64 columns = 1 + random_below(one_in(8) ? 300 : 30), size = random_below(4 * columns + 2), shift = random_below(25);
-    if (one_in(2)) shift = 0;
+    i64 columns = 1 + random_below(one_in(8) ? 300 : 30), size = random_below(4 * columns + 2);
+    i64 shift = one_in(2) ? 0 : random_below(25);
     i32 *symbols = exact(4 * size);
     i64 rarity = 1 + random_below(20), most = (i64)1 << random_below(32);
     for (i64 i = 0; i < size; i++)
@@ -109,7 +109,8 @@ static void fuzz_moments(void) {
 static void fuzz_weights(void) {
     i64 n = random_below(12), m = random_below(40), size = n * m, whole;
     if (one_in(10)) n = 1, m = size = random_below(1000); /* more than one block */
-    const float *values = one_in(2) ? fuzz_words(size) : fuzz_floats(size), *before = one_in(2) ? NULL : fuzz_words(size);
+    const float *values = one_in(2) ? fuzz_words(size) : fuzz_floats(size);
+    const float *before = one_in(2) ? NULL : fuzz_words(size);
     u8 *scratch = exact_scratch(CALL(scale_change_scratch)(m), &whole);
     EXPECT(READ(scale_change)(values, before, n, m, fuzz_words(n), fuzz_words(m), exact(4 * size), exact(8), scratch,
                               whole) == 0);

@@ -1,7 +1,7 @@
 /* The lossy kernels that Python calls. docs/lossy-codecs.md specifies what they compute, bit for bit.
  *
  * Matrices lie row by row without gaps; n and m are rows and columns. None of the memory of an output is that of an
- * input. Sums of floats are computed one by one in the order that is written here, so that every machine gets the same. */
+ * input. Sums of floats are computed one by one in the order that is written here, so that all machines get the same. */
 #ifndef CKPT_LOSSY_H
 #define CKPT_LOSSY_H
 
@@ -23,7 +23,7 @@ i64 API(model_symbols)(const i32 *symbols, i64 size, i64 columns, i64 shift, u16
  * decision is 0, which has no probability. `room` is at least 4 bytes and 2 for each decision. */
 i64 API(code_decisions)(const u16 *decisions, i64 count, u8 *out, i64 room);
 
-/* Decodes `size` symbols from a code of `length` bytes. Returns 1, or 0 where the code is not that of so many symbols. */
+/* Decodes `size` symbols from a code of `length` bytes. Returns 1, or 0 where it is not the code of so many symbols. */
 i64 API(decode_symbols)(const u8 *code, i64 length, i64 columns, i64 shift, i32 *symbols, i64 size, u8 *scratch,
                         i64 scratch_size);
 
@@ -54,7 +54,7 @@ i64 API(decompose_qr)(const float *y, i64 n, i64 k, float *w, float *t, u8 *scra
 /* 1 if these are the bits of finite float32, else 0. */
 i64 API(is_finite)(const u32 *words, i64 size);
 
-/* The sums of the values in each row and in each column, and the least and the largest bits in `extremes`. Returns 0. */
+/* The sums of the values of each row and of each column, and the least and the largest bits, in `extremes`. Returns 0. */
 i64 API(sum_rows_and_columns)(const float *values, i64 n, i64 m, double *rows, double *columns, u32 *extremes);
 
 /* The sums of the levels (eighths of an octave, rounded down; signs are ignored) in each row and column. Returns 0. */

@@ -13,7 +13,6 @@ enum { LANES = 8 };
 enum { LANES = 4 };
 #endif
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef double Doubles __attribute__((vector_size(LANES * sizeof(float))));
 
 enum {
     TILE_ROWS = 5,

@@ -24,7 +24,7 @@ i64 API(is_finite)(const u32 *words, i64 size) {
 
 enum { ROWS_AT_ONCE = 8 };
 
-/* The sums of some rows, and those of columns further on. A sum over a row waits for itself, those of other rows do not. */
+/* The sums of some rows, and those of columns further on. A sum waits for itself, but not for those of other rows. */
 INLINE void sum_some_rows(const float *values, i64 m, double *restrict rows, double *restrict columns, int count) {
     for (i64 j = 0; j < m; j++) {
         double sum = columns[j];
@@ -90,9 +90,9 @@ static i32 nearest_residual(u32 word, i32 level, const i32 *fine_levels, double 
 }
 
 /* Most residuals follow from bounds. The bits of a positive number are its logarithm, in 2^-23 octaves, less what
- * log2(1 + x) is above x: 0 to 0.0861 octaves, which is 0 to 176.3 units of 2^-8 levels. A whole number that is nearest to
- * both bounds is nearest to all between them. Bounds are below 2^23 units, so exact as floats; times `each` they are off
- * by less than half a unit, and the table of fine levels by less than that. */
+ * log2(1 + x) is above x: 0 to 0.0861 octaves, which is 0 to 176.3 units of 2^-8 levels. A whole number that is nearest
+ * to both bounds is nearest to all between them. Bounds are below 2^23 units, so exact as floats; times `each` they are
+ * off by less than half a unit, and the table of fine levels by less than that. */
 enum { BOUND_BITS = 8, BOUND_WIDTH = 177, BOUND_SLACK = 2, RESIDUAL_BLOCK = 64 };
 
 /* Writes what bounds say of the residuals of a block, and whether they leave it open, as one byte each. */

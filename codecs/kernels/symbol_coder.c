@@ -5,8 +5,8 @@
  * state and 16 bits moved at a time. It codes the last decision first, so modelling and coding are two kernels.
  *
  * Why it is safe: what the decoder writes is counted by `size`, never by the code. It reads past the end of the code as
- * zeros. Estimates cannot leave 2^15 >> 7 .. 2^15 - (2^15 >> 7), averages of magnitudes cannot reach 2^15, so their
- * sums are indices of the table of contexts whatever the code is. */
+ * zeros. An estimate does not shrink below 15 or 127, nor grow nearer to 2^15, so no probability is 0 or 1. Averages of
+ * magnitudes stay below 2^15, so the sum of two is an index of the table of contexts whatever the code is. */
 #include "kernels.h"
 
 enum {
@@ -209,8 +209,8 @@ i64 API(model_symbols)(const i32 *symbols, i64 size, i64 columns, i64 shift, u16
 }
 
 /* state / share is state * reciprocal(share) >> 47, for share below 2^15 and state below share << 17. The reciprocal is
- * 2^47 / share and at most 1 more; so the quotient is at most 2^32 / 2^47 more, less than 1 / share, and stays below the
- * next whole number. The product stays below 2^64. The quotient of doubles is rounded, but not up to a whole number:
+ * 2^47 / share and at most 1 more; so the quotient is at most 2^32 / 2^47 more, less than 1 / share, and stays below
+ * the next whole number. The product stays below 2^64. The quotient of doubles is rounded, but not up to a whole number:
  * that is at least 2^-15 away. */
 INLINE u64 reciprocal(u32 share) { return (u64)(i64)(0x1p47 / (double)share) + 1; }
 
@@ -293,8 +293,7 @@ INLINE u64 decode_magnitude(DecisionReader *reader, Estimates *more) {
     return MOST_UNARY + (u64)((u32)1 << bits | decode_bits(reader, bits));
 }
 
-/* What both ways of a decision share: the state after one that had `share` of the probability, and did not use `rest` of
- * its low bits. */
+/* The state after a decision that had `share` of the probability, and leaves `rest` of the state's low bits. */
 INLINE void leave_decision(DecisionReader *reader, u32 share, u32 rest) {
     reader->state = share * (reader->state >> DECISION_BITS) + rest;
     refill(reader);

@@ -43,7 +43,7 @@ def check(form: Form) -> None:
 
 def is_approximated(dtype: DType) -> bool:
     # NumPy takes microseconds to compute a name.
-    return dtype == _FLOAT32 or dtype == _FLOAT16 or dtype.name == "bfloat16"
+    return dtype in (_FLOAT32, _FLOAT16) or dtype.name == "bfloat16"
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:
