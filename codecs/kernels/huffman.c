@@ -393,33 +393,31 @@ INLINE void reload(const u8 **from, u64 *bits) {
     *bits = load_bits(*from, used & 7);
 }
 
-/* Reads four streams at a time, since one alone would wait for each look-up. Three registers for each, no more: their
- * next bits are loaded at the end of a round. */
-static void read_four(BitReader *r, const u64 *table) {
+/* Streams are read by fours: one alone would wait for each look-up, and eight have more state than there are registers.
+ * Three registers for each: their next bits are loaded at the end of a round. */
+enum { AT_ONCE = 4 };
+
+static void read_four(BitReader r[AT_ONCE], const u64 *table) {
     for (;;) {
         i64 rounds = min(min(safe_rounds(r), safe_rounds(r + 1)), min(safe_rounds(r + 2), safe_rounds(r + 3)));
         if (rounds <= 0) return;
-        const u8 *a_from = r[0].from, *b_from = r[1].from, *c_from = r[2].from, *d_from = r[3].from;
-        u8 *a_to = r[0].to, *b_to = r[1].to, *c_to = r[2].to, *d_to = r[3].to;
-        u64 a_bits = load_bits(a_from, r[0].bit), b_bits = load_bits(b_from, r[1].bit);
-        u64 c_bits = load_bits(c_from, r[2].bit), d_bits = load_bits(d_from, r[3].bit);
+        const u8 *from[AT_ONCE];
+        u8 *to[AT_ONCE];
+        u64 bits[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; i++) {
+            from[i] = r[i].from;
+            to[i] = r[i].to;
+            bits[i] = load_bits(from[i], r[i].bit);
+        }
         for (; rounds; rounds--) {
 #pragma GCC unroll 5
-            for (int i = 0; i < LOOKUPS_PER_LOAD; i++) {
-                look_up(&a_to, &a_bits, table);
-                look_up(&b_to, &b_bits, table);
-                look_up(&c_to, &c_bits, table);
-                look_up(&d_to, &d_bits, table);
-            }
-            reload(&a_from, &a_bits);
-            reload(&b_from, &b_bits);
-            reload(&c_from, &c_bits);
-            reload(&d_from, &d_bits);
+            for (int lookup = 0; lookup < LOOKUPS_PER_LOAD; lookup++)
+#pragma GCC unroll 4
+                for (int i = 0; i < AT_ONCE; i++) look_up(&to[i], &bits[i], table);
+#pragma GCC unroll 4
+            for (int i = 0; i < AT_ONCE; i++) reload(&from[i], &bits[i]);
         }
-        const u8 *from[] = {a_from, b_from, c_from, d_from};
-        u8 *to[] = {a_to, b_to, c_to, d_to};
-        u64 bits[] = {a_bits, b_bits, c_bits, d_bits};
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             r[i].from = from[i];
             r[i].to = to[i];
             r[i].bit = (u32)__builtin_clzll(bits[i]);
@@ -467,7 +465,7 @@ static bool read_huffman(const u8 *source, i64 source_size, Code *code, u8 *plan
     }
     if (begin != source_size) return false;
     make_table(code);
-    for (int s = 0; s < STREAMS; s += 4) read_four(readers + s, code->tables + TABLE_SIZE);
+    for (int s = 0; s < STREAMS; s += AT_ONCE) read_four(readers + s, code->tables + TABLE_SIZE);
     for (int s = 0; s < STREAMS; s++)
         if (!read_rest(readers[s], code)) return false;
     return true;

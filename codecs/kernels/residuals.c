@@ -49,7 +49,7 @@ INLINE i32 step_of(i32 error, i32 gain) { return gain == SLOWEST_GAIN ? error >>
 
 /* Rows are worked on in blocks that stay in the nearest cache, each in several short loops, of which each has elements
  * of one width: compilers make better vectors of them than of one long loop. */
-enum { ROW_BLOCK = 1024 };
+enum { ROW_BLOCK = 512 };
 typedef struct {
     i32 predicted[ROW_BLOCK];
     u8 guesses[ROW_BLOCK], exponents[ROW_BLOCK];
