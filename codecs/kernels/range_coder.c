@@ -158,12 +158,17 @@ INLINE void widen_range(RangeReader *r) {
     }
 }
 
+/* A branch for each bit: a model that has learned makes most bits foreseeable, and then nothing waits for them. */
 INLINE bool read_range_bit(RangeReader *r, BitModel *model) {
     u64 bound = (r->size >> CHANCE_BITS) * model->chance;
     bool bit = r->offset < bound;
-    r->offset -= bit ? 0 : bound;
-    r->size = bit ? bound : r->size - bound;
-    learn_bit(model, bit);
+    if (bit) {
+        r->size = bound;
+        learn_bit(model, true);
+    } else {
+        r->offset -= bound, r->size -= bound;
+        learn_bit(model, false);
+    }
     widen_range(r);
     return bit;
 }
