@@ -39,8 +39,8 @@ def find_zig() -> list[str]:
 def find_compiler() -> tuple[list[str], str]:
     """The command, and what it finds."""
     if gcc := shutil.which("gcc"):
-        return [gcc, "-fsanitize=address,undefined"], "gcc's sanitizers of addresses and undefined behaviour"
-    return find_zig(), "zig's sanitizer of undefined behaviour, and pages that nobody may touch"
+        return [gcc, "-fsanitize=address,undefined"], "sanitizers of gcc: addresses and undefined behaviour"
+    return find_zig(), "sanitizer of zig: undefined behaviour, and pages that nobody may touch"
 
 
 def build(program: Path, compiler: Sequence[str]) -> None:
