@@ -118,7 +118,7 @@ def fuzz(seconds: float, folder: Path) -> None:
     program = folder / "fuzz"
     zig = fuzz_kernels.find_zig()
     fuzz_kernels.build(program, [*zig, "-target", "aarch64-linux-musl", "-static"])
-    fuzz_kernels.fuzz([str(part) for part in emulated(program)], reads=10**9, seconds=seconds, slice=1000)
+    fuzz_kernels.fuzz([[str(part) for part in emulated(program)]], reads=10**9, seconds=seconds, slice=1000)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Calls every C kernel with hostile bytes under sanitizers: `python tests/fuzz_kernels.py --reads 1000000`.
 
 gcc has sanitizers of addresses and of undefined behaviour. Without gcc, zig has the second, and buffers end at
-pages that nobody may touch. Ends with a status other than zero after a finding, or if a kernel was never called.
+pages that nobody may touch. Every level of kernels that this CPU runs has its turn. Ends with a status other than
+zero after a finding, or if a kernel was never called.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import kernel_headers
+from ckpt_codecs.native import library
 
 FLAGS = ["-g", "-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-sanitize-recover=all"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
@@ -48,6 +50,18 @@ def build(program: Path, compiler: Sequence[str]) -> None:
     subprocess.run([*compiler, *FLAGS, str(source), "-o", str(program), "-lm"], check=True)
 
 
+def build_levels(folder: Path, compiler: Sequence[str]) -> list[list[str]]:
+    """The fuzzer for each level of kernels that this CPU runs: some loops exist for AVX2 alone."""
+    programs = []
+    for level in library.levels():
+        program = folder / f"fuzz-v{level}"
+        # zig and gcc name the same CPU differently.
+        cpu = [] if level == 1 else [f"-mcpu=x86_64_v{level}" if "cc" in compiler else f"-march=x86-64-v{level}"]
+        build(program, [*compiler, *cpu])
+        programs.append([str(program)])
+    return programs
+
+
 def run(program: Sequence[str], seed: int, reads: int, family: str | None) -> tuple[Counter[str], Counter[str]]:
     """How often each kernel was called: with hostile bytes, and in all.
 
@@ -69,7 +83,7 @@ def run(program: Sequence[str], seed: int, reads: int, family: str | None) -> tu
 
 
 def fuzz(
-    program: Sequence[str],
+    programs: Sequence[Sequence[str]],
     reads: int,
     seconds: float = float("inf"),
     seed: int = 1,
@@ -77,7 +91,8 @@ def fuzz(
     family: str | None = None,
     slice: int = SLICE,
 ) -> int:
-    """Run a built fuzzer until it has made so many hostile reads, or so many seconds are over; prints and returns them.
+    """Run built fuzzers in turn until there are so many hostile reads, or so many seconds are over; prints and returns
+    how many.
 
     Raises:
         SystemExit: There is a finding, or a kernel was never called.
@@ -87,7 +102,10 @@ def fuzz(
     with ThreadPoolExecutor(jobs) as pool:
         while hostile.total() < reads and time.monotonic() - begun < seconds:
             size = min(slice, -(-(reads - hostile.total()) // jobs))
-            runs = [pool.submit(run, program, seed + job, size, family) for job in range(jobs)]
+            runs = [
+                pool.submit(run, programs[(seed + job) % len(programs)], seed + job, size, family)
+                for job in range(jobs)
+            ]
             before = hostile.total()
             for part in runs:
                 hostile += part.result()[0]
@@ -115,10 +133,9 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     compiler, finds = find_compiler()
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "fuzz"
-        build(program, compiler)
+        programs = build_levels(Path(folder), compiler)
         print(f"{finds}, {arguments['jobs']} processes")
-        fuzz([str(program)], **arguments)
+        fuzz(programs, **arguments)
 
 
 if __name__ == "__main__":

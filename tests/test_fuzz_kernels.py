@@ -19,6 +19,6 @@ SECONDS = 30
 def test_no_kernel_is_harmed_by_hostile_bytes(tmp_path: Path) -> None:
     compiler, finds = fuzz_kernels.find_compiler()
     print(finds)
-    fuzz_kernels.build(tmp_path / "fuzz", compiler)
-    reads = fuzz_kernels.fuzz([str(tmp_path / "fuzz")], 10**9, SECONDS * TIMES, jobs=2, slice=2000)
+    programs = fuzz_kernels.build_levels(tmp_path, compiler)
+    reads = fuzz_kernels.fuzz(programs, 10**9, SECONDS * TIMES, jobs=2, slice=2000)
     assert reads > 1000
