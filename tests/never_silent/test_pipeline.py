@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_cli import locking, publishing, staging
+from ckpt_cli import differences, locking, publishing, staging, verification
 from ckpt_cli.pipeline import job_id
 from ckpt_cli.selection import Edits
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, Origin
@@ -172,11 +172,8 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source, other = save(tmp_path / "a.pt"), save(tmp_path / "b.pt")
-    module = sys.modules["ckpt_cli.checks" if command == "verify" else "ckpt_cli.differences"]
+    place: Any = verification if command == "verify" else differences
     name = "examine" if command == "verify" else "compare"
-    from ckpt_cli import verification
-
-    place: Any = verification if command == "verify" else module
     before = getattr(place, name)
 
     def changing(*arguments: Any) -> Any:

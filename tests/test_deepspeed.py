@@ -1,0 +1,95 @@
+"""What DeepSpeed's own files say, piece by piece: whose a value is, what may differ, and what must not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_formats.base import MASTER, MODEL, Parameter
+from ckpt_formats.deepspeed.carried import carry
+from ckpt_formats.deepspeed.one_run import check_one_run
+from ckpt_formats.deepspeed.pipeline import find_pipeline
+from ckpt_formats.deepspeed.rules import rules_of
+from ckpt_formats.deepspeed.states import check_options
+from ckpt_formats.dtypes import DTYPES
+from ckpt_formats.errors import Corrupt
+from ckpt_formats.geometry import Box
+from ckpt_formats.layout import Placed
+from ckpt_formats.tensor import Array, Tensor
+from ckpt_formats.torchfile import TorchFile, open_file
+from held import lay
+
+
+def saved(path: Path, value: Any) -> TorchFile:
+    torch.save(value, path)
+    return open_file(path)
+
+
+def in_file(path: Path, values: Array) -> Tensor:
+    return Tensor.of(lay(path, values, 0, (values.itemsize,)))
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int, tmp_path: Path) -> None:
+    masters = np.arange(5, dtype=np.float32) + 1
+    copies = (masters + shift).astype(DTYPES["bfloat16"])
+    states = {MASTER: in_file(tmp_path / "optim", masters), MODEL: in_file(tmp_path / "model", copies)}
+    alone = Parameter("frozen", "frozen", {MODEL: states[MODEL]}, {})
+    parameters = {"frozen": alone, "w": Parameter("w", "parameter", states, {})}
+    if shift:
+        with pytest.raises(Corrupt, match="the masters in optim are not those of the weights in model"):
+            check_one_run(parameters, tmp_path)
+    else:
+        check_one_run(parameters, tmp_path)
+
+
+def test_options_that_ranks_have_otherwise_are_refused_unless_there_are_tensors_in_them(tmp_path: Path) -> None:
+    files = [saved(tmp_path / name, {"t": torch.ones(2), "lr": 0.1}) for name in "ab"]
+    tensors = [file.root["t"] for file in files]
+    for kind in (lambda tensor: tensor, lambda tensor: [0.5, tensor], lambda tensor: (tensor, tensor)):
+        check_options([{"lr": 0.1, "seen": kind(tensor)} for tensor in tensors], files, 0)
+    with pytest.raises(Corrupt, match="lr of group 0"):
+        check_options([{"lr": 0.1}, {"lr": 0.2}], files, 0)
+    with pytest.raises(Corrupt, match="betas of group 0"):
+        check_options([{"betas": [0.1, 0.2]}, {"betas": [0.1, 0.3]}], files, 0)
+
+
+def piece(at: int, length: int) -> dict[str, Any]:
+    """Rows of a shard that are rows `at` and on of a matrix with 3 columns."""
+    return {"shape": [length, 3], "dest": [0, [3, 1]], "source": [3 * at, [3, 1]]}
+
+
+def test_an_affine_map_says_where_the_block_of_every_rank_lies() -> None:
+    ranks = {str(rank): {"shard_shape": [2, 3], "pieces": [piece(2 * rank, 2)]} for rank in range(3)}
+    (rule, _) = rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": ranks}}}}, Path("model"))
+    assert rule.how == "blocks"
+    assert rule.shape == (6, 3)
+    shard = Box((0, 0), (2, 3))
+    assert rule.blocks == tuple((Placed(shard, Box((2 * r, 0), (2 * r + 2, 3))),) for r in range(3))
+    whole = {str(rank): {"shard_shape": [6, 3], "pieces": [piece(0, 6)]} for rank in range(2)}
+    (rule, _) = rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": whole}}}}, Path("model"))
+    assert rule.how == "replicated"
+    del ranks["1"]
+    with pytest.raises(Corrupt, match="not numbered from 0"):
+        rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": ranks}}}}, Path("model"))
+
+
+def test_stages_have_the_layers_that_their_names_say_and_tied_modules_where_they_are_used() -> None:
+    found = find_pipeline([["1.w", "tied_modules.embed.w"], ["3.w", "4.b", "tied_modules.embed.w"]], {"embed": (0, 5)})
+    assert found.stages == ((0, 1), (3, 4, 5))
+    assert found.tied == {"embed": (0, 5)}
+    assert found.users == {"embed": (0, 1)}
+
+
+def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Path) -> None:
+    models = {str(rank): saved(tmp_path / f"{rank}.pt", {"note": rank // 2, "same": 7}) for rank in range(4)}
+    optims = {str(rank): saved(tmp_path / f"{rank}.optim", {"scale": rank // 2}) for rank in range(4)}
+    other = {"note": 1, "optimizer": {"scale": 1}}
+    assert carry(models, optims, {}) == {
+        "same": 7,
+        "note": 0,
+        "optimizer": {"scale": 0},
+        "ranks": {"2": other, "3": other},
+    }

@@ -1,0 +1,78 @@
+"""What a run of Megatron's is told to be, and what its ranks keep: piece by piece."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_formats.base import MODEL, Group, Origin
+from ckpt_formats.layout import Layout
+from ckpt_formats.megatron.arguments import Arguments, Parallel
+from ckpt_formats.megatron.carried import EXTRA_STATE
+from ckpt_formats.megatron.distributed_optimizer import buckets_of
+from ckpt_formats.megatron.local import Place
+from ckpt_formats.megatron.new_optimizer import NewOptimizer
+from ckpt_formats.megatron.origin import origin_of
+from ckpt_formats.megatron.rank_items import RankItems
+from ckpt_formats.megatron.stages import Stages
+from ckpt_formats.megatron.target import Target
+from ckpt_formats.values import Global, Record
+from held import checkpoint, parameter
+
+
+def arguments(**said: Any) -> Arguments:
+    return Arguments(Record(Global("argparse", "Namespace"), (), state=said), Path("run"))
+
+
+def target(dtype: str = "float32", extras: Any = None, **said: Any) -> Target:
+    """One rank, whose model is one vector."""
+    source = checkpoint(
+        [parameter("w", {MODEL: np.zeros(3, dtype)})],
+        (Group({}, ("w",)),),
+        extras,
+        origin=Origin("megatron", None, 5, {"tp": 2, "pp": 1}),
+    )
+    return Target(source, arguments(**said), Parallel(1, 1), Stages((1,), 1), Layout(), None, False)
+
+
+@pytest.mark.parametrize(("stages", "vpp"), [(None, 1), (Stages((3, 3), 2), 1), (Stages((1, 2, 3, 4), 2), 2)])
+def test_the_origin_says_how_many_chunks_a_stage_has(stages: Stages | None, vpp: int) -> None:
+    origin = origin_of(arguments(), Parallel(1, 2), stages, {"iteration": 7}, "torch_dist")
+    assert (origin.step, origin.layout["pp"], origin.layout["vpp"]) == (7, 2, vpp)
+    assert origin.layout.get("layers") == (None if stages is None else list(stages.counts))
+
+
+def test_only_the_first_stage_has_buckets_that_end_early() -> None:
+    said = arguments(overlap_grad_reduce=True, ddp_bucket_size=100)
+    assert [buckets_of(said, Parallel(1, 3), stage, 2, 1000).sizes for stage in range(3)] == [(100,), (None,), (None,)]
+    said = arguments(overlap_grad_reduce=True, ddp_num_buckets=4)
+    assert buckets_of(said, Parallel(1, 3), 0, 2, 1000).sizes == (250,)
+    assert buckets_of(arguments(ddp_bucket_size=100), Parallel(1, 3), 0, 2, 1000).sizes == (None,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said", "low"),
+    [
+        ("float32", {}, False),
+        ("float16", {}, True),
+        ("float32", {"bf16": True}, True),
+        ("float32", {"fp16": True}, True),
+    ],
+)
+def test_masters_are_kept_of_weights_that_are_or_will_be_of_low_precision(dtype: str, said: Any, low: bool) -> None:
+    assert NewOptimizer(target(dtype, **said)).low_precision is low
+
+
+def test_a_rank_has_its_own_extra_states_and_else_those_of_the_first_that_has_them() -> None:
+    extras = {
+        EXTRA_STATE: {"a": b"first", "b": b"first"},
+        "ranks": {
+            "tp1_pp0": {EXTRA_STATE: {"b": b"second", "c": b"second"}},
+            "tp0_pp1": {EXTRA_STATE: {"c": b"third", "d": b"third"}},
+        },
+    }
+    items = RankItems(target(extras=extras))
+    whole = {"a": b"first", "b": b"first", "c": b"second", "d": b"third"}
+    assert items.extra_states(Place(0, 0)) == whole
+    assert items.extra_states(Place(1, 0)) == {**whole, "b": b"second"}
