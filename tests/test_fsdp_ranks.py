@@ -549,6 +549,7 @@ def test_code_in_a_file_is_refused(folder):
         ("DTensorSpec", put("placements", ()), Corrupt),
         ("DTensorSpec", put("shard_order", ()), Corrupt),
         ("DTensorSpec", put("mesh", None), Corrupt),
+        ("DeviceMesh", lambda record: setattr(record, "cls", Global("other", "Mesh")), Corrupt),
         ("DeviceMesh", put("_rank_map", None), Corrupt),
         ("DeviceMesh", put("_layout", None), Corrupt),
         ("DeviceMesh", put("_coordinate_on_dim", (1, 1)), Corrupt),

@@ -15,6 +15,7 @@ from ckpt_formats.megatron.local import Place
 from ckpt_formats.megatron.new_optimizer import NewOptimizer
 from ckpt_formats.megatron.origin import origin_of
 from ckpt_formats.megatron.rank_items import RankItems
+from ckpt_formats.megatron.rules import layout_of
 from ckpt_formats.megatron.stages import Stages
 from ckpt_formats.megatron.target import Target
 from ckpt_formats.values import Global, Record
@@ -41,6 +42,15 @@ def test_the_origin_says_how_many_chunks_a_stage_has(stages: Stages | None, vpp:
     origin = origin_of(arguments(), Parallel(1, 2), stages, {"iteration": 7}, "torch_dist")
     assert (origin.step, origin.layout["pp"], origin.layout["vpp"]) == (7, 2, vpp)
     assert origin.layout.get("layers") == (None if stages is None else list(stages.counts))
+
+
+@pytest.mark.parametrize(
+    ("said", "pieces"), [({}, 1), ({"checkpoint_version": 0.9}, 1), ({"checkpoint_version": 1.0}, 0)]
+)
+def test_where_no_version_is_said_it_is_the_first(said: Any, pieces: int) -> None:
+    """Megatron itself takes it so. Then each rank held q, k and v as three pieces."""
+    extras = {"args": arguments(num_layers=1, hidden_size=4, num_attention_heads=2).record, **said}
+    assert layout_of(checkpoint([], (), extras)).sizes["qkv_pieces"] == pieces
 
 
 def test_only_the_first_stage_has_buckets_that_end_early() -> None:

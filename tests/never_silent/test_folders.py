@@ -337,7 +337,9 @@ def test_what_the_trainer_leaves_around_deepspeed_is_carried(target: str, tmp_pa
     folder = around(sample("deepspeed-*-zero1*", tmp_path / "run"))
     carried = {"hf/config.json", "hf/trainer_state.json", "hf/scheduler.pt", "hf/rng_state_0.pth", "hf/tokenizer.json"}
     assert detect(folder).name == "deepspeed"
-    assert carried <= open_checkpoint(folder).extras.keys()
+    found = open_checkpoint(folder)
+    assert carried <= found.extras.keys()
+    assert {key.removeprefix("hf/") for key in carried} <= {shard.path.name for shard in found.shards}
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     done = ckpt("convert", folder, out, "--to", target)
     assert done.code == 0, done.err
