@@ -21,6 +21,7 @@ from ckpt_cli.pipeline import Effort, check_whole, copy
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Options, Parameter
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.hf import beside
+from ckpt_formats.hf.order import numbered_only
 from ckpt_formats.registry import detect, open_checkpoint, writable
 from ckpt_formats.tensor import Held, Tensor, read
 from ckpt_formats.values import Global, Record, TensorName
@@ -596,6 +597,27 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": 2}))
     with pytest.raises(Unsupported, match="stack of 2"):
         write(running_mixtral(3), tmp_path / "out", config=tmp_path / "config.json")
+
+
+def test_a_configuration_that_is_no_object_is_none(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"no config\.json"):
+        write(llama(config=["a"]), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("groups", "numbered"),
+    [
+        ([{"params": [0, 1]}], True),
+        ([{"params": []}, {"params": [0]}], True),
+        ([{"params": [0, 1], "param_names": ["a", "b"]}], False),
+        ([{"params": ["a"]}], False),
+        ([{"params": 5}, {"lr": 0.1}], False),
+        ([5], False),
+        (None, False),
+    ],
+)
+def test_whether_an_optimizer_only_numbers_its_parameters(groups: Any, numbered: bool) -> None:
+    assert numbered_only({"param_groups": groups}) is numbered
 
 
 def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_path: Path) -> None:

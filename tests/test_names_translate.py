@@ -382,6 +382,7 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "interleaved rotation": (lambda: in_megatron(rotary_interleaved=True), Unsupported, "rotary_interleaved"),
     "half a rotation": (lambda: in_megatron(rotary_percent=0.5), Unsupported, "rotary_percent"),
     "no gate": (lambda: in_megatron(swiglu=False), Unsupported, "swiglu"),
+    "no word of a gate": (lambda: in_megatron(swiglu=...), Unsupported, "swiglu"),
     "no positions": (lambda: in_megatron(position_embedding_type="none"), Unsupported, "position_embedding_type"),
     "unknown positions": (lambda: in_megatron(position_embedding_type=...), Unsupported, "position_embedding_type"),
     "no sizes": (lambda: in_megatron(hidden_size=...), Incomplete, "hidden_size"),

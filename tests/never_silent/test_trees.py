@@ -682,8 +682,9 @@ def test_slices_that_were_named_by_their_order_alone_are_said(second: Any, unsur
         ({f"model.layers.{i}.w": torch.ones(2) for i in range(4, 8)}, "begin with number 0"),
         ({"model": G.state_dict(), "pp_rank": 1}, "pp_rank 1"),
         ({"model": G.state_dict(), "args": {"tensor_model_parallel_size": 2}}, "tensor_model_parallel_size 2"),
+        ({"model": G.state_dict(), "args": {5: 1, "tp_rank": 1}}, "tp_rank 1"),
     ],
-    ids=["layers", "rank", "size"],
+    ids=["layers", "rank", "size", "beside a number"],
 )
 def test_what_looks_like_a_stage_or_a_shard_is_said(tree: Any, says: str, tmp_path: Path) -> None:
     assert says in ckpt("inspect", saved(tmp_path, tree)).err

@@ -21,10 +21,11 @@ from ckpt_cli.pipeline import Effort, copy
 from ckpt_formats.base import Goal
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer
 from ckpt_formats.tensor import read
 from ckpt_formats.typed_json import same
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import brief
+from ckpt_formats.values import Global, Record, brief
 from damage import BROKEN, NOT_FOUND, UNSAFE, UNSUPPORTED, Ran, ckpt
 from held import bits, checkpoint, parameter
 
@@ -200,6 +201,13 @@ def test_a_pickled_optimizer_finds_its_parameters_by_identity(how: str, trained:
     assert found.groups[0].options["lr"] == 0.01
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
     assert "AdamW" in ckpt("inspect", path).err + ckpt("inspect", path).out
+
+
+def test_of_a_pickled_optimizer_all_is_kept_but_what_its_state_dict_has() -> None:
+    state = {"state": {}, "param_groups": [], "defaults": {"lr": 0.1}}
+    record = Record(Global("torch.optim.adam", "Adam"), state=state)
+    kept = PickledOptimizer(record, "optimizer").attributes
+    assert (kept.cls, kept.state) == (record.cls, {"defaults": {"lr": 0.1}})
 
 
 def test_an_optimizer_alone_is_no_model(trained: Any, tmp_path: Path) -> None:

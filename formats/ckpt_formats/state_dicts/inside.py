@@ -28,20 +28,16 @@ def holds_tensor(value: Value) -> bool:
 def look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
     """Is something in it that is `own`, or that holds itself or is nested too deeply?"""
     done: set[int] = set()
-    above: dict[int, None] = {}
     stack: list[tuple[int, Any]] = [(0, iter((value,)))]
     while stack:
         part = next(stack[-1][1], stack)
         if part is stack:
-            key, _ = stack.pop()
-            above.pop(key, None)
-            done.add(key)
+            done.add(stack.pop()[0])
         elif id(part) in own:
             return "own"
-        elif id(part) in above or len(stack) > MOST_DEPTH:
+        elif len(stack) > MOST_DEPTH:
             return "endless"
         elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
-            above[id(part)] = None
             stack.append((id(part), iter(_parts(part))))
     return "fine"
 
