@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from damage import SAMPLES
+from ckpt_cli import work
+from damage import SAMPLES, ckpt
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "numpy", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
@@ -135,6 +136,13 @@ def test_no_folder_shadows_the_standard_library() -> None:
     assert "codecs.py" in done.stdout
 
 
-def test_a_conversion_that_codes_nothing_loads_no_kernels(tmp_path: Path) -> None:
-    source = str(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2")
-    assert "numba" not in imported_by(tmp_path, "convert", source, str(tmp_path / "out"))
+def test_a_conversion_that_codes_nothing_does_not_ask_for_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(work, "load_kernels", lambda: asked.append(True))
+    source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+    assert ckpt("convert", source, tmp_path / "plain").code == 0
+    assert asked == []
+    assert ckpt("compress", source, tmp_path / "coded").code == 0
+    assert asked == [True]
