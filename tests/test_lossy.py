@@ -1,6 +1,7 @@
 """What lossy delta codecs promise: bounds on every element, errors that do not add up, one result on every machine."""
 
 import json
+import math
 from functools import partial
 from itertools import pairwise
 from math import sqrt
@@ -15,6 +16,7 @@ from ckpt_codecs.delta import Change, DeltaCodec, States, Step
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure, symbols
 from ckpt_codecs.lossy.basis import Basis
+from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.lossy.loss import Loss
 from ckpt_codecs.registry import delta_from_config, parse_delta
 from ckpt_formats.tensor import Array
@@ -359,3 +361,14 @@ def test_tables_that_mean_nothing_are_refused() -> None:
     for table in ([[600, 1.0]], [[1, float("nan")]], [[1]], "x", [[i, 1.0] for i in range(8)]):
         with pytest.raises(CodecError):
             delta_from_config({"name": "lc", "table": table})
+
+
+@given(st.lists(st.floats(0, exclude_min=True, allow_infinity=False), min_size=1, max_size=40))
+def test_the_logarithm_is_that_of_exact_arithmetic(values: list[float]) -> None:
+    found = log2(np.array(values))
+    # x = m * 2^k with m from 1 to 2: the error is measured against k + log2(m), of which the second part is small.
+    expected = [k - 1 + math.log2(2 * m) for m, k in map(math.frexp, values)]
+    assert np.abs(found - expected).max() <= 2e-13
+    powers = np.exp2(np.arange(-1074.0, 1024))
+    assert np.array_equal(log2(powers), np.arange(-1074, 1024))
+    assert log2(np.zeros(2)).tolist() == [-np.inf, -np.inf]

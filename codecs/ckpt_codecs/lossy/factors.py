@@ -11,6 +11,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import lattice, symbols
+from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.lossy.sections import Pieces, piece
 from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
@@ -116,6 +117,5 @@ def _room(count: int) -> Array:
 
 
 def _levels(means: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        levels: Array = np.maximum(np.log2(means) * 8, _FEWEST)
-        return levels
+    levels: Array = np.maximum(log2(means) * 8, _FEWEST)
+    return levels

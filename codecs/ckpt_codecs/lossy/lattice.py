@@ -6,6 +6,7 @@ from math import isqrt
 import numpy as np
 
 from ckpt_codecs.base import Array
+from ckpt_codecs.lossy.logarithm import log2
 
 LOW, HIGH = -149 * 8, 128 * 8 - 1
 """Levels, eighths of an octave: from the least denormal to the largest finite float32."""
@@ -31,7 +32,7 @@ def power(level: Array) -> Array:
 @cache
 def fine() -> Array:
     """The levels of 1 + i/4096, from 1 to 2, in the encoder's fine parts."""
-    made: Array = np.rint(np.log2(1 + np.arange(4097) / 4096) * 8 / FINE).astype(np.int32)
+    made: Array = np.rint(log2(1 + np.arange(4097) / 4096) * 8 / FINE).astype(np.int32)
     return made
 
 

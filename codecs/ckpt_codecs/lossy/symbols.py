@@ -1,6 +1,6 @@
 """Small signed numbers as a stream: an adaptive binary range coder whose contexts are the numbers near by."""
 
-from math import log2
+from math import frexp
 
 import numpy as np
 
@@ -46,4 +46,4 @@ def decode(data: bytes | memoryview, count: int, columns: int, out: Array | None
 def _shift(total: int, count: int) -> int:
     """So many low bits that what is above them is small."""
     mean = total / count
-    return min(MOST_SHIFT, max(0, int(log2(mean / 3)))) if mean > 6 else 0
+    return min(MOST_SHIFT, max(0, frexp(mean / 3)[1] - 1)) if mean > 6 else 0
