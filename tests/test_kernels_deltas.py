@@ -21,35 +21,22 @@ import oracle.zigzag
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
 from ckpt_codecs.native import deltas, library
-from cpu_levels import LEVELS, at_level
-from kernel_headers import read_prototypes
+from kernel_trials import Engine, Trial, Trials
 
-PROTOTYPES = read_prototypes("deltas")
-KERNELS = [name for name in PROTOTYPES if not name.endswith("_scratch")]
-"""What says how much scratch a kernel takes is tried with it."""
-TWINS = SimpleNamespace(
-    **{
-        name: value
-        for module in (
-            *(oracle.zigzag, oracle.contexts, oracle.second_moments, oracle.float32_grid, oracle.byte_rows),
-            *(oracle.sparse_steps, oracle.sparse_plane, oracle.ans_steps, oracle.optimizer_steps),
-        )
-        for name, value in vars(module).items()
-    }
+TRIALS = Trials(
+    deltas,
+    oracle.zigzag,
+    oracle.contexts,
+    oracle.second_moments,
+    oracle.float32_grid,
+    oracle.byte_rows,
+    oracle.sparse_steps,
+    oracle.sparse_plane,
+    oracle.ans_steps,
+    oracle.optimizer_steps,
 )
-Engine = Any
-"""`native.deltas`, or `TWINS`: functions of the same names and arguments."""
-Trial = Callable[[Engine], Any]
-"""What an engine makes of arguments that are made already."""
-TRIALS: dict[str, Callable[[np.random.Generator, int], Trial]] = {}
-"""Of each kernel, what makes arguments of n elements."""
-
-
-def trial(name: str) -> Callable[[Callable[[np.random.Generator, int], Trial]], None]:
-    def register(make: Callable[[np.random.Generator, int], Trial]) -> None:
-        TRIALS[name] = make
-
-    return register
+TWINS, PROTOTYPES, KERNELS = TRIALS.twins, TRIALS.prototypes, TRIALS.kernels
+trial = TRIALS.of
 
 
 # --- arguments
@@ -408,21 +395,6 @@ elementwise("scale", 1, 1)
 # --- the tests
 
 
-def bits(result: Any) -> Any:
-    """A result in a form that `==` compares to the bit."""
-    if isinstance(result, np.ndarray):
-        return result.dtype.name, result.shape, result.tobytes()
-    return [bits(part) for part in result] if isinstance(result, list | tuple) else result
-
-
-def agree(name: str, seed: int, n: int) -> None:
-    make = TRIALS[name](np.random.default_rng(seed), n)
-    expected = bits(make(TWINS))
-    for level in LEVELS:
-        with at_level(level):
-            assert bits(make(deltas)) == expected, f"level {level}"
-
-
 def test_every_kernel_has_a_twin() -> None:
     assert set(KERNELS) == set(TRIALS)
 
@@ -434,7 +406,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
     @example(1, 1)
     @example(2, 2)
     def check(seed: int, n: int) -> None:
-        agree(name, seed, n)
+        TRIALS.agree(name, seed, n)
 
     check()
 
@@ -443,26 +415,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
 def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
     slow = name.endswith(("_rows", "_plane", "_sparse_steps"))  # the twin goes bit by bit
     for seed in range(4):
-        agree(name, seed, 9001 if slow else (1 << 18) + 3)
-
-
-def calls_of(name: str) -> list[Any]:
-    """The arguments with which Python calls a kernel."""
-    recorded: list[Any] = []
-    kernel = getattr(deltas.kernels, name)
-
-    def record(*arguments: Any) -> Any:
-        recorded.append(arguments)
-        return kernel(*arguments)
-
-    vars(deltas.kernels)[name] = record
-    try:
-        make = TRIALS[name](np.random.default_rng(3), 90)
-        make(deltas)
-        # The arrays live as long as `make`, and it is kept with the arguments.
-        return [make, *recorded]
-    finally:
-        vars(deltas.kernels)[name] = kernel
+        TRIALS.agree(name, seed, 9001 if slow else (1 << 18) + 3)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -475,7 +428,7 @@ def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
     too_many = [None if kind == "pointer" else (1 << 28) + 1 if kind == "i64" else 1 for kind in types]
     with pytest.raises(CodecError, match="sizes do not fit"):
         kernel(*too_many)
-    _, arguments, *_ = calls_of(name)
+    _, arguments = TRIALS.arguments_of(name)
     for i, kind in enumerate(types):
         if kind == "i64":
             with pytest.raises(CodecError, match="sizes do not fit"):
@@ -484,7 +437,7 @@ def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if "int" in PROTOTYPES[name].arguments])
 def test_numbers_that_make_no_sense_are_refused(name: str) -> None:
-    _, arguments, *_ = calls_of(name)
+    _, arguments = TRIALS.arguments_of(name)
     for i, kind in enumerate(PROTOTYPES[name].arguments):
         for bad in (-(1 << 31), (1 << 31) - 1) if kind == "int" else ():
             with pytest.raises(CodecError, match="sizes do not fit"):

@@ -1,7 +1,6 @@
 """Every lossless kernel against its twin in NumPy, at every level that this CPU runs."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,17 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.kinds import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
 from ckpt_codecs.native import library, lossless
 from cpu_levels import LEVELS, at_level
-from kernel_headers import read_prototypes
+from kernel_trials import Engine, Trial, Trials
 
-PROTOTYPES = read_prototypes("lossless")
-KERNELS = [name for name in PROTOTYPES if not name.endswith("_scratch")]
-"""What says how much scratch a kernel takes is tried with it."""
-TWINS = SimpleNamespace(
-    **{
-        name: value
-        for module in (oracle.entropy, oracle.planes, oracle.bfloat16, oracle.chunks)
-        for name, value in vars(module).items()
-    }
+TRIALS = Trials(
+    lossless,
+    oracle.entropy,
+    oracle.planes,
+    oracle.bfloat16,
+    oracle.chunks,
 )
-Engine = Any
-"""`native.lossless`, or `TWINS`: functions of the same names and arguments."""
-Trial = Callable[[Engine], Any]
-"""What an engine makes of arguments that are made already."""
-TRIALS: dict[str, Callable[[np.random.Generator, int], Trial]] = {}
-"""Of each kernel, what makes arguments of n elements."""
-
-
-def trial(name: str) -> Callable[[Callable[[np.random.Generator, int], Trial]], None]:
-    def register(make: Callable[[np.random.Generator, int], Trial]) -> None:
-        TRIALS[name] = make
-
-    return register
+TWINS, PROTOTYPES, KERNELS = TRIALS.twins, TRIALS.prototypes, TRIALS.kernels
+trial = TRIALS.of
 
 
 # --- arguments
@@ -257,21 +242,6 @@ def _(random: np.random.Generator, n: int) -> Trial:
 # --- the tests
 
 
-def bits(result: Any) -> Any:
-    """A result in a form that `==` compares to the bit."""
-    if isinstance(result, np.ndarray):
-        return result.dtype.name, result.shape, result.tobytes()
-    return [bits(part) for part in result] if isinstance(result, list | tuple) else result
-
-
-def agree(name: str, seed: int, n: int) -> None:
-    make = TRIALS[name](np.random.default_rng(seed), n)
-    expected = bits(make(TWINS))
-    for level in LEVELS:
-        with at_level(level):
-            assert bits(make(lossless)) == expected, f"level {level}"
-
-
 def test_every_kernel_has_a_twin() -> None:
     assert set(KERNELS) == set(TRIALS)
 
@@ -284,7 +254,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
     @example(2, 2)
     @example(3, 31)
     def check(seed: int, n: int) -> None:
-        agree(name, seed, n)
+        TRIALS.agree(name, seed, n)
 
     check()
 
@@ -292,7 +262,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
     for seed in range(3):
-        agree(name, seed, (1 << 17) + 3)
+        TRIALS.agree(name, seed, (1 << 17) + 3)
 
 
 def test_streams_of_every_kind_are_written_by_both() -> None:
@@ -331,24 +301,6 @@ def test_codes_of_any_shape_are_read(lengths: list[int]) -> None:
         assert not is_complete or plane.tobytes() == values.tobytes()
 
 
-def calls_of(name: str) -> tuple[Any, ...]:
-    """The arguments with which Python calls a kernel, and what keeps their memory alive."""
-    recorded: list[Any] = []
-    kernel = getattr(lossless.kernels, name)
-
-    def record(*arguments: Any) -> Any:
-        recorded.append(arguments)
-        return kernel(*arguments)
-
-    vars(lossless.kernels)[name] = record
-    try:
-        make = TRIALS[name](np.random.default_rng(3), 90)
-        make(lossless)
-        return make, recorded[0]
-    finally:
-        vars(lossless.kernels)[name] = kernel
-
-
 def is_refused(name: str, arguments: list[Any]) -> bool:
     if PROTOTYPES[name].result == "double":
         return getattr(lossless.kernels, name)(*arguments) == -1
@@ -364,7 +316,7 @@ def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
         assert is_refused(name, [None if kind == "pointer" else bad if kind == "i64" else 1 for kind in types])
     if name.endswith("_scratch"):
         return
-    _, arguments = calls_of(name)
+    _, arguments = TRIALS.arguments_of(name)
     for i, kind in enumerate(types):
         if kind == "i64":
             assert is_refused(name, [*arguments[:i], -1, *arguments[i + 1 :]])
@@ -372,7 +324,7 @@ def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith(("write", "read", "entropy"))])
 def test_too_little_scratch_is_refused(name: str) -> None:
-    _, arguments = calls_of(name)
+    _, arguments = TRIALS.arguments_of(name)
     for size in (0, 1, 4096, 1 << 19):
         assert is_refused(name, [*arguments[:-1], size])
 

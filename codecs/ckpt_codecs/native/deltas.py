@@ -10,6 +10,7 @@ Raises:
 """
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 
@@ -393,25 +394,19 @@ def step_second_moments(v: Array, g: Array, kept: float, gain: float, form: int,
 def step_adam_torch(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
-    _check_sizes(out.size, w, m, v)
-    numbers = weight_factor, step_size, bias2_root, eps
-    kernels.step_adam_torch(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
+    _step_adam(kernels.step_adam_torch, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
 def step_adam_fused(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
-    _check_sizes(out.size, w, m, v)
-    numbers = weight_factor, step_size, bias2_root, eps
-    kernels.step_adam_fused(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
+    _step_adam(kernels.step_adam_fused, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
 def step_adam_deepspeed_cpu(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
-    _check_sizes(out.size, w, m, v)
-    numbers = weight_factor, step_size, bias2_root, eps
-    kernels.step_adam_deepspeed_cpu(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
+    _step_adam(kernels.step_adam_deepspeed_cpu, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
 def step_adam_apex(
@@ -425,9 +420,7 @@ def step_adam_apex(
     bias1_factor: float,
     out: Array,
 ) -> None:
-    _check_sizes(out.size, w, m, v)
-    numbers = weight_factor, step_size, bias2_factor, eps, bias1_factor
-    kernels.step_adam_apex(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
+    _step_adam(kernels.step_adam_apex, w, m, v, (weight_factor, step_size, bias2_factor, eps, bias1_factor), out)
 
 
 def extrapolate_weights(
@@ -464,6 +457,13 @@ def mix(x: Array, y: Array, a: float, b: float, out: Array) -> None:
 def scale(x: Array, factor: float, out: Array) -> None:
     _check_sizes(out.size, x)
     kernels.scale(_read(x), out.size, factor, _write(out))
+
+
+def _step_adam(
+    kernel: Callable[..., int], w: Array, m: Array, v: Array, numbers: tuple[float, ...], out: Array
+) -> None:
+    _check_sizes(out.size, w, m, v)
+    kernel(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
 
 
 def _read(array: Array) -> int:
