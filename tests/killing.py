@@ -1,4 +1,4 @@
-"""Work that is killed at each of its points: in front of a change to the file system, in a process forked for it.
+"""Work that is killed or interrupted at each of its points: in front of a change to the file system, in a fork.
 
 Nothing is cleaned up and nothing is flushed, as with SIGKILL; but the moments are all of them, not those that a
 clock happens to hit, and no time goes into starting Python.
@@ -25,14 +25,19 @@ WRITES = ("fsync", "write", "pwrite")
 
 def points(work: Callable[[], object], folder: Path) -> int:
     """How many changes the work makes in a folder; it is done in full."""
-    counted = _run(work, folder, None)
+    counted = _run(work, folder)
     assert counted is not None
     return counted
 
 
 def killed(work: Callable[[], object], folder: Path, point: int) -> bool:
     """Do the work until its change number `point`, from 0, and no further; False if it made fewer."""
-    return _run(work, folder, point) is None
+    return _run(work, folder, point, lambda: os._exit(KILLED)) is None
+
+
+def interrupted(work: Callable[[], object], folder: Path, point: int) -> None:
+    """Do the work, which is sent SIGINT as by Ctrl-C in front of its change number `point`."""
+    _run(work, folder, point, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def spread(count: int, most: int) -> Iterator[int]:
@@ -40,14 +45,16 @@ def spread(count: int, most: int) -> Iterator[int]:
     yield from sorted({i * (count - 1) // max(most - 1, 1) for i in range(min(most, count))})
 
 
-def _run(work: Callable[[], object], folder: Path, point: int | None) -> int | None:
-    """The number of changes; None if the work was killed at its point."""
+def _run(
+    work: Callable[[], object], folder: Path, point: int | None = None, act: Callable[[], None] = lambda: None
+) -> int | None:
+    """The number of changes; None if the work was killed at its point, in front of which `act` is called."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other threads, which hold nothing that the work needs
         child = os.fork()
     if child == 0:
-        _be(work, folder, point, writing)
+        _be(work, folder, point, act, writing)
     os.close(writing)
     with os.fdopen(reading) as said:
         heard = said.read()
@@ -56,14 +63,14 @@ def _run(work: Callable[[], object], folder: Path, point: int | None) -> int | N
     return None if code == KILLED else int(heard)
 
 
-def _be(work: Callable[[], object], folder: Path, point: int | None, writing: int) -> None:
+def _be(work: Callable[[], object], folder: Path, point: int | None, act: Callable[[], None], writing: int) -> None:
     """The life of a child; never returns."""
     signal.alarm(SECONDS)
     within, numbers, write = os.fspath(folder), itertools.count(), os.write
 
     def change() -> None:
         if next(numbers) == point:
-            os._exit(KILLED)
+            act()
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         changes = event in CHANGES or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))

@@ -1,14 +1,14 @@
 """Chains on disks that are full or read-only, in other places, written by two at once, and restored with interrupts."""
 
+import json
 import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from ckpt_formats.chain import index
 from ckpt_formats.registry import open_checkpoint
 from damage import ckpt
 from held import contents
+from killing import interrupted, killed, points, spread
 from training import chained
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
@@ -25,7 +26,8 @@ LOCKED, UNSUPPORTED, FULL, OUTPUT, INTERRUPTED = 11, 22, 28, 30, 130
 STEPS = 4
 ROOM = 100 << 10
 """Bytes, less than a delta or a base takes."""
-INTERRUPTED_AT = (0, 1, 3)
+STOPS = 6
+"""At so many points of a restore, evenly from its first change to its last."""
 
 
 @pytest.fixture(scope="module")
@@ -216,37 +218,38 @@ def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
     assert any(LOCKED in pair for pair in codes)
 
 
-def restore(told: list[str], stage: Path, files: int, sent: signal.Signals) -> int:
-    """Restore, and interrupt it when it has begun so many files; its exit code."""
-    running = subprocess.Popen([*CKPT, *told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (stage / "lock").exists() and running.poll() is None:
-        time.sleep(0.001)
-    while sum(1 for _ in stage.glob("data/**/*")) < files and running.poll() is None:
-        time.sleep(0.001)
-    running.send_signal(sent)
-    _, err = running.communicate(timeout=120)
-    assert "Traceback" not in err
-    assert ("run the same command again" in err) == (running.returncode == INTERRUPTED)
-    return running.returncode
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("stop", [killed, interrupted])
 @pytest.mark.parametrize("form", ["universal", "dcp"])
-def test_a_restore_that_is_interrupted_leaves_no_target_and_goes_on(
-    form: str, sent: signal.Signals, whole: Path, tmp_path: Path
+def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
+    form: str, stop: Callable[..., object], whole: Path, tmp_path: Path
 ) -> None:
-    out, stage = tmp_path / "out", tmp_path / ".out.ckpt-partial"
-    told = ["restore", str(whole / "all"), str(out), "--to", form]
-    codes = []
-    for files in INTERRUPTED_AT:
-        codes.append(restore(told, stage, files, sent))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    out, stage, seen = folder / "out", folder / ".out.ckpt-partial", tmp_path / "seen.json"
+    told = ["restore", whole / "all", out, "--to", form]
+
+    def restore() -> None:
+        done = ckpt(*told)
+        seen.write_text(json.dumps([done.code, done.err]))
+
+    many = points(restore, folder)
+    assert is_state(out, whole / "step4")
+    unfinished = 0
+    for point in spread(many, STOPS):
+        shutil.rmtree(out)
+        seen.unlink(missing_ok=True)
+        stop(restore, folder, point)
+        code, err = json.loads(seen.read_text()) if seen.exists() else (None, "")
+        assert code is not None or stop is killed
         if not out.exists():
-            assert codes[-1] != 0
-            assert os.listdir(tmp_path) == [stage.name]
+            unfinished += 1
+            assert code in (None, INTERRUPTED)
+            assert ("run the same command again" in err) == (code == INTERRUPTED)
+            assert "Traceback" not in err
+            assert set(os.listdir(folder)) <= {stage.name}  # none yet, if it was killed in front of its first change
             assert ckpt(*told).code == 0
-            assert os.listdir(tmp_path) == ["out"]
+            assert os.listdir(folder) == ["out"]
         shutil.rmtree(stage, ignore_errors=True)  # killed between the last rename and the last removal
         assert is_state(out, whole / "step4")
-        shutil.rmtree(out)
-    assert (INTERRUPTED if sent == signal.SIGINT else -sent) in codes
+    assert unfinished > STOPS // 2

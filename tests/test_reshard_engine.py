@@ -149,7 +149,7 @@ TENSOR_PARALLEL = [
     Job("z1_bf16_autotp2_dp2", 1, 4, 1, options={"autotp": False}),
     Job("z3_bf16_autotp2_dp2", 3, 1, 2),
 ]
-JOBS = [
+EVERY_JOB = (
     *EVERY_STAGE_AND_DEGREE,
     *OTHER_TYPES,
     *MODELS_AND_GROUPS,
@@ -157,7 +157,8 @@ JOBS = [
     *CONTAINERS,
     *PIPELINES,
     *TENSOR_PARALLEL,
-]
+)
+JOBS = [job for job in EVERY_JOB if job.kind in KINDS]
 
 
 @dataclass(frozen=True)

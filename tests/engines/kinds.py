@@ -6,6 +6,8 @@ module can be parametrised over the zoo without paying for it.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -193,19 +195,18 @@ EXPERTS = [
     Kind("z2_bf16_moe4_ep2_dp4", 2, dp=4, ep=2, experts=4),
 ]
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for family in (
-        STAGES_AND_DTYPES,
-        DATA_PARALLEL,
-        BF16_OPTIMIZER,
-        TIED_AND_FROZEN,
-        GROUPS,
-        FLAT_ORDER,
-        OPTIMIZERS,
-        CONTAINERS,
-        MODEL_PARALLEL,
-        EXPERTS,
-    )
-    for kind in family
-}
+EVERY_KIND = (
+    *STAGES_AND_DTYPES,
+    *DATA_PARALLEL,
+    *BF16_OPTIMIZER,
+    *TIED_AND_FROZEN,
+    *GROUPS,
+    *FLAT_ORDER,
+    *OPTIMIZERS,
+    *CONTAINERS,
+    *MODEL_PARALLEL,
+    *EXPERTS,
+)
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+"""What torch builds DeepSpeed's operators with."""
+KINDS: dict[str, Kind] = {kind.name: kind for kind in EVERY_KIND if COMPILER or not kind.compiled}
