@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 import megatron_jobs.launch
 from ckpt_cli import notes
-from effort import TIMES
+from effort import EXAMPLES, QUICK_EXAMPLES, TIMES
 from engines import launch
 from engines.kinds import KINDS
 from trained import alone_in
@@ -26,14 +27,15 @@ sys.dont_write_bytecode = False
 settings.register_profile(
     "ckpt",
     deadline=None,
-    max_examples=60 * TIMES,
+    max_examples=EXAMPLES * TIMES,
     derandomize=TIMES == 1,  # a check that fails, fails again; campaigns look elsewhere each time
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=20)  # of `make quick`
+settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=QUICK_EXAMPLES)  # of `make quick`
 settings.load_profile("ckpt")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
     for item in items:
@@ -41,6 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
     items.sort(key=lambda item: item.path not in long)
+    _keep_some_cases(items)
+
+
+def _keep_some_cases(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `quick(n)`, n are left to `make quick`, evenly spread; the others are slow."""
+    cases: defaultdict[tuple[Path, str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            cases[item.path, item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, _, kept), of_one in cases.items():
+        for number, item in enumerate(of_one):
+            if number not in {i * len(of_one) // kept for i in range(kept)}:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ from ckpt_formats.tensor import read
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.coded_state import CHUNK
 from damage import ckpt
+from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
 from training import save_run
 from universal_reader import UniversalReader
@@ -78,6 +79,7 @@ def chain_of(
     return made
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("optimizer", "form"), [("adamw", "torch"), ("adamw", "dcp"), ("momentum", "torch"), ("rmsprop", "dcp")]
 )
@@ -141,7 +143,7 @@ def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, phases=[Phase.generate])
+@settings(max_examples=examples(25), phases=[Phase.generate])
 def test_any_two_checkpoints_make_a_delta(data: st.DataObject) -> None:
     """Of any types, shapes and bits, NaNs among them, whatever the two have to do with each other."""
 

@@ -90,6 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path: Path) -> None:
     harm, says = DAMAGES[name]

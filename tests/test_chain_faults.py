@@ -81,6 +81,7 @@ def is_state(run: Path, saved: Path) -> bool:
     return contents(open_checkpoint(run)) == contents(open_checkpoint(saved))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("command", ["diff", "compact"])
 def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, disk: Path) -> None:
     run = shutil.copytree(whole / "run", disk / "run")

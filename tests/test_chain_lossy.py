@@ -343,6 +343,7 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
     assert contents(open_checkpoint(exact)) == contents(open_checkpoint(saved[1]))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(preset: str, saved: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -413,6 +414,7 @@ COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))
 """A loss for the exact state, and one more for any other, which lies beside its delta."""
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("command", "words"),
     [

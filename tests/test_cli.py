@@ -360,6 +360,7 @@ def test_no_color_is_heeded_on_a_terminal(universal: Path, tmp_path: Path) -> No
         assert not colour.search(on_a_terminal(told, NO_COLOR="1"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["inspect", "--extras"]])
 def test_a_reader_that_stops_early_is_no_error(arguments: list[str], universal: Path) -> None:
     told = " ".join([*CKPT, *arguments, str(universal)])
@@ -477,6 +478,7 @@ def test_hostile_names_are_escaped_in_errors(hostile: Path, tmp_path: Path) -> N
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", ["\x1b[31mred\x1b[0m", "two\nerror: lines", "shown\rhidden", "\u202egnp.exe", "[bold]not[/bold]"]
 )

@@ -22,6 +22,7 @@ SEEDS = seeds()
 EACH = pytest.mark.parametrize(("codec", "case", "data"), SEEDS, ids=[f"{c.name}-{case[0]}" for c, case, _ in SEEDS])
 
 
+@pytest.mark.quick(5)
 @EACH
 def test_a_chunk_cut_anywhere_is_refused(codec: Codec, case: Case, data: bytes) -> None:
     places = range(len(data)) if len(data) < 30000 else range(0, len(data), 997)

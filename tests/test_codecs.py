@@ -17,6 +17,7 @@ from ckpt_codecs.rounded import Rounded
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Array
 from codec_arrays import CHUNKED, F32, Case, cases
+from effort import examples
 from held import FLOATS, STORABLE, array, arrays, bits
 
 LEVELS = [Planes("fast"), Planes("max"), ckpt_codecs.FirstMoment("max"), SecondMoment("fast"), Integers("max"), Zstd(1)]
@@ -40,13 +41,13 @@ def test_every_bit_comes_back_at_every_level(codec: Codec) -> None:
         comes_back(codec, values, base)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(arrays(), arrays(FLOATS), st.sampled_from(CHUNKED))
 def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: Codec) -> None:
     comes_back(codec, values, base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 40000),
     st.lists(st.floats(0.001, 1), min_size=1, max_size=40),

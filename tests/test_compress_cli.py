@@ -101,6 +101,7 @@ def test_an_optimizer_comes_back(trained: Path, small: Path, tmp_path: Path) -> 
     assert same(found, expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     [("--to", "torch"), ("--to", "safetensors"), ("--to", "universal"), ("--to", "deepspeed-universal")],

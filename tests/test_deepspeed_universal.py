@@ -158,6 +158,7 @@ def test_optimizer_states_that_their_converter_lost_are_named(tmp_path: Path) ->
 # Writing ours
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [ZERO1, ZERO3, PIPELINE])
 def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
     expected = source(name)

@@ -16,6 +16,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config,
 from ckpt_formats.tensor import Array
 from cpu_levels import LEVELS, at_level
 from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
+from effort import examples
 from held import FLOATS, array, bits
 
 EACH = pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
@@ -51,13 +52,13 @@ def changes(draw: st.DrawFn) -> Change:
     return Change(before, after)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
 def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | None, after: int | None) -> None:
     comes_back(codec, change, Step(before, after, OPTIONS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from([BF16, F16]),
     st.sampled_from([16, 500, 9000]),
@@ -82,7 +83,7 @@ def test_halves_come_back_and_are_the_same_bytes_at_every_level(
     comes_back(DELTAS[0], change, Step())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_rule_is_lossless(data: st.DataObject) -> None:
     """What was fitted may be anything: it costs bytes, never exactness."""
@@ -112,6 +113,7 @@ def test_wanted_states_alone_come_back(case: Case) -> None:
         assert bits(back[state]) == bits(values)
 
 
+@pytest.mark.quick(1)
 @EACH
 @pytest.mark.parametrize("level", ["default", "max"])
 def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str) -> None:
@@ -162,6 +164,7 @@ def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
         assert all(bits(back[n]) == bits(np.ascontiguousarray(v)) for n, v in odd.after.items())
 
 
+@pytest.mark.slow
 def test_two_threads_do_not_share_their_scratch() -> None:
     from concurrent.futures import ThreadPoolExecutor
 

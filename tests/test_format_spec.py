@@ -63,6 +63,7 @@ def decode(codec, data, shape, dtype, base, base_dtype):
     return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], below).tobytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
     source = open_checkpoint(sample)

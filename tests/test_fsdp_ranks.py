@@ -30,6 +30,7 @@ from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
 from ckpt_formats.torchfile import TensorRef, open_file
 from ckpt_formats.values import Global, Record, Size
+from effort import examples
 from rank_files import edit, rows, spread, write
 
 WEIGHT = torch.arange(35.0).reshape(7, 5)
@@ -111,7 +112,7 @@ def cuts(draw) -> tuple[torch.Tensor, np.ndarray, list[Placement]]:
 
 
 @given(cuts())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_whatever_torch_distributes_we_put_together(tmp_path_factory, cut):
     tensor, mesh, placements = cut
     folder = tmp_path_factory.mktemp("cut")
@@ -686,7 +687,7 @@ def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Options:
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_slices_one_after_another_are_the_parameter(tmp_path_factory, sizes, world, views):
     folder = tmp_path_factory.mktemp("flat")
     tensors = {f"p{i}": torch.rand(shape) for i, shape in enumerate(sizes)}

@@ -826,6 +826,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
 TOKENS = [b"-1", b"null", b"[]", b"{}", b"1e999", b'"x"', b"99999999999999999999", b"true", b"\0", b"\xff\xff"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", sorted(path.name for path in SAMPLE.iterdir()))
 def test_damage_anywhere_is_harmless_or_an_error_of_ours(name: str, tmp_path: Path) -> None:
     shutil.copytree(SAMPLE, tmp_path / "run")

@@ -551,6 +551,7 @@ def outcomes(data: bytes) -> str:
     return "read"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_flipped_bit_of_a_pickle_gives_a_value_or_a_typed_error(protocol: int) -> None:
     good = pickle.dumps(genuine(), protocol)

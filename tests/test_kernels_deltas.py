@@ -411,6 +411,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
     check()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
     slow = name.endswith(("_rows", "_plane", "_sparse_steps"))  # the twin goes bit by bit

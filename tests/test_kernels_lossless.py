@@ -259,6 +259,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
     check()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
     for seed in range(3):

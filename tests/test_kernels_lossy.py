@@ -15,6 +15,7 @@ from ckpt_codecs.lossy import lattice
 from ckpt_codecs.native import lossy
 from ckpt_formats.tensor import Array
 from cpu_levels import LEVELS, at_level
+from effort import examples
 from held import bits
 from kernel_headers import read_prototypes
 from lossy_twins import TWINS
@@ -187,7 +188,7 @@ magnitudes = st.sampled_from([0, 1, 2, 14, 15, 16, 100, 2**31 - 1]) | st.integer
 symbols = st.lists(st.just(0) | st.integers(-2, 2) | st.builds(int.__mul__, magnitudes, st.sampled_from([-1, 1])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(symbols, st.integers(1, 40), st.integers(0, 24), st.integers(0, 30))
 @example([-51, 19, *[0] * 11, -42, *[0] * 11, 59, 0, 0, 0], 13, 0, 0)  # the last row is shorter
 @example([2**31 - 1, 1 - 2**31, 0, 5, 0, 0, 0, 0, 0, 2**31 - 1, 0, 0], 3, 0, 0)
@@ -206,7 +207,7 @@ def test_model_symbols(values: list[int], columns: int, shift: int, smaller: int
     assert decoded.tolist() == symbols.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(16, 32752), max_size=300), seeds)
 @example([1, 32767] * 40, 0)  # the least and the largest share
 @example([2, 3, 5, 32766] * 40, 1)
@@ -238,7 +239,7 @@ def same_decoding(code: bytes, columns: int, shift: int, size: int) -> None:
     assert found[0] == found[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=60), st.integers(1, 20), st.integers(0, 24), st.integers(0, 60))
 @example(b"\0\0\1\0", 1, 0, 0)
 @example(b"", 1, 0, 0)
@@ -248,7 +249,7 @@ def test_decode_symbols(code: bytes, columns: int, shift: int, size: int) -> Non
     same_decoding(code, columns, shift, size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(symbols, st.integers(1, 20), st.integers(0, 3), st.integers(0, 10_000), st.integers(1, 255))
 def test_decode_symbols_that_are_damaged(values: list[int], columns: int, shift: int, place: int, change: int) -> None:
     symbols = np.array(values, np.int32)
@@ -291,7 +292,7 @@ def test_chances_stay_within_their_bounds_unclipped() -> None:
 # --- matrices
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_multiply(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -299,7 +300,7 @@ def test_multiply(shape: tuple[int, int], width: int, kind: str, seed: int) -> N
         agree("multiply", (numbers(kind, shape, seed), numbers("normal", (m, width), seed + 1)), room(n, width))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_multiply_transposed(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -308,7 +309,7 @@ def test_multiply_transposed(shape: tuple[int, int], width: int, kind: str, seed
         agree("multiply_transposed", inputs, room(m, width))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_subtract_product(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -317,7 +318,7 @@ def test_subtract_product(shape: tuple[int, int], width: int, kind: str, seed: i
         agree("subtract_product", (a, b), y, changed=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 12) | st.sampled_from([16, 32, 40]), st.integers(0, 30) | st.just(300), kinds, seeds)
 def test_decompose_qr(k: int, more: int, kind: str, seed: int) -> None:
     y = numbers(kind, (k + more, k), seed)
@@ -363,7 +364,7 @@ def test_sum_levels(shape: tuple[int, int], kind: str, seed: int) -> None:
     agree("sum_levels", (numbers(kind, shape, seed),), room(n, dtype=np.int64), room(m, dtype=np.int64))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes, kinds, seeds, st.integers(1, 255) | st.sampled_from([1, 2, 16, 32]), st.sampled_from([0, 900, 8191]))
 def test_encode_residuals(shape: tuple[int, int], kind: str, seed: int, step: int, spread: int) -> None:
     random = np.random.default_rng(seed)
@@ -390,7 +391,7 @@ def test_residuals_are_the_nearest_multiples_of_the_logarithm() -> None:
     assert np.abs(residuals * step - 8 * np.log2(values.astype(np.float64))).max() <= step / 2 + 1e-5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes, seeds, st.integers(0, 255), st.sampled_from([100, 5000, 2**31 - 1]), st.sampled_from([0, 900, 8191]))
 def test_decode_levels(shape: tuple[int, int], seed: int, step: int, large: int, spread: int) -> None:
     random = np.random.default_rng(seed)
@@ -448,7 +449,7 @@ def test_unscale_change(shape: tuple[int, int], kind: str, seed: int, based: boo
     agree("unscale_change", (values, *scales(shape, seed), before if based else None), room(*shape))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(shapes, kinds, seeds, st.sampled_from([1e-3, 0.4, 7.0, 1e38]), st.sampled_from([0.0, 0.4, 0.5, 1.0]))
 def test_quantize(shape: tuple[int, int], kind: str, seed: int, step: float, offset: float) -> None:
     outputs = np.zeros(shape, np.int32), np.zeros(4), np.zeros(4, np.int64)

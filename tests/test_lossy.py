@@ -21,6 +21,7 @@ from ckpt_codecs.lossy.loss import Loss
 from ckpt_codecs.registry import delta_from_config, parse_delta
 from ckpt_formats.tensor import Array
 from cpu_levels import LEVELS, at_level
+from effort import examples
 from held import bits
 from lossy_states import BF16, F32, LOSSY, changes, training
 from lossy_twins import twins_for_kernels
@@ -124,7 +125,7 @@ def test_kernels_of_each_level_and_their_twins_write_the_same(what: str) -> None
     assert len(set(written)) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.floats(1e-7, 10),
     st.floats(-8, 4),
@@ -146,7 +147,7 @@ def test_no_weight_is_farther_off_than_was_promised(
     assert off.max() <= bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.floats(0.001, 2), st.sampled_from([(40, 48), (2000,), (7,), (96, 64)]), st.integers(0, 1000), st.booleans())
 def test_no_chunk_of_weights_is_farther_off_than_was_promised_of_its_change(
     bound: float, shape: tuple[int, ...], seed: int, anchor: bool
@@ -213,7 +214,7 @@ def test_first_moments_are_told_from_the_change() -> None:
     assert progress.error < np.square(change.after["exp_avg"], dtype=np.float64).sum() / 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), max_size=40), st.integers(1, 17), st.integers(0, 31))
 @example([-51, 19, *[0] * 11, -42, *[0] * 11, 59, 0, 0, 0], 13, 0)  # the last row is shorter
 @example([2**31 - 1, 1 - 2**31, 0, 5, 0, 0, 0, 0, 0, 2**31 - 1, 0, 0], 3, 0)

@@ -16,6 +16,7 @@ SEEDS = seeds()
 EACH = pytest.mark.parametrize("seed", SEEDS, ids=[f"{i}-{codec.name}" for i, (codec, _, _) in enumerate(SEEDS)])
 
 
+@pytest.mark.quick(6)
 @EACH
 def test_a_chunk_cut_anywhere_is_refused(seed: Seed) -> None:
     data = seed[2]

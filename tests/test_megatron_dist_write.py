@@ -27,7 +27,7 @@ from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.tensor import read
 from ckpt_formats.tensor_views import Pile
 from ckpt_formats.values import Record
-from effort import TIMES
+from effort import examples
 from held import array, bits, boxes, folder, parameter, plain, tensor
 from megatron_models import EACH_FAMILY, args_of, model
 
@@ -79,8 +79,9 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
     return Degrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
 
 
+@pytest.mark.quick(1)
 @EACH_FAMILY
-@settings(max_examples=3 * TIMES)
+@settings(max_examples=examples(3))
 @given(data=st.data())
 def test_any_degrees_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
     unit = data.draw(st.sampled_from([2, 3]))

@@ -15,7 +15,7 @@ from ckpt_formats.base import Checkpoint, Degrees, Goal
 from ckpt_formats.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.registry import detect, open_checkpoint, writable
 from ckpt_formats.tensor import read
-from effort import TIMES
+from effort import examples
 from held import contents, folder, parameter, plain
 from megatron_files import loaded, write
 from megatron_models import EACH_FAMILY, args_of, model
@@ -46,7 +46,7 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=6 * TIMES)
+@settings(max_examples=examples(6))
 @given(data=st.data())
 @EACH_FAMILY
 def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:

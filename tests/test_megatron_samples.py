@@ -42,6 +42,7 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
     assert examine(found, Effort()) == []
 
 
+@pytest.mark.quick(1)
 def test_it_is_the_same_in_any_layout(sample: Path, tmp_path: Path) -> None:
     """Along a path of layouts, each made of the one before."""
     at = sample
@@ -53,6 +54,7 @@ def test_it_is_the_same_in_any_layout(sample: Path, tmp_path: Path) -> None:
         at = after
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "universal", "dcp", "torch"])
 def test_it_is_the_same_in_any_format(sample: Path, tmp_path: Path, to: str) -> None:
     assert ckpt("convert", sample, tmp_path / "made", "--to", to).code == 0

@@ -28,6 +28,7 @@ from ckpt_formats.names.made_arguments import to_arguments, updated
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import Array, read
 from ckpt_formats.values import Record, Value
+from effort import examples
 from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor
 from megatron_files import LLAMA, whole, write
 
@@ -148,8 +149,9 @@ def trained(config: Mapping[str, Any]) -> Checkpoint:
 # Laws
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 @given(st.data())
 def test_there_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
     source = trained(data.draw(configs(family)))
@@ -168,8 +170,9 @@ def test_there_and_back_is_the_identity(family: str, data: st.DataObject) -> Non
     assert {key: back.extras[key] for key in source.extras} == source.extras
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 @given(st.data())
 def test_the_configuration_is_made_again_of_the_arguments(family: str, data: st.DataObject) -> None:
     """Without it, and from the other side: names and arguments tell the family and all of its sizes."""
@@ -202,7 +205,7 @@ def test_an_architecture_is_said_in_both_languages(family: str, data: st.DataObj
     assert of_arguments(record, table, names, model.vocabulary, None, HELD) == model
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 @given(st.data())
 def test_older_names_are_other_names_and_no_more(data: st.DataObject) -> None:
     source = trained(data.draw(st.one_of(configs("llama"), configs("gpt2"))))

@@ -85,6 +85,7 @@ def test_a_library_older_than_its_sources_is_refused_with_the_command_that_mends
     assert "run `make kernels`, or `pip install --editable .`" in done.stderr
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "command", [["verify", "SOURCE"], ["decompress", "SOURCE", "TARGET"], ["compress", "PLAIN", "TARGET"]]
 )

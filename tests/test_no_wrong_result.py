@@ -67,6 +67,7 @@ def assert_typed(done: Ran) -> None:
     assert done.code == 0 or done.err.count("error: ") + done.err.count("DAMAGED: ") == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [name if name in ("zero1", "universal") else pytest.param(name, marks=pytest.mark.slow) for name in SEALED]
 )

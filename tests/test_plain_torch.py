@@ -201,6 +201,7 @@ def test_transposed_and_expanded_tensors_and_views_read_true(tmp_path: Path) -> 
     assert_holds(open_checkpoint(tmp_path / "ours.pt"), state)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("name", "grouping"), [(n, g) for i, n in enumerate(OPTIMIZERS) for j, g in enumerate(GROUPINGS) if (i + j) % 2]
 )

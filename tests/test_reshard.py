@@ -27,6 +27,7 @@ from ckpt_formats.tensor import Array, read
 from ckpt_formats.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.values import Value
 from damage import SAMPLES, ckpt
+from effort import examples
 from engines import launch
 from held import array, checkpoint, contents, folder, parameter, plain
 from held import tensor as held
@@ -150,7 +151,6 @@ def sources(draw: st.DrawFn, unlike: bool = False, least: int = 0) -> Checkpoint
 # It is the same checkpoint
 
 
-@settings(max_examples=60)
 @given(sources(), st.integers(1, 3), DEGREES)
 def test_what_is_written_at_any_stage_and_degree_is_what_is_read(source: Checkpoint, stage: int, dp: int) -> None:
     with folder() as at:
@@ -160,7 +160,7 @@ def test_what_is_written_at_any_stage_and_degree_is_what_is_read(source: Checkpo
         assert found.origin.step == 7
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sources(unlike=True), DEGREES)
 def test_stage_0_is_what_is_read_where_tensors_can_be_told_apart(source: Checkpoint, dp: int) -> None:
     with folder() as at:
@@ -169,7 +169,7 @@ def test_stage_0_is_what_is_read_where_tensors_can_be_told_apart(source: Checkpo
         assert found.origin.layout == {"zero_stage": 0, "dp": dp, "tp": 1, "pp": 1}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sources(least=1))
 def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoint) -> None:
     """Also with tensors that are alike, and with names of parameters that this rank does not have."""
@@ -203,7 +203,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
         open_checkpoint(tmp_path / "out", Options(order=tuple(change([*names[0], *names[1]]))))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(sources(), st.lists(st.tuples(st.integers(1, 3), DEGREES), min_size=2, max_size=4))
 def test_a_chain_of_any_stages_and_degrees_is_the_identity(source: Checkpoint, links: list[tuple[int, int]]) -> None:
     with folder() as at:
@@ -229,6 +229,7 @@ def test_a_real_checkpoint_comes_back_from_every_stage_as_it_was(sample: Path, t
         assert plain(made.extras["optimizer"]) == plain(source.extras["optimizer"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sample", [ZERO1, ZERO3], ids=["zero1", "zero3"])
 def test_the_universal_format_of_every_link_holds_the_same(sample: Path, tmp_path: Path) -> None:
     source = open_checkpoint(sample)
@@ -564,7 +565,7 @@ def test_fused_pieces_and_padded_tables_are_cut_each_on_its_own(stage: int, tp: 
 TP, ROWS = st.sampled_from([1, 2, 4]), st.sampled_from([None, 12, 16, 20])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), TP, ROWS), min_size=1, max_size=3))
 def test_splitting_over_tensor_parallel_ranks_and_merging_is_the_identity(
     links: list[tuple[int, int, int, int | None]],

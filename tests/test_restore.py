@@ -32,6 +32,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole / "run", tmp_path / "run")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
 @pytest.mark.parametrize("step", [1, 3, None])
 def test_any_step_in_any_format(form: str, step: int | None, whole: Path, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ KEPT = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("told", KEPT, ids=" ".join)
 def test_what_stays_is_what_it_was(told: tuple[str, ...], whole: Path, run: Path, tmp_path: Path) -> None:
     before = {member.step: member.content for member in index.read(run).members}

@@ -39,6 +39,7 @@ from ckpt_formats.torchfile import (
     write_file,
 )
 from ckpt_formats.values import Global, Record, Size, StdDict, Value
+from effort import examples
 
 SAMPLES = Path(__file__).parents[2] / "shared" / "samples"
 FORMATS = Path(torchfile.__file__).parents[2]
@@ -721,7 +722,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return Tensor.of(Held(np.frombuffer(data, dtype).reshape(shape)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trees, st.lists(tensors(), max_size=3))
 def test_what_we_write_is_what_torch_reads_safely_and_what_we_read(
     tmp_path: Path, tree: Value, given_tensors: list[Tensor]

@@ -273,6 +273,7 @@ def killed(point: str, *arguments: object, nth: int = 1) -> None:
 NTH = {"written": 2, "journalled": 2}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename"])
 def test_what_was_killed_goes_on_and_gives_the_same(point: str, tmp_path: Path) -> None:
     source = save(tmp_path / "a.pt")
@@ -471,6 +472,7 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("sample", sorted(p.name for p in SAMPLES.iterdir() if p.is_dir() and p.name != "damaged"))
 @pytest.mark.parametrize("workers", [8])
 def test_few_open_files_are_enough(sample: str, workers: int, few_files: None, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.universal import Universal
 from ckpt_formats.values import tensor_names
 from damage import BAD_RULES, NOT_FOUND, UNSUPPORTED, ckpt
+from effort import examples
 from rank_files import being, rows, spread, write
 
 State = Mapping[str, torch.Tensor]
@@ -736,7 +737,7 @@ def planted(tree: Any, count: Iterator[int]) -> Any:
 
 
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(shapes: dict[str, Any]) -> None:
     tree = planted(shapes, count(1))
     with TemporaryDirectory() as folder:

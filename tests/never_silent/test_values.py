@@ -155,6 +155,7 @@ MODULES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("how", MODULES)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_a_pickled_module_gives_its_tensors_by_the_names_of_its_state_dict(
