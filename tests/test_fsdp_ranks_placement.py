@@ -10,9 +10,12 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ckpt_formats.errors import Unsafe
+from ckpt_formats.fsdp_ranks.dtensor import DTensor, gather
 from ckpt_formats.fsdp_ranks.mesh import Mesh
 from ckpt_formats.fsdp_ranks.placement import Placement, Spec, cut, cut_first
 from ckpt_formats.geometry import Box, missing, overlaps
+from ckpt_formats.tensor import read
+from ckpt_formats.torchfile import open_file
 
 
 @st.composite
@@ -107,6 +110,23 @@ def test_both_ways_to_read_a_stride_give_each_row_of_ranks_the_same_elements(len
         assert one == other
     same_shapes = all(cut(strided, rank).shape == cut(plain, rank).shape for rank in mesh.ranks)
     assert same_shapes == all(cut(strided, rank) == cut(plain, rank) for rank in mesh.ranks)
+
+
+def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
+    mesh, whole = Mesh((3, 2), tuple(range(6))), torch.arange(14.0).reshape(7, 2)
+    strided = Spec((7, 2), mesh, (Placement(0, 2), Placement(0)), (0, 1))
+    plain = cut_first(strided)
+    assert plain is not None
+    assert [cut(plain, rank).shape for rank in mesh.ranks] != [cut(strided, rank).shape for rank in mesh.ranks]
+    for way in (strided, plain):
+        shards = [torch.empty(cut(way, rank).shape) for rank in mesh.ranks]
+        for rank, local in enumerate(shards):
+            for inside, place in elements(way, rank):
+                local[inside.index] = whole[place.index]
+        torch.save(shards, tmp_path / "locals.pt")
+        held = enumerate(open_file(tmp_path / "locals.pt").root)
+        found = gather("w", {rank: DTensor(strided, local) for rank, local in held})
+        assert read(found).tolist() == whole.tolist()
 
 
 def test_a_stride_that_no_order_explains_has_none():

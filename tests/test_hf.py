@@ -733,6 +733,14 @@ def test_a_carried_file_whose_name_leads_out_is_refused(name: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_files_of_folders_beside_the_model_are_not_written(tmp_path: Path) -> None:
+    source = llama(config=LLAMA)
+    more = checkpoint([*source.parameters.values()], (), {**source.extras, "hf/unet/config.json": {"a": 1}})
+    losses, _ = write(more, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert "hf/unet/config.json" in losses
+
+
 def test_a_carried_file_never_takes_the_place_of_the_weights(tmp_path: Path) -> None:
     source = llama(config=LLAMA)
     held = [

@@ -358,22 +358,22 @@ def test_before_version_one_each_rank_held_q_k_and_v_as_three_pieces(tmp_path: P
         assert np.array_equal(read(open_checkpoint(run).parameters[name].weight), values), version
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_step_is_each_parameters_wherever_the_optimizer_keeps_it(tmp_path: Path, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [9, torch.tensor(9), None], ids=["number", "tensor", "not"])
+def test_the_step_is_each_parameters_wherever_the_optimizer_keeps_it(tmp_path: Path, fused: object) -> None:
     tensors = whole()
     decayed = [name for name, values in tensors.items() if values.ndim > 1]
     rest = [name for name in tensors if name not in decayed]
-    step = {} if fused else {"step": torch.tensor(9.0)}
+    step = {"step": torch.tensor(9.0)} if fused is None else {}
     state = {i: {"exp_avg": torch.from_numpy(tensors[name] + 1), **step} for i, name in enumerate((*decayed, *rest))}
     groups = [
-        {"wd_mult": wd, "params": list(numbers), **({"step": 9} if fused else {})}
+        {"wd_mult": wd, "params": list(numbers), **({} if fused is None else {"step": fused})}
         for wd, numbers in ((1.0, range(len(decayed))), (0.0, range(len(decayed), len(tensors))))
     ]
     found = open_checkpoint(write(tmp_path, tensors, optimizer={"state": state, "param_groups": groups}))
     for name, values in tensors.items():
         parameter = found.parameters[name]
         assert np.array_equal(read(parameter.states["exp_avg"]), values + 1)
-        assert (parameter.values["step"] if fused else read(parameter.states["step"])) == 9
+        assert (parameter.values["step"] if isinstance(fused, int) else read(parameter.states["step"])) == 9
     assert [len(group.names) for group in found.groups] == [len(decayed), len(rest)]
 
 

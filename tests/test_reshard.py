@@ -213,6 +213,15 @@ def test_a_chain_of_any_stages_and_degrees_is_the_identity(source: Checkpoint, l
         assert_same(made, source)
 
 
+def test_the_loss_scaler_stays_the_object_that_it_was(tmp_path: Path) -> None:
+    source = open_checkpoint(ZERO1)
+    optimizer = dict(source.extras["optimizer"])
+    scaler = replace(optimizer["loss_scaler"], state={**optimizer["loss_scaler"].state, "own": 3.5})
+    source = replace(source, extras={**source.extras, "optimizer": {**optimizer, "loss_scaler": scaler}})
+    made = reshard(source, tmp_path / "made", zero=2, dp=3)
+    assert plain(made.extras["optimizer"]["loss_scaler"]) == plain(scaler)
+
+
 LINKS = [(3, 3), (2, 4), (0, 1), (1, 2)]
 
 

@@ -25,8 +25,10 @@ from ckpt_formats import sealed_json
 from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Origin, Parameter
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.tensor import Decoded, Raw, Tensor, read
 from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.values import Global, Record, TensorName, Value
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 
 EFFORT = Effort(1, 1 << 20)
@@ -144,6 +146,45 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
         lazy = Tensor.of(Decoded(Rounded(), tensor(master), DTYPES[name]))
         source = checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})])
         assert contents(write(source, at / "lazy")) == contents(made)
+
+
+def test_a_copy_in_integers_is_stored_though_it_has_the_masters_values(tmp_path: Path) -> None:
+    values = np.array([1.0, -2.0, 3.0], np.float32)
+    source = checkpoint([parameter("w", {"param": values.astype(np.int8), "fp32": values})])
+    made = write(source, tmp_path / "target")
+    assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, Raw)
+    assert contents(made) == contents(source)
+
+
+LOST = TensorName("lost")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        LOST,
+        [LOST],
+        (1, [LOST]),
+        {"a": LOST},
+        Record(Global("a", "B"), (LOST,)),
+        Record(Global("a", "B"), (), state={"b": LOST}),
+    ],
+    ids=["itself", "list", "tuple", "dict", "argument", "state"],
+)
+def test_extras_that_name_a_tensor_which_is_not_there_are_damage(value: Value, tmp_path: Path) -> None:
+    with suppress(CkptError):
+        write(
+            checkpoint([parameter("w", {"param": np.ones(2, np.float32)})], extras={"rng": value}), tmp_path / "target"
+        )
+    with pytest.raises(Corrupt, match="lost"):
+        Universal().read(tmp_path / "target", Options())
+
+
+def test_what_two_places_of_the_extras_share_is_read_as_one(tmp_path: Path) -> None:
+    shared = [torch.arange(3.0)]
+    torch.save({"model": {"w": torch.ones(2)}, "rng": {"a": shared, "b": {"c": shared}}}, tmp_path / "saved.pt")
+    places = open_checkpoint(tmp_path / "saved.pt").extras["rng"]
+    assert places["a"] is places["b"]["c"]
 
 
 @given(st.data())

@@ -40,8 +40,11 @@ class Rounded(Codec):
 
     @staticmethod
     def rounds(base: DType, dtype: DType) -> bool:
-        """Are values of one type rounded to another? Not 8-bit floats that are values to those that are scales."""
-        return np.can_cast(base, dtype, "unsafe")
+        """Are values of one type rounded to another? Not 8-bit floats that are values to those that are scales.
+
+        Nor floats to integers: what becomes of a number that is too large, each machine decides for itself.
+        """
+        return base == dtype or (np.can_cast(base, dtype, "unsafe") and not {base.kind, dtype.kind} & set("biu"))
 
     def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
         out = np.empty(shape, dtype)

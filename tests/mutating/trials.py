@@ -23,7 +23,8 @@ def measure(
     tests = [t for t in recorded(faults, collected, told.folder / "reach.json", told) if t.quick or not told.quick]
     if told.record_only:
         return
-    todo = [faults.index(fault) for fault in chosen if _is_due(results.known.get(fault.key), told)]
+    numbers = {fault.key: number for number, fault in enumerate(faults)}
+    todo = [numbers[fault.key] for fault in chosen if _is_due(results.known.get(fault.key), told)]
     print(f"{len(tests)} tests, {len(todo)} of {len(chosen)} faults to try", flush=True)
     _Trials(faults, tests, collected, results, told).run(todo)
 

@@ -40,8 +40,7 @@ def chunk_of(state_dict: Mapping[Value, Value]) -> Chunk:
             extra[name] = leaf
         else:
             tensors[name] = tensor_leaf(leaf)
-    extra |= {name: value for name, value in between(state_dict) if name}
-    return Chunk(tensors, extra)
+    return Chunk(tensors, extra | dict(between(state_dict)))
 
 
 def is_shared(name: str) -> bool:
