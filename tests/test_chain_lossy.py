@@ -521,6 +521,7 @@ def test_options_that_do_not_go_together_are_refused(told: tuple[str, ...], word
     [
         (("--codec", "lc", "--max-abs-err", "1"), UNSUPPORTED),
         (("--max-abs-err", "inf"), 2),
+        (("--max-abs-err", "1e31"), UNSUPPORTED),
         (("--rel-error", "nan"), 2),
         (("--exact", "norm"), 2),
     ],

@@ -249,6 +249,13 @@ def test_a_first_moment_needs_its_base() -> None:
             codec.decode(data, case[1].shape, case[1].dtype, base)
 
 
+def test_a_mode_that_is_none_of_moments_is_not_taken_for_one() -> None:
+    codec, case, data = next(seed for seed in SEEDS if seed[0] == FirstMoment())
+    for mode in range(6, 256):
+        with pytest.raises(CodecError, match=f"of mode {mode}"):
+            codec.decode(bytes([mode]) + data[1:], case[1].shape, case[1].dtype, case[2])
+
+
 def test_modes_and_kinds_that_nobody_knows_are_refused() -> None:
     values = np.zeros((70, 80), F32)
     data = bytes(Planes().encode(np.random.default_rng(0).normal(0, 1, values.shape).astype(F32), None))

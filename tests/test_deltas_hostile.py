@@ -9,6 +9,7 @@ import pytest
 from ckpt_codecs import CodecError, DeltaCodec
 from ckpt_codecs.delta import Change
 from ckpt_codecs.deltas import kinds
+from ckpt_codecs.deltas.rare import decode as decode_rare
 from ckpt_codecs.native.deltas import write_rows
 from ckpt_codecs.registry import delta_from_config
 from delta_cases import BF16, DELTAS, F32, decoded
@@ -29,6 +30,12 @@ def test_the_chunks_have_parts_of_every_kind() -> None:
             at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
     assert found == set(range(8))
     assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE, kinds.CHANGES, kinds.TABLES}
+
+
+@pytest.mark.parametrize("data", [b"", b"\5\0\0", b"\5\0\0\0"])
+def test_rare_values_that_end_in_their_head_are_refused(data: bytes) -> None:
+    with pytest.raises(CodecError, match="ends in its head"):
+        decode_rare(data, np.zeros(4, np.uint8), np.full(1, 4, np.int64), [])
 
 
 @EACH

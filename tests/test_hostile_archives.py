@@ -260,6 +260,12 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
             opened.seals()
 
 
+def test_data_that_patch_others_are_called_compressed(tmp_path: Path) -> None:
+    (tmp_path / "patched.pt").write_bytes(build([PKL, replace(DATA, flags=1 << 5)]))
+    with pytest.raises(Unsupported, match="compressed"):
+        open_file(tmp_path / "patched.pt")
+
+
 @pytest.mark.slow
 def test_compressed_members_are_never_inflated(tmp_path: Path) -> None:
     path = tmp_path / "bomb.pt"

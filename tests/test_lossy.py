@@ -147,6 +147,20 @@ def test_no_weight_is_farther_off_than_was_promised(
     assert off.max() <= bound
 
 
+@pytest.mark.parametrize("codec", [Subspace(rel_error=0.1), Subspace(max_abs_err=1e-6)], ids=["relative", "absolute"])
+def test_a_promise_that_is_broken_is_noticed(codec: Subspace) -> None:
+    before, after = training((40, 48), 2, 1)
+    change = Change(before, after)
+    made = there_and_back(codec, change)
+    assert codec.broken(change, made) is None
+    assert codec.broken(change, {**made, "fp32": made["fp32"] + np.abs(made["fp32"]).max()}) is not None
+
+
+def test_the_loss_of_every_state_is_measured() -> None:
+    before, after = training((40, 48), 2, 1)
+    assert measure(Change(before, after), before).keys() == after.keys()
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(st.floats(0.001, 2), st.sampled_from([(40, 48), (2000,), (7,), (96, 64)]), st.integers(0, 1000), st.booleans())
 def test_no_chunk_of_weights_is_farther_off_than_was_promised_of_its_change(

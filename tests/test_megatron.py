@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +367,7 @@ def test_the_step_is_each_parameters_wherever_the_optimizer_keeps_it(tmp_path: P
     step = {"step": torch.tensor(9.0)} if fused is None else {}
     state = {i: {"exp_avg": torch.from_numpy(tensors[name] + 1), **step} for i, name in enumerate((*decayed, *rest))}
     groups = [
-        {"wd_mult": wd, "params": list(numbers), **({} if fused is None else {"step": fused})}
+        {"wd_mult": wd, "params": list(numbers), **({} if fused is None else {"step": deepcopy(fused)})}
         for wd, numbers in ((1.0, range(len(decayed))), (0.0, range(len(decayed), len(tensors))))
     ]
     found = open_checkpoint(write(tmp_path, tensors, optimizer={"state": state, "param_groups": groups}))

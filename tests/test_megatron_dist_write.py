@@ -317,6 +317,13 @@ def _uneven_steps(source: Checkpoint) -> Checkpoint:
     return replace(source, parameters={**source.parameters, p.name: replace(p, values={"step": 10})})
 
 
+def test_what_lies_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
+    source = model("llama", args_of("llama", 2, 2))
+    beside = parameter("language_model.statistics", {"param": np.arange(3.0)}, "extra")
+    source = replace(source, parameters={**source.parameters, beside.name: beside})
+    assert "output_layer.weight" in written(source, tmp_path / "out").parameters
+
+
 REFUSED: dict[str, tuple[Any, Degrees, str]] = {
     "heads": (lambda s: s, Degrees(tp=3), "do not divide over 3 ranks"),
     "layers": (lambda s: s, Degrees(pp=3), "do not divide over 3 pipeline stages"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt_cli.main import cli
 from ckpt_cli.pipeline import check_whole
 from ckpt_cli.renaming import renamed
-from ckpt_formats.base import Checkpoint, Group, Parameter
+from ckpt_formats.base import MASTER, Checkpoint, Group, Parameter
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.names import naming_of, table_for, tables, to_core, to_hf, to_legacy, to_megatron
@@ -613,6 +613,24 @@ def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
     assert some.exit_code == 0, some.stderr
     assert "tensors are missing that the model has" in some.stderr
     assert len(open_checkpoint(tmp_path / "some").parameters) == 3
+
+
+def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
+    """Of a piece what was said of the whole, of a whole what was said of each of its pieces."""
+    source = said()
+    q, k, up, norm = (
+        f"model.layers.0.{name}.weight"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm")
+    )
+    lost = {(name, MASTER): {"max_abs": float(number)} for number, name in enumerate((q, k, norm), 1)}
+    there = renamed(replace(source, losses=lost), "megatron", "universal")
+    (qkv,) = (name for name, _ in there.losses if "linear_qkv" in name)
+    assert there.losses[qkv, MASTER] == {q: {"max_abs": 1.0}, k: {"max_abs": 2.0}}
+    assert [loss for (name, _), loss in there.losses.items() if name != qkv] == [{"max_abs": 3.0}]
+    back = renamed(there, "hf", "universal")
+    assert back.losses[q, MASTER] == back.losses[k, MASTER] == there.losses[qkv, MASTER]
+    assert back.losses[norm, MASTER] == {"max_abs": 3.0}
+    assert (up, MASTER) not in back.losses
 
 
 def test_origin_stays() -> None:

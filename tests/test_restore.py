@@ -97,6 +97,7 @@ def test_log_tells_sizes_and_costs(whole: Path) -> None:
     assert [step["stored_nbytes"] for step in said["steps"]] == stored
     assert [step["restore"]["reads_nbytes"] for step in said["steps"]] == [sum(stored[: i + 1]) for i in range(STEPS)]
     assert said["stored_nbytes"] == sum(stored)
+    assert said["raw_nbytes"] == sum(step["raw_nbytes"] for step in said["steps"])
     assert said["exact"] is True
     text = ckpt("log", run).out
     assert "replays 5 deltas" in text

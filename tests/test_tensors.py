@@ -31,6 +31,7 @@ from ckpt_formats.tensor import (
     read,
 )
 from ckpt_formats.transfer import Transfer
+from ckpt_formats.universal.coded_state import flat
 from held import FLOATS, SHAPES, STORABLE, array, arrays, bits, boxes, folder, lay, placements, scattered, tensor
 
 
@@ -75,6 +76,12 @@ def test_slabs_of_any_budget_stream_the_tensor(data: st.DataObject) -> None:
         transfer = Transfer(reader, data.draw(st.integers(1, 300)), moved.append)
         assert b"".join(map(bytes, transfer.chunks(cut))) == values.tobytes()
         assert sum(moved) == values.nbytes
+
+
+def test_a_slab_is_as_large_as_its_budget_lets_it_be() -> None:
+    with Reader() as reader:
+        found = list(Transfer(reader, 400).boxes(tensor(np.zeros(1000, np.float32))))
+    assert [box.size for box in found] == [100] * 10
 
 
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
@@ -280,6 +287,17 @@ def test_replicas_that_differ_are_an_error_that_names_both_files(tmp_path: Path)
         list(Transfer(reader, 30).chunks(both))
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader, 30).chunks(replace(ours, replicas=(ours,))))) == values.tobytes()
+
+
+def test_replicas_that_differ_are_an_error_of_the_flat_tensor_too(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    paths = tmp_path / "ours", tmp_path / "theirs"
+    for number, path in enumerate(paths):
+        path.write_bytes((values + number).tobytes())
+    ours, theirs = (Tensor.of(Raw(path, 0, values.shape, values.dtype, (16, 4))) for path in paths)
+    assert np.array_equal(read(flat(ours)), values.reshape(-1))
+    with pytest.raises(Corrupt, match=r"ours against .*theirs"):
+        read(flat(replace(ours, replicas=(theirs,))))
 
 
 def test_replicas_are_compared_by_bits_not_by_value() -> None:
