@@ -343,8 +343,10 @@ def test_the_search_gives_the_coarsest_step_that_was_tried_and_accepted(limit: f
     accepted = [step for step in tried if tried[step] <= limit]
     assert found == max(accepted, default=None)
     assert len(tried) <= 8
-    if found is not None and found < 8:
-        assert found > 0.93 * min(sqrt(100 * limit), 8)
+    if 100 * limit >= 8 * 8:
+        assert found == 8
+    elif found is not None:
+        assert found > 0.93 * sqrt(100 * limit)
 
 
 def test_presets_are_codecs_of_growing_steps() -> None:

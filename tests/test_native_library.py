@@ -17,8 +17,8 @@ import cpu_levels
 import kernel_headers
 from ckpt_cli.main import FAULT
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native import library
-from ckpt_codecs.native.sources import hash_sources
+from ckpt_codecs.native import library, sources
+from ckpt_codecs.native.sources import find_sources, hash_sources
 from damage import SAMPLES
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,13 @@ def test_a_library_of_another_platform_is_refused(checkout: Path) -> None:
 def test_an_installed_package_compares_no_sources(checkout: Path) -> None:
     (checkout / "codecs" / "kernels" / "level.c").unlink()  # whatever else is called `kernels` in site-packages
     assert run(LEVEL, checkout).returncode == 0
+
+
+def test_only_the_folder_of_the_kernels_is_one_of_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert find_sources() == ROOT / "codecs" / "kernels"
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "ckpt_codecs" / "native" / "sources.py"))
+    assert find_sources() is None
 
 
 KINDS = {
