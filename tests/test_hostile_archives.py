@@ -260,6 +260,15 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
             opened.seals()
 
 
+@pytest.mark.parametrize(
+    "name", ["a/../../etc/passwd", "/etc/passwd", "a\\..\\x", "a/./x", "a//x", "a/x\0.txt", "a/\x1b[2J", ""]
+)
+def test_names_that_lead_elsewhere_are_called_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / "named.pt").write_bytes(build([*GOOD, Entry(name, b"x")]))
+    with pytest.raises(Unsafe, match="leads elsewhere"):
+        open_file(tmp_path / "named.pt")
+
+
 def test_data_that_patch_others_are_called_compressed(tmp_path: Path) -> None:
     (tmp_path / "patched.pt").write_bytes(build([PKL, replace(DATA, flags=1 << 5)]))
     with pytest.raises(Unsupported, match="compressed"):

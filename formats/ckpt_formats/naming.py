@@ -23,7 +23,11 @@ def file_stem(name: str) -> str:
 
 
 def show(name: str) -> str:
-    """A name for people: control and bidirectional characters escaped, so that no terminal obeys it."""
+    """A name for people: control and bidirectional characters escaped, so that no terminal obeys it.
+
+    >>> print(show("\\x1b[2Jlayers\\n"))
+    \\x1b[2Jlayers\\n
+    """
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
