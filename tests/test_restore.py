@@ -2,11 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpt_cli.chains.log import accuracy
 from ckpt_formats.chain import index
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.universal import manifest
@@ -102,6 +104,14 @@ def test_log_tells_sizes_and_costs(whole: Path) -> None:
     text = ckpt("log", run).out
     assert "replays 5 deltas" in text
     assert "█▁" in text or "█▂" in text
+
+
+def test_log_tells_the_worst_of_all_tensors(whole: Path) -> None:
+    member = index.read(whole / "run").members[-1]
+    losses = {"fp32": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
+    for order in (losses, dict(reversed(losses.items()))):
+        assert accuracy(replace(member, exact=False, losses=order)) == "approximate: rel 0.5, max 3"
+    assert accuracy(member) == "exact"
 
 
 KEPT = {
