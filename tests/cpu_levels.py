@@ -10,7 +10,7 @@ from unittest import mock
 from ckpt_codecs.native import library
 
 LEVELS = library.levels()
-FAMILIES = ("lossless", "deltas", "lossy")
+FAMILIES = ("lossless", "deltas", "lossy", "stepping")
 
 
 def families() -> list[ModuleType]:

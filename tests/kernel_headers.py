@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "codecs" / "kernels"
-FAMILIES = ("lossless", "deltas", "lossy")
-"""Of each there are a header, a Python module in ckpt_codecs.native, and a part of the fuzzer."""
+FAMILIES = ("lossless", "deltas", "lossy", "stepping")
+"""Of each there are a header and a Python module in ckpt_codecs.native."""
 
 _PROTOTYPE = re.compile(r"([\w\s*]+?)\bAPI\((\w+)\)\s*\(([^()]*)\)\s*;")
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

@@ -31,3 +31,5 @@
 #include "moments.c"
 #include "weights.c"
 
+#include "stepping.h"
+#include "stepping.c"

@@ -37,7 +37,8 @@ typedef int64_t i64;
 #define max(a, b) ((a) > (b) ? (a) : (b))
 
 /* The sources are compiled once for each level of CPU, and each level has a prefix of its own: v2_encode, v3_encode.
- * All that Python calls is named API(name) and declared in lossless.h, deltas.h or lossy.h; all else is static. */
+ * All that Python calls is named API(name) and declared in lossless.h, deltas.h, lossy.h or
+ * stepping.h; all else is static. */
 #ifndef LEVEL
 #define LEVEL v1
 #endif
@@ -63,6 +64,8 @@ INLINE void store64(u8 *at, u64 word) { memcpy(at, &word, sizeof word); }
 /* The bits of a float, and the float of bits. */
 INLINE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, sizeof bits); return bits; }
 INLINE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
+/* IEEE 754 leaves the bits of a NaN open: one for all. */
+INLINE float canonical_nan(float x) { return x == x ? x : float_of_bits(0x7FC00000); }
 INLINE u64 bits_of_double(double value) { u64 bits; memcpy(&bits, &value, sizeof bits); return bits; }
 INLINE double double_of_bits(u64 bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
 

@@ -28,8 +28,6 @@
  * Safe because: all arrays have n elements, and every loop is one over them. */
 #include "kernels.h"
 
-INLINE float canonical_nan(float x) { return x == x ? x : float_of_bits(0x7FC00000); }
-
 /* ---- moments ---- */
 
 /* How the two terms of a moment are put together. The loops below have one body for each, without a branch. */

@@ -1,0 +1,7 @@
+"""Steps of optimizers on arrays, without torch: the same bits as the trainer's own optimizer, given its gradients."""
+
+from ckpt_codecs.stepping.adam import Adam
+from ckpt_codecs.stepping.base import VECTOR, OptimizerStep, States, whole_vectors
+from ckpt_codecs.stepping.sgd import Sgd
+
+__all__ = ["VECTOR", "Adam", "OptimizerStep", "Sgd", "States", "whole_vectors"]

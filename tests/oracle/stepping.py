@@ -1,0 +1,86 @@
+"""The twin of `stepping.c`: steps of optimizers, operation by operation. Arrays are flat float32, stepped in place."""
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+
+F32 = np.float32
+NAN = F32(np.nan)
+
+
+@np.errstate(all="ignore")
+def step_adam(
+    weights: Array,
+    first: Array,
+    second: Array,
+    largest: Array | None,
+    gradients: Array,
+    vectors: int,
+    gradient_sign: float,
+    weight_factor: float,
+    l2: float,
+    first_gain: float,
+    second_kept: float,
+    second_gain: float,
+    step_size: float,
+    bias2_root: float,
+    eps: float,
+) -> None:
+    g = gradients * F32(gradient_sign)
+    if l2:
+        g = fused(weights, F32(l2), g)
+    moved, apart, gain = weights * F32(weight_factor), g - first, F32(first_gain)
+    first[:] = canonical(fused(apart, gain, first) if gain < 0.5 else fused(apart, gain - F32(1), g))
+    gained, kept = F32(second_gain) * g, F32(second_kept)
+    in_vectors, at_the_end = fused(gained, g, second * kept), fused(second, kept, gained * g)
+    second[:] = canonical(np.concatenate([in_vectors[:vectors], at_the_end[vectors:]]))
+    under = second
+    if largest is not None:
+        largest[:] = canonical(np.maximum(largest, second))
+        under = largest
+    weights[:] = canonical(moved + (F32(step_size) * first) / (np.sqrt(under) / F32(bias2_root) + F32(eps)))
+
+
+@np.errstate(all="ignore")
+def step_sgd(
+    weights: Array,
+    buffer: Array | None,
+    gradients: Array,
+    vectors: int,
+    gradient_sign: float,
+    l2: float,
+    momentum: float,
+    gain: float,
+    is_first: bool,
+    is_nesterov: bool,
+    step_size: float,
+) -> None:
+    x = gradients * F32(gradient_sign)
+    if l2:
+        x = fused(weights, F32(l2), x)
+    if buffer is not None:
+        y = x
+        if not is_first:
+            in_vectors = fused(x, F32(gain), buffer * F32(momentum))
+            at_the_end = fused(buffer, F32(momentum), x * F32(gain))
+            y = np.concatenate([in_vectors[:vectors], at_the_end[vectors:]])
+        buffer[:] = canonical(y)
+        x = fused(y, F32(momentum), x) if is_nesterov else y
+    weights[:] = canonical(fused(x, F32(step_size), weights))
+
+
+def fused(a: Array, b: Array | np.floating, c: Array) -> Array:
+    """a * b + c, rounded once: the sum is rounded to odd in double (Boldo and Melquiond), then to float32."""
+    product, addend = a.astype(np.float64) * np.float64(b), c.astype(np.float64)
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    bits = total.view(np.int64)
+    odd = np.where((error > 0) == (total > 0), bits + 1, bits - 1)
+    is_inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    return np.where(is_inexact, odd, bits).view(np.float64).astype(F32)
+
+
+def canonical(x: Array) -> Array:
+    """Every NaN as one."""
+    return np.where(np.isnan(x), NAN, x)

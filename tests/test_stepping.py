@@ -1,0 +1,132 @@
+"""Steps of optimizers against torch's own: no differing bit, whatever the options, the sizes and the pieces."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_codecs import CodecError
+from ckpt_codecs.base import Array
+from ckpt_codecs.stepping import Adam, OptimizerStep, Sgd, whole_vectors
+
+SIZES = (1003, 64, 31, 7)
+"""With whole vectors alone, with a rest, and with nothing else."""
+LARGE = 70_003
+"""So many that torch divides them among its threads."""
+STEPS = 6
+
+
+def gradient(random: torch.Generator, size: int) -> torch.Tensor:
+    """Of many magnitudes, as those of a real model."""
+    return torch.randn(size, generator=random) * 10 ** (torch.rand(size, generator=random) * 6 - 8)
+
+
+def differing(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], step: OptimizerStep, size: int
+) -> int:
+    """How many values of all states differ after some steps whose rate grows, done by us in pieces."""
+    random = torch.Generator().manual_seed(size)
+    weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
+    theirs = optimizer([weights], **options)
+    ours = {name: np.zeros(size, np.float32) for name in step.states}
+    ours["param"][:] = weights.detach().numpy()
+    for count in range(1, STEPS + 1):
+        weights.grad = gradient(random, size)
+        gradients = weights.grad.numpy().copy()
+        theirs.param_groups[0]["lr"] = rate = options["lr"] * (1 + count / 7)
+        theirs.step()
+        for start, stop in pairwise(sorted({0, size // 3, size - size % 5, size})):
+            part = {name: state[start:stop] for name, state in ours.items()}
+            vectors = whole_vectors(size, start, stop, bool(options.get("fused")))
+            replace(step, lr=rate).apply(part, gradients[start:stop], count, vectors)  # type: ignore[type-var]
+    true = {"param": weights.detach(), **theirs.state[weights]}
+    return sum(differing_bits(true[name].numpy(), state) for name, state in ours.items())
+
+
+def differing_bits(a: Array, b: Array) -> int:
+    return int(np.count_nonzero(a.view(np.uint32) != b.view(np.uint32)))
+
+
+ADAMS = {"Adam": (torch.optim.Adam, False), "AdamW": (torch.optim.AdamW, True)}
+BETAS = [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.3, 0.9)]
+MOMENTA = [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.1, False), (0.9, 0.0, True)]
+IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+
+
+@pytest.mark.parametrize("name", ADAMS)
+@pytest.mark.parametrize("betas", BETAS, ids=str)
+def test_adam_has_the_bits_of_torchs_fused_kernel(name: str, betas: tuple[float, float]) -> None:
+    optimizer, is_decoupled = ADAMS[name]
+    for decay, amsgrad, maximize in product((0.0, 0.1), (False, True), (False, True)):
+        options: dict[str, Any] = {"betas": betas, "weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize}
+        step = Adam(1e-3, is_decoupled=is_decoupled, **options)
+        for size in SIZES:
+            assert differing(optimizer, {"lr": 1e-3, "fused": True, **options}, step, size) == 0, (options, size)
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize(("momentum", "dampening", "nesterov"), MOMENTA)
+def test_gradient_descent_has_the_bits_of_every_implementation_of_torchs(
+    momentum: float, dampening: float, nesterov: bool, how: dict[str, bool]
+) -> None:
+    for decay, maximize in product((0.0, 0.1), (False, True)):
+        options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        options |= {"weight_decay": decay, "maximize": maximize}
+        for size in SIZES:
+            given = {"lr": 1e-2, **how, **options}
+            assert differing(torch.optim.SGD, given, Sgd(1e-2, **options), size) == 0, (options, size)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, (optimizer, is_decoupled) in ADAMS.items():
+            step = Adam(1e-3, weight_decay=0.1, is_decoupled=is_decoupled)
+            options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
+            assert differing(optimizer, options, step, LARGE) == 0, name
+        for how in IMPLEMENTATIONS:
+            options = {"momentum": 0.9, "weight_decay": 0.1}
+            assert differing(torch.optim.SGD, {"lr": 1e-2, **how, **options}, Sgd(1e-2, **options), LARGE) == 0, how
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}], ids=str)
+def test_without_fusing_the_moments_of_adam_are_the_same_and_the_weights_nearly(how: dict[str, bool]) -> None:
+    """torch takes roots by a function of vectors whose last bit is not IEEE 754's on every machine."""
+    random, size = torch.Generator().manual_seed(1), 4096
+    weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
+    theirs, step = torch.optim.AdamW([weights], lr=1e-3, **how), Adam(1e-3, weight_decay=0.01)
+    ours = {name: np.zeros(size, np.float32) for name in step.states}
+    ours["param"][:] = weights.detach().numpy()
+    for count in range(1, STEPS + 1):
+        weights.grad = gradient(random, size)
+        gradients = weights.grad.numpy().copy()
+        theirs.step()
+        step.apply(ours, gradients, count, size)
+    state = theirs.state[weights]
+    assert differing_bits(state["exp_avg"].numpy(), ours["exp_avg"]) == 0
+    assert np.abs(weights.detach().numpy() - ours["param"]).max() < 1e-7
+
+
+def test_what_is_no_step_is_refused() -> None:
+    states = {name: np.zeros(8, np.float32) for name in Adam(1e-3, amsgrad=True).states}
+    gradients = np.ones(8, np.float32)
+    for step in (Adam(1e-3), Sgd(1e-3, momentum=0.9)):
+        with pytest.raises(CodecError, match="counted from 1"):
+            step.apply(states, gradients, 0, 8)
+        with pytest.raises(CodecError, match="needs the state"):
+            step.apply({"param": states["param"]}, gradients, 1, 8)
+    with pytest.raises(CodecError, match="one size"):
+        Adam(1e-3).apply(states, gradients[:7], 1, 7)
+    with pytest.raises(CodecError, match="do not fit"):
+        Adam(1e-3).apply(states, gradients, 1, 9)
+    with pytest.raises(CodecError, match="no moments to correct"):
+        Adam(1e-3, (1.0, 0.9)).apply(states, gradients, 1, 8)
+    assert all(not state.any() for state in states.values())
