@@ -7,15 +7,15 @@ from importlib.util import find_spec
 from types import ModuleType
 from unittest import mock
 
+import kernel_headers
 from ckpt_codecs.native import library
 
 LEVELS = library.levels()
-FAMILIES = ("lossless", "deltas", "lossy", "stepping")
 
 
 def families() -> list[ModuleType]:
     """The modules `ckpt_codecs.native.*`: each has `SIGNATURES`, and its functions in `kernels`."""
-    names = [f"ckpt_codecs.native.{name}" for name in FAMILIES]
+    names = [f"ckpt_codecs.native.{name}" for name in kernel_headers.FAMILIES]
     return [importlib.import_module(name) for name in names if find_spec(name)]
 
 

@@ -116,7 +116,7 @@ def fuzz(
     for kernel, count in sorted(calls.items()):
         print(f"{kernel:32} {count:12,} calls {hostile[kernel]:12,} hostile")
     print(f"{hostile.total():,} hostile reads by seeds {first} to {seed - 1}, 0 findings")
-    families = [family] if family else kernel_headers.FAMILIES
+    families = [family] if family else kernel_headers.READERS
     never = [name for family in families for name in kernel_headers.read_prototypes(family) if not calls[name]]
     if never:
         raise SystemExit(f"never called: {', '.join(never)}")
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so many")
     parser.add_argument("--seed", type=int, default=1, help="the first seed; each slice of reads takes the next")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
-    parser.add_argument("--family", choices=kernel_headers.FAMILIES)
+    parser.add_argument("--family", choices=kernel_headers.READERS)
     arguments = vars(parser.parse_args())
     compiler, finds = find_compiler()
     with tempfile.TemporaryDirectory() as folder:

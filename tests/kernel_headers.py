@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "codecs" / "kernels"
-FAMILIES = ("lossless", "deltas", "lossy", "stepping")
+READERS = ("lossless", "deltas", "lossy")
+"""Families that are given bytes of files: each has a part of the fuzzer."""
+FAMILIES = (*READERS, "stepping")
 """Of each there are a header and a Python module in ckpt_codecs.native."""
 
 _PROTOTYPE = re.compile(r"([\w\s*]+?)\bAPI\((\w+)\)\s*\(([^()]*)\)\s*;")
