@@ -60,10 +60,10 @@ IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
 @pytest.mark.parametrize("name", ADAMS)
 @pytest.mark.parametrize("betas", BETAS, ids=str)
 def test_adam_has_the_bits_of_torchs_fused_kernel(name: str, betas: tuple[float, float]) -> None:
-    optimizer, is_decoupled = ADAMS[name]
+    optimizer, decoupled_weight_decay = ADAMS[name]
     for decay, amsgrad, maximize in product((0.0, 0.1), (False, True), (False, True)):
         options: dict[str, Any] = {"betas": betas, "weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize}
-        step = Adam(1e-3, is_decoupled=is_decoupled, **options)
+        step = Adam(1e-3, decoupled_weight_decay=decoupled_weight_decay, **options)
         for size in SIZES:
             assert differing(optimizer, {"lr": 1e-3, "fused": True, **options}, step, size) == 0, (options, size)
 
@@ -86,8 +86,8 @@ def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for name, (optimizer, is_decoupled) in ADAMS.items():
-            step = Adam(1e-3, weight_decay=0.1, is_decoupled=is_decoupled)
+        for name, (optimizer, decoupled_weight_decay) in ADAMS.items():
+            step = Adam(1e-3, weight_decay=0.1, decoupled_weight_decay=decoupled_weight_decay)
             options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
             assert differing(optimizer, options, step, LARGE) == 0, name
         for how in IMPLEMENTATIONS:

@@ -12,7 +12,7 @@ FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba, arXiv 1412.6980), or AdamW (Loshchilov and Hutter, 1711.05101) if `is_decoupled`.
+    """Adam (Kingma and Ba, arXiv 1412.6980), or AdamW (Loshchilov and Hutter, 1711.05101) if `decoupled_weight_decay`.
 
     With the bits of `torch.optim.Adam(..., fused=True)` on CPUs. The for-loop and foreach implementations round moments
     alike, but take roots by a function that is not IEEE 754's on every machine, so that weights may differ in a bit.
@@ -22,7 +22,7 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    is_decoupled: bool = True
+    decoupled_weight_decay: bool = True
     amsgrad: bool = False
     maximize: bool = False
 
@@ -46,8 +46,8 @@ class Adam:
             gradients,
             vectors,
             gradient_sign=-1 if self.maximize else 1,
-            weight_factor=1 - self.lr * self.weight_decay if self.is_decoupled and self.weight_decay else 1,
-            l2=0 if self.is_decoupled else self.weight_decay,
+            weight_factor=1 - self.lr * self.weight_decay if self.decoupled_weight_decay and self.weight_decay else 1,
+            l2=0 if self.decoupled_weight_decay else self.weight_decay,
             first_gain=1 - beta1,
             second_kept=beta2,
             second_gain=1 - beta2,
