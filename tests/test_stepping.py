@@ -57,6 +57,7 @@ MOMENTA = [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.1, False), (0.9, 0.0, T
 IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ADAMS)
 @pytest.mark.parametrize("betas", BETAS, ids=str)
 def test_adam_has_the_bits_of_torchs_fused_kernel(name: str, betas: tuple[float, float]) -> None:
@@ -68,6 +69,7 @@ def test_adam_has_the_bits_of_torchs_fused_kernel(name: str, betas: tuple[float,
             assert differing(optimizer, {"lr": 1e-3, "fused": True, **options}, step, size) == 0, (options, size)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("how", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize(("momentum", "dampening", "nesterov"), MOMENTA)
 def test_gradient_descent_has_the_bits_of_every_implementation_of_torchs(
@@ -81,6 +83,7 @@ def test_gradient_descent_has_the_bits_of_every_implementation_of_torchs(
             assert differing(torch.optim.SGD, given, Sgd(1e-2, **options), size) == 0, (options, size)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads: int) -> None:
     before = torch.get_num_threads()
