@@ -37,7 +37,7 @@ def measure(name: str, size: int, rounds: int) -> tuple[float, float]:
     optimizer, options, step = RUNS[name]
     random = torch.Generator().manual_seed(1)
     weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
-    theirs = optimizer([weights], fused=True, **options)
+    reference = optimizer([weights], fused=True, **options)
     states = {state: np.zeros(size, np.float32) for state in step.states}
     states["param"][:] = weights.detach().numpy()
     spent: tuple[list[float], list[float]] = [], []
@@ -45,13 +45,13 @@ def measure(name: str, size: int, rounds: int) -> tuple[float, float]:
         weights.grad = torch.randn(size, generator=random) * 1e-3
         gradients = weights.grad.numpy()
 
-        def ours(gradients: Any = gradients, count: int = count) -> None:
+        def step_chunks(gradients: Any = gradients, count: int = count) -> None:
             for start in range(0, size, CHUNK):
                 stop = min(start + CHUNK, size)
                 part = {state: values[start:stop] for state, values in states.items()}
                 step.apply(part, gradients[start:stop], count, whole_vectors(size, start, stop, is_fused=True))
 
-        pair = [(ours, spent[0]), (theirs.step, spent[1])]
+        pair = [(step_chunks, spent[0]), (reference.step, spent[1])]
         for work, into in pair if count % 2 else pair[::-1]:
             into.append(seconds(work))
         assert np.array_equal(weights.detach().numpy(), states["param"])
@@ -62,12 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=4_000_003)
     parser.add_argument("--rounds", type=int, default=15)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'Mparam/s':16} {'ours':>7} {'torch':>7} {'ratio':>6}")
     for name in RUNS:
-        mine, theirs = measure(name, told.parameters, told.rounds)
-        print(f"{name:16} {mine:7.0f} {theirs:7.0f} {mine / theirs:6.2f}")
+        speed, reference = measure(name, arguments.parameters, arguments.rounds)
+        print(f"{name:16} {speed:7.0f} {reference:7.0f} {speed / reference:6.2f}")
 
 
 if __name__ == "__main__":

@@ -52,9 +52,10 @@ def _keep_some_cases(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("quick"):
             cases[item.path, item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    for (_, _, kept), of_one in cases.items():
+    for (_, _, count), of_one in cases.items():
+        quick = {i * len(of_one) // count for i in range(count)}
         for number, item in enumerate(of_one):
-            if number not in {i * len(of_one) // kept for i in range(kept)}:
+            if number not in quick:
                 item.add_marker("slow")
 
 

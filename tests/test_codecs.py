@@ -47,7 +47,6 @@ def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: C
     comes_back(codec, values, base)
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 40000),
     st.lists(st.floats(0.001, 1), min_size=1, max_size=40),

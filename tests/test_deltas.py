@@ -58,7 +58,6 @@ def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | N
     comes_back(codec, change, Step(before, after, OPTIONS))
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from([BF16, F16]),
     st.sampled_from([16, 500, 9000]),
@@ -83,7 +82,6 @@ def test_halves_come_back_and_are_the_same_bytes_at_every_level(
     comes_back(DELTAS[0], change, Step())
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_rule_is_lossless(data: st.DataObject) -> None:
     """What was fitted may be anything: it costs bytes, never exactness."""

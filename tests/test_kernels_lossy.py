@@ -292,7 +292,6 @@ def test_chances_stay_within_their_bounds_unclipped() -> None:
 # --- matrices
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_multiply(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -300,7 +299,6 @@ def test_multiply(shape: tuple[int, int], width: int, kind: str, seed: int) -> N
         agree("multiply", (numbers(kind, shape, seed), numbers("normal", (m, width), seed + 1)), room(n, width))
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_multiply_transposed(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -309,7 +307,6 @@ def test_multiply_transposed(shape: tuple[int, int], width: int, kind: str, seed
         agree("multiply_transposed", inputs, room(m, width))
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(shapes, widths, kinds, seeds)
 def test_subtract_product(shape: tuple[int, int], width: int, kind: str, seed: int) -> None:
     n, m = shape
@@ -318,7 +315,6 @@ def test_subtract_product(shape: tuple[int, int], width: int, kind: str, seed: i
         agree("subtract_product", (a, b), y, changed=True)
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 12) | st.sampled_from([16, 32, 40]), st.integers(0, 30) | st.just(300), kinds, seeds)
 def test_decompose_qr(k: int, more: int, kind: str, seed: int) -> None:
     y = numbers(kind, (k + more, k), seed)

@@ -125,7 +125,6 @@ def test_kernels_of_each_level_and_their_twins_write_the_same(what: str) -> None
     assert len(set(written)) == 1
 
 
-@settings(max_examples=examples(60), deadline=None)
 @given(
     st.floats(1e-7, 10),
     st.floats(-8, 4),

@@ -25,26 +25,33 @@ def gradient(random: torch.Generator, size: int) -> torch.Tensor:
     return torch.randn(size, generator=random) * 10 ** (torch.rand(size, generator=random) * 6 - 8)
 
 
-def differing(
+def train(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], step: OptimizerStep, size: int
-) -> int:
-    """How many values of all states differ after some steps whose rate grows, done by us in pieces."""
+) -> dict[str, tuple[Array, Array]]:
+    """Each state after some steps whose rate grows: torch's, and that of `step`, which steps in pieces."""
     random = torch.Generator().manual_seed(size)
     weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
-    theirs = optimizer([weights], **options)
-    ours = {name: np.zeros(size, np.float32) for name in step.states}
-    ours["param"][:] = weights.detach().numpy()
+    reference = optimizer([weights], **options)
+    states = {name: np.zeros(size, np.float32) for name in step.states}
+    states["param"][:] = weights.detach().numpy()
     for count in range(1, STEPS + 1):
         weights.grad = gradient(random, size)
         gradients = weights.grad.numpy().copy()
-        theirs.param_groups[0]["lr"] = rate = options["lr"] * (1 + count / 7)
-        theirs.step()
+        reference.param_groups[0]["lr"] = rate = options["lr"] * (1 + count / 7)
+        reference.step()
         for start, stop in pairwise(sorted({0, size // 3, size - size % 5, size})):
-            part = {name: state[start:stop] for name, state in ours.items()}
+            part = {name: state[start:stop] for name, state in states.items()}
             vectors = whole_vectors(size, start, stop, bool(options.get("fused")))
             replace(step, lr=rate).apply(part, gradients[start:stop], count, vectors)  # type: ignore[type-var]
-    true = {"param": weights.detach(), **theirs.state[weights]}
-    return sum(differing_bits(true[name].numpy(), state) for name, state in ours.items())
+    expected = {"param": weights.detach(), **reference.state[weights]}
+    return {name: (expected[name].numpy(), state) for name, state in states.items()}
+
+
+def differing(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], step: OptimizerStep, size: int
+) -> int:
+    """How many values of all states differ after these steps."""
+    return sum(differing_bits(*both) for both in train(optimizer, options, step, size).values())
 
 
 def differing_bits(a: Array, b: Array) -> int:
@@ -103,19 +110,10 @@ def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}], ids=str)
 def test_without_fusing_the_moments_of_adam_are_the_same_and_the_weights_nearly(how: dict[str, bool]) -> None:
     """torch takes roots by a function of vectors whose last bit is not IEEE 754's on every machine."""
-    random, size = torch.Generator().manual_seed(1), 4096
-    weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
-    theirs, step = torch.optim.AdamW([weights], lr=1e-3, **how), Adam(1e-3, weight_decay=0.01)
-    ours = {name: np.zeros(size, np.float32) for name in step.states}
-    ours["param"][:] = weights.detach().numpy()
-    for count in range(1, STEPS + 1):
-        weights.grad = gradient(random, size)
-        gradients = weights.grad.numpy().copy()
-        theirs.step()
-        step.apply(ours, gradients, count, size)
-    state = theirs.state[weights]
-    assert differing_bits(state["exp_avg"].numpy(), ours["exp_avg"]) == 0
-    assert np.abs(weights.detach().numpy() - ours["param"]).max() < 1e-7
+    states = train(torch.optim.AdamW, {"lr": 1e-3, **how}, Adam(1e-3, weight_decay=0.01), 4096)
+    assert differing_bits(*states["exp_avg"]) == 0
+    expected, weights = states["param"]
+    assert np.abs(expected - weights).max() < 1e-7
 
 
 def test_what_is_no_step_is_refused() -> None:

@@ -24,9 +24,16 @@ TESTS = Path(__file__).parent
 @contextmanager
 def alone_in(scripts: str) -> Iterator[Path]:
     """The folder of what the scripts in `tests/SCRIPTS` train, while no other process adds to it."""
-    folder = ZOO / f"{scripts}-{_state_of(scripts)}"
+    with locked(f"{scripts}-{_state_of(scripts)}") as folder:
+        yield folder
+
+
+@contextmanager
+def locked(name: str) -> Iterator[Path]:
+    """A folder that is kept between runs, while no other process has it. A lock ends with the process that took it."""
+    folder = ZOO / name
     folder.mkdir(parents=True, exist_ok=True)
-    with (ZOO / f".{folder.name}.lock").open("w") as lock:
+    with (ZOO / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
 

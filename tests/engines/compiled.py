@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 
@@ -10,9 +9,9 @@ import deepspeed
 import torch
 
 from engines.kinds import Kind
-from trained import ZOO
+from trained import locked
 
-BUILT = ZOO / f"operators-{deepspeed.__version__}-{torch.__version__}-{sys.implementation.cache_tag}"
+OPERATORS = f"operators-{deepspeed.__version__}-{torch.__version__}-{sys.implementation.cache_tag}"
 
 
 def load(kind: Kind) -> None:
@@ -20,10 +19,8 @@ def load(kind: Kind) -> None:
     if kind.compiled:
         from deepspeed.accelerator import get_accelerator
 
-        BUILT.mkdir(parents=True, exist_ok=True)
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(BUILT)
-        with (BUILT / "alone").open("w") as alone:
-            fcntl.flock(alone, fcntl.LOCK_EX)
-            for left in BUILT.glob("*/lock"):
-                left.unlink()  # of a build that was killed: torch waits for ever until somebody removes it
+        with locked(OPERATORS) as folder:
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+            for stale in folder.glob("*/lock"):
+                stale.unlink()  # of a build that was killed: torch waits for ever until somebody removes it
             get_accelerator().create_op_builder(kind.compiled).load(verbose=False)

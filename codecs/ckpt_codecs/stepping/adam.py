@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import stepping
-from ckpt_codecs.stepping.base import WEIGHTS, States, state_of
+from ckpt_codecs.stepping.base import WEIGHTS, States, check_count, state_of
 
 FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 
@@ -32,8 +32,7 @@ class Adam:
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
         """Step in place; see `OptimizerStep.apply`."""
-        if count < 1:
-            raise CodecError(f"steps are counted from 1: there is no step {count}")
+        check_count(count)
         beta1, beta2 = self.betas
         bias1, bias2 = 1 - beta1**count, 1 - beta2**count
         if not bias1 or not bias2:

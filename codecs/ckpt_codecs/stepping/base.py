@@ -47,6 +47,12 @@ def whole_vectors(size: int, start: int, stop: int, is_fused: bool) -> int:
     return min(max(end - start, 0), stop - start)
 
 
+def check_count(count: int) -> None:
+    """Raise CodecError for what is no number of a step."""
+    if count < 1:
+        raise CodecError(f"steps are counted from 1: there is no step {count}")
+
+
 def state_of(states: States, name: str) -> Array:
     """A state by its name. Raises CodecError if it is missing."""
     try:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import stepping
-from ckpt_codecs.stepping.base import WEIGHTS, States, state_of
+from ckpt_codecs.stepping.base import WEIGHTS, States, check_count, state_of
 
 BUFFER = "momentum_buffer"
 
@@ -30,8 +29,7 @@ class Sgd:
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
         """Step in place; see `OptimizerStep.apply`."""
-        if count < 1:
-            raise CodecError(f"steps are counted from 1: there is no step {count}")
+        check_count(count)
         stepping.step_sgd(
             state_of(states, WEIGHTS),
             state_of(states, BUFFER) if self.momentum else None,

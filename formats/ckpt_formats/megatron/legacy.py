@@ -20,7 +20,6 @@ from ckpt_formats.megatron.plain_optimizer import read_plain
 from ckpt_formats.megatron.rules import rules_for
 from ckpt_formats.megatron.stages import Stages
 from ckpt_formats.megatron.whole import Held, copies, everywhere, whole
-from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.statements import Statement, check_agreement
 from ckpt_formats.values import Value
 
@@ -151,12 +150,10 @@ def _distributed(
     ):
         said = options_of(group, file.model.path)
         # Megatron keeps the step with the group: it is each parameter's.
-        step, trained = said.get("step"), [key for key in keys if key in found.states]
         found.groups.append(GroupOptions(said, tuple(keys)))
-        if isinstance(step, Leaf):
-            found.states |= {key: {**found.states[key], "step": tensor_leaf(step)} for key in trained}
-        elif step is not None:
-            found.values |= {key: {"step": step} for key in trained}
+        for key in keys:
+            if key in found.states:
+                found.add_step(key, said.get("step"))
     return found
 
 

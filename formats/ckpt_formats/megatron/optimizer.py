@@ -9,6 +9,7 @@ from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.geometry import Shape
 from ckpt_formats.megatron.names import HEAD, WORD_TABLE
 from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.tensor import Tensor
 from ckpt_formats.values import Value
 
@@ -33,6 +34,13 @@ class Optimized:
     states: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[Key, dict[str, Value]] = field(default_factory=dict)
     groups: list[Options] = field(default_factory=list)
+
+    def add_step(self, key: Key, step: Value) -> None:
+        """Note the step that fused optimizers keep with the group, perhaps as a tensor, unless one is known."""
+        if isinstance(step, Leaf):
+            self.states[key].setdefault("step", tensor_leaf(step))
+        elif step is not None and "step" not in self.states[key]:
+            self.values.setdefault(key, {}).setdefault("step", step)
 
 
 def members(

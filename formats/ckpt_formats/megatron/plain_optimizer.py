@@ -47,14 +47,10 @@ def read_plain(
                 hint="Files of several runs may be mixed, or parameters frozen.",
             )
         said = options_of(group, where)
-        step = said.get("step")
         found.groups.append(Options(said, tuple(keys)))
         for key, place in zip(keys, group["params"], strict=True):
             _put(found, key, inner["state"].get(place, {}), chunks, where)
-            if isinstance(step, Leaf):  # fused optimizers keep it with the group, those on a GPU as a tensor
-                found.states[key].setdefault("step", tensor_leaf(step))
-            elif step is not None and "step" not in found.states[key]:
-                found.values[key].setdefault("step", step)
+            found.add_step(key, said.get("step"))
         if listed is not None:
             if len(listed) != len(groups):
                 raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
