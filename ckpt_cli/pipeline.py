@@ -11,12 +11,12 @@ from ckpt_cli import staging as points
 from ckpt_cli.executors import results
 from ckpt_cli.fingerprint import fingerprint
 from ckpt_cli.interrupts import deferred, heed
-from ckpt_cli.locking import FULL
 from ckpt_cli.staging import Staging, check_target, staging, sweep
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
 from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.files import Reader, Seal, files_each, settle, unreadable
 from ckpt_formats.identity import Identities, Identity, check_unchanged
+from ckpt_formats.locking import FULL
 from ckpt_formats.naming import show
 from ckpt_formats.transfer import SLAB, Transfer
 from ckpt_formats.version import WRITTEN_BY

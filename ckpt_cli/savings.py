@@ -11,7 +11,7 @@ from ckpt_formats.coded import Coded
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.tensor import Decoded, Tensor
 from ckpt_formats.universal.entry import Entry
-from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.universal.replay import Replay, Replayed, stored_delta
 
 PLAIN = "none"
 """Said for a codec where values are stored as they are."""
@@ -101,8 +101,8 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
         blob = fragment.blob
         if isinstance(blob, Coded):
             nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
-        elif isinstance(blob, Replayed):
-            nbytes, name = nbytes + _share(blob), f"{blob.replay.codec.name} (delta)"
+        elif isinstance(blob, Replayed) and (delta := stored_delta(blob)) is not None:
+            nbytes, name = nbytes + _share(blob, delta), f"{delta.codec.name} (delta)"
         elif isinstance(blob, Decoded):
             name = blob.codec.name
         else:
@@ -111,10 +111,10 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     return nbytes, tuple(dict.fromkeys(codecs))
 
 
-def _share(blob: Replayed) -> int:
+def _share(blob: Replayed, delta: Replay) -> int:
     """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
-    whole = sum(dtype.itemsize for dtype in blob.replay.form.values())
-    return round(blob.replay.nbytes * blob.dtype.itemsize / whole)
+    whole = sum(dtype.itemsize for dtype in delta.form.values())
+    return round(delta.nbytes * blob.dtype.itemsize / whole)
 
 
 def is_coded(checkpoint: Checkpoint) -> bool:
@@ -125,7 +125,7 @@ def is_coded(checkpoint: Checkpoint) -> bool:
 def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
     """What a checkpoint's deltas are decoded with: one of each kind."""
     blobs = (f.blob for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
-    return list({blob.replay.codec.name: blob.replay.codec for blob in blobs if isinstance(blob, Replayed)}.values())
+    return list({delta.codec.name: delta.codec for blob in blobs if (delta := stored_delta(blob)) is not None}.values())
 
 
 def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:

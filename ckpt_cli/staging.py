@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64_hexdigest
 
-from ckpt_cli.locking import lock, unwritable
 from ckpt_cli.publishing import rename_new
 from ckpt_formats.base import Receipt
 from ckpt_formats.errors import CkptError, Locked, OutputError
 from ckpt_formats.files import Evidence, Reader, Seal, holds
+from ckpt_formats.locking import lock, unwritable
 from ckpt_formats.naming import PARTIAL
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]

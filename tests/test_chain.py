@@ -14,7 +14,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ckpt_cli.chains import folder as chain_folder
 from ckpt_cli.chains.append import Anchors, append
 from ckpt_cli.chains.restore import open_step
 from ckpt_cli.chains.writing import Manner
@@ -24,6 +23,7 @@ from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.base import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.chain import folder as chain_folder
 from ckpt_formats.chain import index
 from ckpt_formats.dtypes import DTYPES
 from ckpt_formats.files import Reader

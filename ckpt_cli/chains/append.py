@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli import notes
-from ckpt_cli.chains import folder
 from ckpt_cli.chains.writing import Manner, Written, write_base, write_delta
 from ckpt_cli.pipeline import Effort, check_sound, check_whole
 from ckpt_formats.base import Checkpoint
+from ckpt_formats.chain import folder
 from ckpt_formats.chain.index import Chain, Kind
 from ckpt_formats.chain.members import open_member
 from ckpt_formats.errors import Unsupported

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from ckpt_cli import report
-from ckpt_cli.chains import folder
 from ckpt_cli.chains.append import Anchors, folder_name, sweep
 from ckpt_cli.chains.writing import Manner, write_base, write_delta
 from ckpt_cli.pipeline import Effort
 from ckpt_cli.report import size
+from ckpt_formats.chain import folder
 from ckpt_formats.chain.index import Chain, Member
 from ckpt_formats.chain.members import member_at, open_member
 

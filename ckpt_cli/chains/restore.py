@@ -10,7 +10,7 @@ from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.report import size
 from ckpt_cli.staging import check_target, staging_folder
 from ckpt_formats.base import Checkpoint, Goal, Options, WritableFormat
-from ckpt_formats.chain import index, members
+from ckpt_formats.chain import address, index, members, states
 from ckpt_formats.chain.index import Chain, Member
 from ckpt_formats.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.registry import open_checkpoint
@@ -30,6 +30,14 @@ class State:
 
 def open_step(path: Path, step: int | None, options: Options) -> State:
     """The state of a step of a chain; or any checkpoint, where there is but one step to take."""
+    named = address.parse(path)
+    if named is not None:
+        if step not in (None, named.step):
+            raise NotFound(f"the path names another step than --step {step}", where=path, hint="Name one of them.")
+        chain = index.load(named.run / index.NAME)
+        if named.step is None:
+            step = states.last_step(named.run, chain) - named.back
+        path, step = named.run, named.step if step is None else step
     if not (path / index.NAME).is_file():
         with work.reading_headers(path):
             checkpoint = open_checkpoint(path, options)
@@ -37,6 +45,11 @@ def open_step(path: Path, step: int | None, options: Options) -> State:
             raise NotFound(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return State(checkpoint, path)
     chain = index.load(path / index.NAME)
+    if chain.segments:
+        with work.reading_headers(path):
+            step = states.last_step(path, chain) if step is None else step
+            if all(member.step != step for member in chain.members):
+                return State(states.open_state(path, chain, step), path)
     member = members.member_at(path, chain, step)
     with work.reading_headers(path):
         return State(members.open_member(path, chain, member), path, chain, member)
@@ -77,8 +90,7 @@ def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effo
     Raises `NoSpace` unless there is room for it, and for `more` bytes that the target takes.
     """
     stage = staging_folder(target)
-    content = manifest.load(source.path / manifest.NAME).content
-    folder = stage / f"replayed-{content.removeprefix('blake2b-256:')[:16]}"
+    folder = stage / f"replayed-{_name_of(source)}"
     if not folder.is_dir():
         _check_room(target, stage, _whole_nbytes(source) + more)
         try:
@@ -91,6 +103,14 @@ def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effo
                 stage.rmdir()  # unless there is something to go on with
             raise
     return Universal().read(folder, Options())
+
+
+def _name_of(source: Checkpoint) -> str:
+    """Tells a state from others of its run: by its content, or by the step of the log that it follows from."""
+    named = source.path / manifest.NAME
+    if named.is_file():
+        return manifest.load(named).content.removeprefix("blake2b-256:")[:16]
+    return f"step-{source.origin.step}"
 
 
 def note_detour(source: Checkpoint, format: WritableFormat) -> None:

@@ -22,7 +22,7 @@ from ckpt_formats.files import Seal
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice
 from ckpt_formats.tensor import Blob
-from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.universal.replay import stored_delta
 
 _MOST_STEPS = 10
 _Place = tuple[Path, int]
@@ -104,16 +104,16 @@ def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place])
 
 def _own(blob: Blob) -> Iterator[_Place]:
     """Where a blob's chunks are."""
-    if isinstance(blob, Replayed):
-        yield blob.replay.path, blob.replay.offset
+    if (delta := stored_delta(blob)) is not None:
+        yield delta.path, delta.offset
     if isinstance(blob, Coded):
         yield blob.store.path, blob.store.offset
 
 
 def _places(blob: Blob) -> Iterator[_Place]:
     """Where all chunks are that are decoded, and checked, on the way to a blob that is replayed."""
-    if isinstance(blob, Replayed):
-        for replay in blob.replay.lineage():
+    if (delta := stored_delta(blob)) is not None:
+        for replay in delta.lineage():
             yield replay.path, replay.offset
             for before in replay.before.values():
                 yield from _own(before)

@@ -17,9 +17,9 @@ from typing import Any
 
 from ckpt_cli.differences.facts import facts, totals
 from ckpt_cli.differences.pairs import Differences
-from ckpt_cli.locking import FULL
 from ckpt_formats.base import Checkpoint
 from ckpt_formats.errors import NoSpace, OutputError
+from ckpt_formats.locking import FULL
 from ckpt_formats.naming import PARTIAL
 
 _SCRIPTS = ("facts", "elements", "numbers", "head", "cells", "map", "tip", "histograms", "values", "table", "start")

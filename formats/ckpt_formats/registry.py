@@ -121,6 +121,8 @@ def _located(path: Path) -> _Located:
     """The checkpoint that is meant by a path. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
     from ckpt_formats.parents import find_inside
 
+    if (state := _state_of_chain(path)) is not None:
+        return state
     _check_there(path)
     if path.is_file():
         return _Located(path, _of_file(path))
@@ -133,6 +135,17 @@ def _located(path: Path) -> _Located:
         further = _located(chosen)
         return _Located(further.path, further.format, (notice, *further.notices))
     raise _unknown(path)
+
+
+def _state_of_chain(path: Path) -> _Located | None:
+    """What `run.chain@1234` names."""
+    if "@" not in path.name:
+        return None
+    from ckpt_formats.chain.address import parse
+    from ckpt_formats.chain.format import ChainFormat
+
+    address = parse(path)
+    return None if address is None else _Located(address.run, ChainFormat(address))
 
 
 def _check_folders(found: "Checkpoint", located: _Located) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_cli import differences, locking, publishing, staging, verification
+from ckpt_cli import differences, publishing, staging, verification
 from ckpt_cli.pipeline import job_id
 from ckpt_cli.selection import Edits
+from ckpt_formats import locking
 from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, Origin
 from ckpt_formats.coding import Coding
 from ckpt_formats.identity import Identity

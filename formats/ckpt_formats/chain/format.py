@@ -1,17 +1,29 @@
-"""A chain, read as its last state."""
+"""A chain, read as its last state, or as the one that a path names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, Format, Options
-from ckpt_formats.chain import index, members
+from ckpt_formats.chain import index, members, states
+from ckpt_formats.chain.address import Address
 
 
 class ChainFormat(Format):
     name = "chain"
-    summary = "a folder of checkpoints of one run, most of them deltas; read as its last step"
+    summary = "a folder of states of one run, most of them deltas or gradients; read as its last step"
+
+    def __init__(self, address: Address | None = None) -> None:
+        """`address`: the state that is meant, if not the last."""
+        self._address = address
 
     def detect(self, path: Path) -> bool:
         return (path / index.NAME).is_file()
 
     def read(self, path: Path, options: Options) -> Checkpoint:
-        return members.open_last(path, index.load(path / index.NAME))
+        chain = index.load(path / index.NAME)
+        if self._address is None and not chain.segments:
+            return members.open_last(path, chain)
+        step = None if self._address is None else self._address.step
+        if step is None:
+            step = states.last_step(path, chain) - (0 if self._address is None else self._address.back)
+        return replace(states.open_state(path, chain, step), path=path)

@@ -6,7 +6,7 @@ hostile: every field is checked before it is believed.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,13 @@ from ckpt_formats.typed_json import encode
 from ckpt_formats.version import WRITTEN_BY
 
 NAME = "chain.json"
-VERSION = 1
+VERSION = 2
+"""Of a chain with segments; one without them is written as version 1."""
 Kind = Literal["base", "delta"]
 FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
 """What the folder of a member is called: its step, and a number if it was written again."""
+SEGMENT_FOLDER = re.compile(r"gradients-\d{10,20}(\.\d{1,6})?")
+"""What the folder of a segment is called: the step where it begins, and a number if that was taken."""
 _MOST_BYTES = 1 << 28
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
@@ -56,10 +59,26 @@ class Member:
 
 
 @dataclass(frozen=True)
+class LoggedSteps:
+    """A segment of the log of gradients: the steps after `first`."""
+
+    folder: str
+    run: str
+    first: int
+    step: int | None
+    """The last step, once the segment has ended; None while it may grow: the files tell it then."""
+    parent: str | None
+    """The content id of the member at `first`; None if the segment holds that state itself."""
+    time: str
+    """When it began: UTC, ISO 8601."""
+
+
+@dataclass(frozen=True)
 class Chain:
     """All of `chain.json`."""
 
     members: tuple[Member, ...]
+    segments: tuple[LoggedSteps, ...] = ()
 
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members that the state at a step is made of: from its base to it. Empty if there is no such step."""
@@ -87,7 +106,9 @@ def dump(chain: Chain) -> bytes:
         }
         for member in chain.members
     ]
-    return sealed_json.dump({"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY, "members": members})
+    fields = {"format": "ckpt-chain", "version": VERSION if chain.segments else 1, "written_by": WRITTEN_BY}
+    segments = {"segments": [asdict(segment) for segment in chain.segments]} if chain.segments else {}
+    return sealed_json.dump({**fields, "members": members, **segments})
 
 
 def load(path: Path) -> Chain:
@@ -101,14 +122,37 @@ def load(path: Path) -> Chain:
             f"chain version {said.get('version')!r:.30}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
         )
     members = tuple(_member(member, check) for member in check.sequence(said, "members"))
-    check.true(bool(members), "members: there is none")
+    segments = tuple(_segment(row, check) for row in (check.sequence(said, "segments") if "segments" in said else ()))
+    check.true(bool(members or segments), "members: there is none")
     check.true(len({member.folder for member in members}) == len(members), "members: a folder twice")
-    check.true(members[0].kind == "base", "members: the first is no base")
+    check.true(not members or members[0].kind == "base", "members: the first is no base")
     for before, member in pairwise(members):
         check.true(before.step < member.step, f"members: step {member.step} after step {before.step}")
         fits = member.parent == (None if member.kind == "base" else before.content)
         check.true(fits, f"members: {member.folder} does not stand on {before.folder}")
-    return Chain(members)
+    _check_segments(members, segments, check)
+    return Chain(members, segments)
+
+
+def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ...], check: Checks) -> None:
+    check.true(len({one.folder for one in segments}) == len(segments), "segments: a folder twice")
+    contents = {member.step: member.content for member in members}
+    for before, segment in zip((None, *segments), segments, strict=False):
+        if before is not None:
+            after = before.step is not None and before.step <= segment.first
+            check.true(after, f"segments: {segment.folder} begins before {before.folder} ends")
+        at_first = segment.parent is None or contents.get(segment.first) == segment.parent
+        check.true(at_first, f"segments: {segment.folder} does not begin at a member")
+        check.true(segment.step is None or segment.first <= segment.step, f"segments: {segment.folder} ends too early")
+
+
+def _segment(row: Any, check: Checks) -> LoggedSteps:
+    folder, run = check.text(row, "folder"), check.text(row, "run")
+    check.true(SEGMENT_FOLDER.fullmatch(folder) is not None, f"folder {folder!r:.100}")
+    parent = check.get(row, "parent")
+    check.true(parent is None or _CONTENT.fullmatch(str(parent)) is not None, "a content id")
+    step = None if check.get(row, "step") is None else check.natural(row, "step")
+    return LoggedSteps(folder, run, check.natural(row, "first"), step, parent, check.text(row, "time"))
 
 
 def places(run: Path) -> Mapping[str, Path]:

@@ -17,15 +17,15 @@ from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import flat
 from ckpt_formats.universal.copies import Copy
 from ckpt_formats.universal.entry import State
-from ckpt_formats.universal.replay import Replay, Replayed
+from ckpt_formats.universal.replay import Replayed, StatesReplay
 
 
-def replay_of(parameter: Parameter) -> Replay | None:
+def replay_of(parameter: Parameter) -> StatesReplay | None:
     """The replay that whole states of a parameter come from, if any does."""
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, Replayed)), None)
 
 
-def spilled(path: Path, parameter: Parameter, replay: Replay, transfer: Transfer) -> Parameter:
+def spilled(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
     """The same parameter, with all states of a replay plain in the file at `path`, which is written."""
     blobs, plain, at = _blobs(parameter), dict[int, Raw](), 0
     for blob in blobs.values():
@@ -48,7 +48,7 @@ def write_together(
     begin: int,
     slots: Iterable[Slot],
     parameter: Parameter,
-    replay: Replay,
+    replay: StatesReplay,
     copy: Copy | None,
     transfer: Transfer,
 ) -> dict[str, State]:

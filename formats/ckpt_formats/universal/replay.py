@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -80,6 +81,14 @@ class Replay:
             at += nbytes
         return joint
 
+    def sources(self, box: Box) -> Iterator[Raw]:
+        """The deltas, and what the first of them stands on."""
+        for replay in self.lineage():
+            yield Raw.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
+            for blob in replay.before.values():
+                if _replay_of(blob) is None:
+                    yield from blob.crop(box).sources()
+
     def _replayed(self, index: int, reader: Reader) -> Joint:
         joint: Joint = {}
         for replay in self.lineage():
@@ -112,16 +121,41 @@ class Replay:
         return joint
 
 
+class StatesReplay(Protocol):
+    """What gives all states of one parameter at once, chunk by chunk: deltas, or steps of its optimizer."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def form(self) -> Mapping[str, DType]:
+        """The states and their types."""
+
+    @property
+    def chunk(self) -> Shape: ...
+    @property
+    def count(self) -> int:
+        """Of chunks."""
+
+    def flat_range(self, index: int) -> tuple[int, int]:
+        """The elements that a chunk holds, counted in C order."""
+
+    def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
+        """A chunk of all states, each as a vector. Raises `Corrupt`."""
+
+    def sources(self, box: Box) -> Iterator[Raw]:
+        """The file ranges that a block of the states comes from."""
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A block of one state of a replay."""
 
-    replay: Replay
+    replay: StatesReplay
     state: str
     box: Box
 
     @classmethod
-    def whole(cls, replay: Replay, state: str) -> "Replayed":
+    def whole(cls, replay: StatesReplay, state: str) -> "Replayed":
         return cls(replay, state, Box.whole(replay.shape))
 
     @property
@@ -140,11 +174,7 @@ class Replayed:
         read_chunks(out, self.box, replay.shape, replay.chunk, lambda index: replay.values(index, reader)[self.state])
 
     def sources(self) -> Iterator[Raw]:
-        for replay in self.replay.lineage():
-            yield Raw.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
-            for blob in replay.before.values():
-                if _replay_of(blob) is None:
-                    yield from blob.crop(self.box).sources()
+        return self.replay.sources(self.box)
 
     def flaws(self) -> Iterator[str]:
         return iter(())
@@ -162,16 +192,21 @@ def _packed(joint: Joint) -> Array:
     return np.concatenate([values.view(np.uint8) for values in joint.values()])
 
 
+def stored_delta(blob: Blob) -> Replay | None:
+    """The delta that a blob's values are stored in, if they are."""
+    return blob.replay if isinstance(blob, Replayed) and isinstance(blob.replay, Replay) else None
+
+
 def _replay_of(blob: Blob) -> Replay | None:
     """The replay that a blob's values come from, or are derived from."""
     if isinstance(blob, Decoded):
         return _replay_of(blob.base)
-    return blob.replay if isinstance(blob, Replayed) else None
+    return stored_delta(blob)
 
 
 def _chunk_of(blob: Blob, start: int, stop: int, earlier: Joint, reader: Reader) -> Array:
     """Elements `start` to `stop` of a state of the parent, of which `earlier` is what was replayed."""
-    if isinstance(blob, Replayed):
+    if isinstance(blob, Replayed) and stored_delta(blob) is not None:
         return earlier[blob.state]
     if isinstance(blob, Decoded) and _replay_of(blob) is not None:
         base = _chunk_of(blob.base, start, stop, earlier, reader)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_cli.locking import lock, unwritable
 from ckpt_formats.chain import index
 from ckpt_formats.chain.index import Chain
 from ckpt_formats.errors import Locked, OutputError
+from ckpt_formats.locking import lock, unwritable
 from ckpt_formats.naming import PARTIAL
 
 LOCK = "chain.lock"
@@ -63,11 +63,12 @@ def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> li
 
     Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
     """
-    named = {member.folder for member in chain.members} if chain is not None else set()
+    named = {one.folder for one in (*chain.members, *chain.segments)} if chain is not None else set()
     found = []
     for entry in sorted(run.iterdir()):
         staged = _STAGED.fullmatch(entry.name)
-        stray = index.FOLDER.fullmatch(entry.name) and entry.name not in named
+        ours = index.FOLDER.fullmatch(entry.name) or index.SEGMENT_FOLDER.fullmatch(entry.name)
+        stray = ours and entry.name not in named
         if stray or (staged and staged[1] != going_on) or entry.name == _DRAFT:
             found.append(entry)
     return found

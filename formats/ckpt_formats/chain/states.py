@@ -1,0 +1,65 @@
+"""All states of a chain by their steps: those that are stored, and those that follow from the log of gradients."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.base import Checkpoint, identified
+from ckpt_formats.chain import members
+from ckpt_formats.chain.index import Chain, LoggedSteps, Member
+from ckpt_formats.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.gradients.segment import Segment, open_segment
+from ckpt_formats.gradients.state import checkpoint_at
+
+
+def last_step(run: Path, chain: Chain) -> int:
+    """The last step that can be restored, also of a run that goes on. Raises as `open_segment`."""
+    steps = [member.step for member in chain.members[-1:]]
+    if chain.segments:
+        steps.append(open_steps(run, chain.segments[-1]).last)
+    return max(steps)
+
+
+def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
+    """A segment of the chain. Raises `Corrupt` if another is in its place, and as `open_segment`."""
+    segment = open_segment(run / logged.folder, check)
+    known = (segment.layout.run, segment.first, segment.layout.parent)
+    if known != (logged.run, logged.first, logged.parent):
+        raise Corrupt("another log is in the place of this one", where=segment.folder)
+    return segment
+
+
+def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
+    """The state at a step. Raises `NotFound`, naming the steps that there are."""
+    stored = next((member for member in chain.members if member.step == step), None)
+    if stored is not None:
+        return members.open_member(run, chain, stored)
+    logged = next((one for one in reversed(chain.segments) if one.first <= step), None)
+    if logged is None:
+        raise _no_step(run, chain, step)
+    segment = open_steps(run, logged)
+    if step > segment.last:
+        raise _no_step(run, chain, step)
+    base: Member | None = None
+    if logged.parent is not None:
+        base = next(member for member in chain.members if member.step == logged.first)
+    start = None if base is None else members.open_member(run, chain, base)
+    return identified(lambda: replace(checkpoint_at(segment, step, start), path=run))
+
+
+def steps_text(run: Path, chain: Chain) -> str:
+    """The steps that a chain has, for people."""
+    parts = [str(member.step) for member in chain.members]
+    shown = [", ".join(parts if len(parts) <= 5 else [*parts[:2], "…", *parts[-2:]])] if parts else []
+    for logged in chain.segments:
+        try:
+            last = open_steps(run, logged).last if logged.step is None else logged.step
+        except CkptError:
+            continue
+        shown.append(f"{logged.first} to {last} by the log of gradients")
+    return "; ".join(shown)
+
+
+def _no_step(run: Path, chain: Chain, step: int) -> NotFound:
+    return NotFound(
+        f"no step {step} in this chain", where=run, hint=f"It has {steps_text(run, chain)}; `ckpt log` lists all."
+    )

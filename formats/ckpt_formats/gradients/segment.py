@@ -1,0 +1,163 @@
+"""A segment of the log: the files of all ranks, and the steps that all of them have whole."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.files import Reader, read_whole
+from ckpt_formats.gradients import layout as layouts
+from ckpt_formats.gradients.layout import Layout
+from ckpt_formats.gradients.record import FileHead, Kind, RankLog, Record, scan
+from ckpt_formats.identity import unrecorded
+from ckpt_formats.safetensors_file import natural
+from ckpt_formats.typed_json import decode
+from ckpt_formats.values import Value
+
+FOLDER = "gradients-{:010d}"
+_MAX_LAYOUT = 1 << 30
+
+
+def rank_file(rank: int) -> str:
+    """What the file of a rank is called."""
+    return f"rank-{rank:05d}.ckg"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one rank recorded of one call of an optimizer."""
+
+    record: Record
+    optimizer: int
+    vectors: frozenset[int] | None
+    """Which of the rank's had a gradient; None: all of that optimizer."""
+    groups: tuple[Mapping[str, Value], ...]
+    """The options of that optimizer's groups."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps after `layout.first`."""
+
+    folder: Path
+    layout: Layout
+    logs: tuple[RankLog, ...]
+
+    @cached_property
+    def updates(self) -> tuple[tuple[tuple[Update, ...], ...], ...]:
+        """By rank and by step, from the one after the first: the updates of that step. Whole steps only."""
+        return tuple(tuple(self._steps(log)) for log in self.logs)
+
+    @property
+    def first(self) -> int:
+        return self.layout.first
+
+    @cached_property
+    def last(self) -> int:
+        """The last step that every rank has whole."""
+        return self.first + min(len(steps) for steps in self.updates)
+
+    @cached_property
+    def has_start(self) -> bool:
+        """Does every rank have the state where the segment begins?"""
+        return all(any(record.kind is Kind.STATE for record in log.records) for log in self.logs)
+
+    def records(self, rank: int, kind: Kind) -> Iterator[Record]:
+        """The records of a kind of a rank, in order."""
+        return (record for record in self.logs[rank].records if record.kind is kind)
+
+    def path(self, rank: int) -> Path:
+        return self.folder / rank_file(rank)
+
+    def notes(self, step: int, reader: Reader) -> dict[str, Value]:
+        """What was noted at a step; of rank 0 what several ranks noted alike."""
+        notes: dict[str, Value] = {}
+        for record in self.records(0, Kind.NOTES):
+            if record.step == step:
+                notes.update(_typed(record.read_meta(self.path(0), reader).get("notes", {}), self.path(0)))
+        return notes
+
+    def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
+        """The states of random number generators at a step, by rank: arrays of bytes or words, by generator."""
+        states = {}
+        for rank, steps in enumerate(self.updates):
+            if step > self.first and steps[step - self.first - 1]:
+                record = steps[step - self.first - 1][-1].record
+                random = record.read_meta(self.path(rank), reader).get("random")
+                if random is not None:
+                    states[f"rank-{rank:05d}"] = decode(random, self.path(rank))
+        return states
+
+    def _steps(self, log: RankLog) -> Iterator[tuple[Update, ...]]:
+        updates: list[Update] = []
+        step = self.first + 1
+        for record in log.records:
+            if record.kind is not Kind.GRADIENTS:
+                continue
+            if record.step != step:
+                raise Corrupt(
+                    f"steps are missing: step {record.step} follows, where {step} was to come", where=log.path
+                )
+            part, count = self._part(record, log.path)
+            if part != len(updates):
+                raise Corrupt(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
+            updates.append(self._update(record, log))
+            if len(updates) == count:
+                yield tuple(updates)
+                updates, step = [], step + 1
+
+    def _part(self, record: Record, where: Path) -> tuple[int, int]:
+        part = record.meta.get("part", [0, 1])
+        if not (isinstance(part, list) and len(part) == 2 and all(map(natural, part)) and part[0] < part[1]):
+            raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
+        return part[0], part[1]
+
+    def _update(self, record: Record, log: RankLog) -> Update:
+        rank = self.layout.ranks[self.logs.index(log)]
+        optimizer = record.meta.get("optimizer", 0)
+        groups = record.meta.get("groups")
+        if not natural(optimizer) or optimizer >= len(self.layout.optimizers):
+            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
+        count = len(self.layout.optimizers[optimizer].groups)
+        options = decode(groups, log.path)
+        if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
+            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=log.path)
+        if record.count != rank.chunk_count:
+            raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
+        vectors = record.meta.get("vectors")
+        if vectors is not None:
+            if not (isinstance(vectors, list) and all(natural(v) and v < len(rank.vectors) for v in vectors)):
+                raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
+            vectors = frozenset(vectors)
+        return Update(record, optimizer, vectors, tuple(options))
+
+
+def open_segment(folder: Path, check: bool = False) -> Segment:
+    """The segment in a folder, as far as it is whole now. With `check`, all chunks' bytes are read and checked.
+
+    Raises `NotFound` if there is none, `Incomplete` if a rank's file is missing, `Corrupt`.
+    """
+    path = folder / layouts.NAME
+    if not path.is_file():
+        raise NotFound("no log of gradients: it has no layout.json", where=folder)
+    with unrecorded():  # it grows while it is read
+        layout = layouts.load(path)
+        name = layouts.identity(read_whole(path, _MAX_LAYOUT))
+    world = len(layout.ranks)
+    missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Incomplete(f"{missing[0]}{more} of {world} ranks is missing", where=folder)
+    logs = tuple(
+        scan(folder / rank_file(rank), FileHead(rank, world, layout.first, name), check) for rank in range(world)
+    )
+    return Segment(folder, layout, logs)
+
+
+def _typed(value: Any, where: Path) -> dict[str, Value]:
+    decoded = decode(value, where)
+    if not isinstance(decoded, dict):
+        raise Corrupt("notes are not a mapping", where=where)
+    return decoded

@@ -1,0 +1,265 @@
+"""The state at a step of a segment, as a checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from ckpt_codecs.rounded import Rounded
+from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
+from ckpt_formats.coded import read_chunks
+from ckpt_formats.dtypes import DTYPES, DType
+from ckpt_formats.errors import Corrupt, NotFound, Unsupported
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box, Shape
+from ckpt_formats.gradients.record import Kind, Record, hash_values
+from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay
+from ckpt_formats.gradients.segment import Segment
+from ckpt_formats.naming import show
+from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.tensor import Array, Decoded, Raw, Tensor
+from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.values import Value
+
+BUFFER_CHUNK = 1 << 20
+"""Bytes of a chunk of a buffer at most."""
+_ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
+
+
+def checkpoint_at(segment: Segment, step: int, base: Checkpoint | None) -> Checkpoint:
+    """The state at a step. `base` is the state at `segment.first`, where the segment does not hold it itself.
+
+    Raises `NotFound` if not all ranks have that step, `Corrupt` if the log is of another run than the base.
+    """
+    if not segment.first <= step <= segment.last:
+        raise NotFound(
+            f"the log has steps {segment.first + 1} to {segment.last}, not {step}",
+            where=segment.folder,
+            hint="Of a run that goes on, later steps come as it writes them.",
+        )
+    replay = SegmentReplay(segment, step, None if base is None else base.parameters)
+    with Reader(check=False) as reader:
+        notes = segment.notes(step, reader)
+        random = segment.random_states(step, reader)
+    buffers = dict(_buffers(segment, step))
+    parameters = dict(base.parameters) if base is not None else {}
+    parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
+    parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
+    extras = dict(base.extras) if base is not None else {}
+    extras |= notes | ({"random_states": random} if random else {})
+    return Checkpoint(
+        segment.folder.parent,
+        _origin(segment, step, base),
+        parameters,
+        tuple(_groups(replay, base)),
+        extras,
+        base.aliases if base is not None else dict(segment.layout.aliases),
+        () if base is None else base.shards,
+        () if base is None else base.seals,
+        (*(() if base is None else base.notices), *_notices(segment, step, base, notes)),
+        losses=_losses(segment, step, base),
+        saved_as=None if base is None or base.saved_as is None else SavedAs(base.saved_as.format, base.saved_as.file),
+    )
+
+
+def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
+    layout = replay.segment.layout
+    pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
+    counts = [0] * len(layout.tensors)
+    for rank, one in enumerate(layout.ranks):
+        now = replay.counts(rank, replay.step)
+        for number, piece in enumerate(one.pieces):
+            pieces[piece.tensor].append((rank, number))
+            counts[piece.tensor] = int(now[piece.vector])
+    for number, tensor in enumerate(layout.tensors):
+        before = parameters.get(tensor.name)
+        if before is not None and before.weight.shape != tensor.shape:
+            raise Corrupt(
+                f"the log is of another model: `{show(tensor.name)}` has shape {list(tensor.shape)} there, and "
+                f"{list(before.weight.shape)} in the state at step {replay.segment.first}",
+                where=replay.segment.folder,
+            )
+        model = DTYPES[tensor.dtype]
+        states = {} if before is None else before.states
+        master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
+        if states and states[master].dtype != FLOAT32:
+            raise Unsupported(
+                f"`{show(tensor.name)}` has no master weights in float32 at step {replay.segment.first}",
+                where=replay.segment.folder,
+            )
+        names = {master: WEIGHTS} | {name: name for name in replay.states if name != WEIGHTS}
+        if stale := [name for name in states if name not in names and name != MODEL]:
+            raise Unsupported(
+                f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.segment.first}, which the log does not step",
+                where=replay.segment.folder,
+            )
+        one = ParameterReplay(
+            replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, tuple(pieces[number])
+        )
+        stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names}
+        if master == MASTER and (before is None or MODEL in states):
+            dtype = model if before is None else states[MODEL].dtype
+            stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
+        order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
+        values = _values(before, counts[number], len(names) > 1)
+        yield Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
+
+
+def _values(before: Parameter | None, count: int, has_states: bool) -> dict[str, Value]:
+    values = {} if before is None else dict(before.values)
+    if "step" in values:
+        values["step"] = type(values["step"])(count)
+    elif has_states and count:
+        values["step"] = float(count)
+    return values
+
+
+def _origin(segment: Segment, step: int, base: Checkpoint | None) -> Origin:
+    if base is not None:
+        return replace(base.origin, step=step)
+    return Origin("torch", str(segment.layout.versions.get("torch", "")) or None, step)
+
+
+def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
+    """The groups of the base with the options of the step; those of the log if there is no base, or it has none."""
+    segment = replay.segment
+    options: dict[int, tuple[Mapping[str, Value], ...]] = {}
+    for updates in segment.updates[0][: replay.step - segment.first]:
+        options.update((update.optimizer, update.groups) for update in updates)
+    logged = [
+        (names, options[number][i] if number in options else {})
+        for number, optimizer in enumerate(segment.layout.optimizers)
+        for i, names in enumerate(optimizer.groups)
+    ]
+    if base is None or not base.groups:
+        yield from (Group(given, names) for names, given in logged)
+        return
+    by_name = {name: given for names, given in logged for name in names}
+    for group in base.groups:
+        given = next((by_name[name] for name in group.names if name in by_name), {})
+        yield Group({**group.options, **given}, group.names)
+
+
+def _losses(segment: Segment, step: int, base: Checkpoint | None) -> dict[tuple[str, str], Loss]:
+    losses = {} if base is None else dict(base.losses)
+    if step > segment.first:
+        for optimizer in segment.layout.optimizers:
+            if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
+                loss = {"replayed_steps": step - segment.first, "codec": segment.layout.codec, **optimizer.figures}
+                losses |= {(name, WEIGHTS): loss for names in optimizer.groups for name in names}
+    return losses
+
+
+LOSSY = ("bf16", "int8")
+"""Codecs that store gradients rounded."""
+
+
+def _notices(
+    segment: Segment, step: int, base: Checkpoint | None, notes: Mapping[str, Value]
+) -> Iterator[Notice]:
+    if step == segment.first:
+        return
+    approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
+    if approximate:
+        yield Notice(f"approximate: the steps of {approximate[0]} are done again with other rounding", weight=Weight.LOST)
+    if segment.layout.codec in LOSSY:
+        yield Notice(f"approximate: the gradients were logged as {segment.layout.codec}", weight=Weight.LOST)
+    same = [one.type for one in segment.layout.optimizers if one.exactness == "same library"]
+    if same:
+        versions = ", ".join(f"{name} {value}" for name, value in segment.layout.versions.items())
+        yield Notice(f"exact on a machine like the run's: {same[0]} itself does its steps again ({versions})")
+    stale = [name for name in base.extras if name not in notes] if base is not None else []
+    if stale:
+        yield Notice(
+            f"of step {segment.first}, since the run did not note them at step {step}: the extras", tuple(stale)
+        )
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A tensor that no optimizer steps, as it was recorded."""
+
+    segment: Segment
+    record: Record
+    name: str
+    role: Role
+    first_chunk: int
+    shape: Shape
+    dtype: DType
+
+    def values(self, index: int, reader: Reader) -> Array:
+        """A chunk, as a vector. Raises `Corrupt`."""
+        path = self.segment.path(0)
+        data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
+        each = self.each
+        size = min(each, prod(self.shape) - index * each) * self.dtype.itemsize
+        if data.size != size or hash_values(data) != digest:
+            raise Corrupt(f"step {self.record.step}: `{show(self.name)}` does not fit its hash", where=path)
+        return data.view(self.dtype)
+
+    @property
+    def each(self) -> int:
+        return BUFFER_CHUNK // self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _BufferBlob:
+    """A block of a buffer."""
+
+    buffer: _Buffer
+    box: Box
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype
+
+    def crop(self, box: Box) -> "_BufferBlob":
+        return _BufferBlob(self.buffer, box.shift(self.box.start))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        buffer = self.buffer
+        read_chunks(out, self.box, buffer.shape, (buffer.each,), lambda index: buffer.values(index, reader))
+
+    def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
+    """The last that was recorded of each tensor up to a step."""
+    for record in segment.records(0, Kind.BUFFERS):
+        if record.step > step:
+            return
+        rows, chunk = record.meta.get("tensors"), 0
+        for row in rows if isinstance(rows, list) else ():
+            name, role, dtype, shape = _row(row, segment)
+            yield name, _Buffer(segment, record, name, role, chunk, shape, DTYPES[dtype])
+            each = BUFFER_CHUNK // DTYPES[dtype].itemsize
+            chunk += -(-prod(shape) // each)
+        if chunk != record.count:
+            raise Corrupt(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(0))
+
+
+def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
+    if isinstance(row, list) and len(row) == 4:
+        name, role, dtype, shape = row
+        sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in shape)
+        if isinstance(name, str) and role in _ROLES and dtype in DTYPES and sizes and prod(shape) < 1 << 50:
+            return name, _ROLES[role], dtype, tuple(shape)
+    raise Corrupt("a record of buffers is damaged", where=segment.path(0))
+
+
+def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
+    """A parameter of the base with its recorded value, or a new one."""
+    tensor = Tensor.of(_BufferBlob(buffer, Box.whole(buffer.shape)))
+    if before is None:
+        return Parameter(buffer.name, buffer.role, {MODEL: tensor})
+    if before.weight.shape != tensor.shape or before.weight.dtype != tensor.dtype:
+        raise Corrupt(f"`{show(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder)
+    state = MODEL if MODEL in before.states else MASTER
+    return replace(before, states={**before.states, state: tensor})
