@@ -23,7 +23,6 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_formats.errors import Corrupt, Incomplete
 from ckpt_formats.files import Reader, unreadable
 from ckpt_formats.safetensors_file import natural
-from ckpt_formats.typed_json import encode
 
 MAGIC, RECORD_MAGIC = b"CKPTGRAD", b"CKGR"
 VERSION = 1
@@ -126,9 +125,9 @@ def record_parts(
 ) -> tuple[list[Bytes], int]:
     """A record's bytes in parts, and the hash of its head, which the next record names.
 
-    `values`: the XXH3-64 of each chunk's values. `previous`: the hash of the head before; of the file's, for the first.
+    `meta`: JSON, typed where values are not JSON's own (`typed_json.encode`). `values`: the XXH3-64 of each chunk's values. `previous`: the hash of the head before; of the file's, for the first.
     """
-    text = json.dumps(encode(dict(meta)), separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(dict(meta), separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     directory = np.empty(len(chunks), ENTRY)
     directory["end"], directory["values"] = np.cumsum([len(chunk) for chunk in chunks], dtype=np.uint64), values

@@ -17,6 +17,8 @@ from ckpt_formats.typed_json import decode
 from ckpt_formats.values import Value
 
 FOLDER = "gradients-{:010d}"
+LOSSY = ("bf16", "int8")
+"""Codecs that store gradients rounded."""
 _MAX_LAYOUT = 1 << 30
 
 
@@ -58,6 +60,12 @@ class Segment:
     def last(self) -> int:
         """The last step that every rank has whole."""
         return self.first + min(len(steps) for steps in self.updates)
+
+    @property
+    def is_exact(self) -> bool:
+        """Do its steps, done again, give the bits of the run?"""
+        approximate = any(one.exactness == "approximate" for one in self.layout.optimizers)
+        return not approximate and self.layout.codec not in LOSSY
 
     @cached_property
     def has_start(self) -> bool:

@@ -13,7 +13,7 @@ from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.gradients.record import Kind, Record, hash_values
 from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay
-from ckpt_formats.gradients.segment import Segment
+from ckpt_formats.gradients.segment import LOSSY, Segment
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
 from ckpt_formats.tensor import Array, Decoded, Raw, Tensor
@@ -147,10 +147,6 @@ def _losses(segment: Segment, step: int, base: Checkpoint | None) -> dict[tuple[
                 loss = {"replayed_steps": step - segment.first, "codec": segment.layout.codec, **optimizer.figures}
                 losses |= {(name, WEIGHTS): loss for names in optimizer.groups for name in names}
     return losses
-
-
-LOSSY = ("bf16", "int8")
-"""Codecs that store gradients rounded."""
 
 
 def _notices(

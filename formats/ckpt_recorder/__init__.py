@@ -1,0 +1,28 @@
+"""Record a training run, so that each of its steps can be restored: docs/recording.md.
+
+Names are imported when they are asked for: the process that writes needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_recorder.callbacks import HuggingFace, Lightning
+    from ckpt_recorder.random_states import restore_random_states
+    from ckpt_recorder.recorder import Recorder, RecorderWarning
+
+__all__ = ["HuggingFace", "Lightning", "Recorder", "RecorderWarning", "restore_random_states"]
+
+_MODULES = {
+    "HuggingFace": "callbacks",
+    "Lightning": "callbacks",
+    "Recorder": "recorder",
+    "RecorderWarning": "recorder",
+    "restore_random_states": "random_states",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"ckpt_recorder.{_MODULES[name]}"), name)

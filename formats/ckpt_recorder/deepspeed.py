@@ -1,0 +1,112 @@
+"""What DeepSpeed's ZeRO optimizers step: flat partitions of many parameters. Reads private fields of theirs.
+
+Checked with DeepSpeed 0.19. Stages 1 and 2: `runtime/zero/stage_1_and_2.py`; stage 3: `stage3.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import Box
+from ckpt_recorder.run import LocalPiece, TrackedRun, TrackedTensor, dtype_name, names_of
+
+
+def is_engine(model: object) -> bool:
+    """Is it what `deepspeed.initialize` returns?"""
+    return type(model).__module__.startswith("deepspeed.") and hasattr(model, "save_checkpoint")
+
+
+def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
+    """A run of a DeepSpeed engine. Raises `Unsupported` for one whose optimizer is not ZeRO's."""
+    zero = engine.optimizer
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        tensors = _stages_1_and_2(zero, rank)
+        groups = _group_names(zero.bit16_groups, zero.param_names)
+        parts = 1
+    elif hasattr(zero, "fp32_partitioned_groups_flat"):
+        names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
+        parts = len(zero.fp32_partitioned_groups_flat)
+        if zero.offload_optimizer and getattr(zero, "backup_optimizer", None) is not None:
+            raise Unsupported("ZeRO 3 with only a part of the optimizer offloaded cannot be recorded")
+    else:
+        raise Unsupported(
+            f"the engine's optimizer is {type(zero).__name__}: ZeRO 1, 2 and 3 can be recorded",
+            hint="Set zero_optimization.stage to 1, 2 or 3.",
+        )
+    inner = zero.optimizer
+    _, aliases = names_of(engine.module)
+    return TrackedRun(
+        engine.module,
+        (inner,),
+        tuple(tensors),
+        (groups,),
+        aliases,
+        is_shared=False,
+        parts=parts,
+        step=int(engine.global_steps),
+        notes=lambda: _notes(engine),
+        after_step=(engine, "step"),
+    )
+
+
+def _notes(engine: Any) -> dict[str, Any]:
+    """What DeepSpeed's own checkpoint says of a step, under the names that it has there."""
+    notes = {name: int(getattr(engine, name)) for name in ("global_steps", "global_samples", "skipped_steps")}
+    scheduler = engine.lr_scheduler
+    return notes | ({"lr_scheduler": scheduler.state_dict()} if hasattr(scheduler, "state_dict") else {})
+
+
+def _stages_1_and_2(zero: Any, rank: int) -> Iterator[TrackedTensor]:
+    """Partition `rank` of each group: its parameters one after another, in the order of their rounds."""
+    ranks = [zero_rank(zero, i, rank) for i in range(len(zero.single_partition_of_fp32_groups))]
+    for group, vector in enumerate(zero.single_partition_of_fp32_groups):
+        begin, at, pieces = ranks[group] * vector.numel(), 0, []
+        for parameter in zero.round_robin_bit16_groups[group]:
+            low, high = max(at, begin), min(at + parameter.numel(), begin + vector.numel())
+            if low < high:
+                pieces.append(
+                    _piece(zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin)
+                )
+            at += parameter.numel()
+        yield TrackedTensor(vector, 0, group, tuple(pieces))
+
+
+def zero_rank(zero: Any, group: int, rank: int) -> int:
+    """The number of this rank's partition of a group."""
+    from torch import distributed
+
+    groups = getattr(zero, "real_dp_process_group", None)
+    return distributed.get_rank(groups[group]) if groups else rank
+
+
+def _stage_3(zero: Any, names: Mapping[torch.Tensor, str], rank: int) -> Iterator[TrackedTensor]:
+    """Every parameter is cut on its own; this rank's parts of a sub-group's, one after another."""
+    for sub_group, vector in enumerate(zero.fp32_partitioned_groups_flat):
+        at, pieces = 0, []
+        for parameter in zero.fp16_groups[sub_group]:
+            each = parameter.ds_tensor.ds_numel
+            low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
+            if low < high:
+                pieces.append(_piece(names[parameter], parameter, parameter.ds_shape, low, high, at))
+            at += each
+        yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(pieces))
+
+
+def _piece(
+    name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int
+) -> LocalPiece:
+    return LocalPiece(name, tuple(shape), dtype_name(parameter.dtype), Box.whole(tuple(shape)), start, stop, offset)
+
+
+def _group_names(groups: Any, names: Mapping[torch.Tensor, str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(names[parameter] for parameter in group) for group in groups)
+
+
+def _groups_of_stage_3(zero: Any, names: Mapping[torch.Tensor, str]) -> tuple[tuple[str, ...], ...]:
+    groups: list[list[str]] = [[] for _ in zero.optimizer.param_groups]
+    for sub_group, parameters in enumerate(zero.fp16_groups):
+        groups[zero.sub_group_to_group_id[sub_group]] += [names[parameter] for parameter in parameters]
+    return tuple(map(tuple, groups))

@@ -1,0 +1,34 @@
+"""The states of all random number generators that a run draws from."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_formats.values import Value
+
+
+def random_states() -> dict[str, Value]:
+    """The states of torch's, NumPy's and Python's generators, as arrays: uint8 for torch, uint32 for the others."""
+    states: dict[str, Value] = {"torch": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
+    version, words, gauss = random.getstate()
+    states["python"] = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    states["numpy"] = {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached}
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Set all generators to states that were recorded: `extras["random_states"]["rank-00000"]` of a restored step."""
+    torch.set_rng_state(torch.as_tensor(np.asarray(states["torch"], np.uint8)))
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all([torch.as_tensor(np.asarray(state, np.uint8)) for state in states["cuda"]])
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
+    np.random.set_state(  # noqa: NPY002
+        (numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )

@@ -1,0 +1,32 @@
+"""The ranks of a run, if it has several."""
+
+from typing import TypeVar
+
+from torch import distributed
+
+T = TypeVar("T")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks, in their order, on every rank."""
+    _, world = rank_and_world()
+    if world == 1:
+        return [value]
+    values: list[T] = [value] * world
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if rank_and_world()[1] > 1:
+        distributed.broadcast_object_list(values, src=0)
+    return values[0]

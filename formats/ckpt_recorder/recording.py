@@ -1,0 +1,260 @@
+"""One segment as one rank records it: what it copies into the ring, and what it has its writer write."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.stepping import whole_vectors
+from ckpt_formats.gradients.layout import ALONE, Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.gradients.record import Kind
+from ckpt_formats.typed_json import encode
+from ckpt_recorder.link import WriterBroken, WriterLink
+from ckpt_recorder.probe import Probed, group_options
+from ckpt_recorder.random_states import random_states
+from ckpt_recorder.ring import Ring
+from ckpt_recorder.run import (
+    LocalPiece,
+    TrackedRun,
+    content_of,
+    count_of,
+    dtype_name,
+    local,
+    state_names,
+    state_of,
+    unstepped_tensors,
+)
+from ckpt_recorder.writer import Settings
+
+
+class UnknownTensor(Exception):
+    """The optimizer steps a tensor that it did not have when the segment began."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank contributes to a layout: plain data, sent to rank 0."""
+
+    vectors: tuple[Vector, ...]
+    pieces: tuple[tuple[int, LocalPiece, int], ...]
+    """The number of the vector, the piece, and how many of its elements are in whole SIMD vectors."""
+    weights: str
+    """A hash of the weights of which each rank records a share: all ranks must have the same."""
+
+
+def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart:
+    """This rank's contribution. Large pieces come first; small ones share chunks."""
+    pieces = []
+    for number, one in enumerate(run.tensors):
+        size, is_fused = local(one.tensor).numel(), probed[one.optimizer].is_fused
+        for piece in one.pieces:
+            whole = whole_vectors(size, piece.offset, piece.offset + piece.size, is_fused=is_fused)
+            pieces.append((number, piece, whole))
+    pieces.sort(key=lambda item: item[1].size < ALONE)
+    vectors = tuple(Vector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
+    return RankPart(vectors, tuple(pieces), _shared_digest(run) if world > 1 else "")
+
+
+def draft_layout(
+    run: TrackedRun, probed: Sequence[Probed], parts: Sequence[RankPart], name: str, first: int, codec: str
+) -> Layout:
+    """The layout of a segment, from what all ranks contribute; which state it begins with, the chain decides."""
+    tensors: dict[str, LoggedTensor] = {}
+    numbers: dict[str, int] = {}
+    layouts = []
+    for part in parts:
+        rows = []
+        for vector, piece, whole in part.pieces:
+            tensors.setdefault(piece.name, LoggedTensor(piece.name, piece.dtype, piece.shape))
+            number = numbers.setdefault(piece.name, len(numbers))
+            rows.append(Piece(number, vector, piece.start, piece.stop, whole, piece.box))
+        layouts.append(RankLayout(part.vectors, tuple(rows)))
+    optimizers = tuple(
+        LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
+        for one, groups in zip(probed, run.group_names, strict=True)
+    )
+    versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}
+    return Layout(
+        name, first, codec, tuple(tensors.values()), optimizers, tuple(layouts), dict(run.aliases), versions, None
+    )
+
+
+class RankRecording:
+    """A segment that this rank is recording. Methods raise `WriterBroken` once nothing can be written any more."""
+
+    def __init__(self, run: TrackedRun, part: RankPart, layout: RankLayout, settings: Settings, rank: int) -> None:
+        self._run, self._layout, self._rank = run, layout, rank
+        self._numbers = {id(one.tensor): number for number, one in enumerate(run.tensors)}
+        self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
+        """By tensor: where in the rank's vector each piece begins, where in the tensor, and how many elements."""
+        self._piece_places = []
+        for start, (number, piece, _) in zip(layout.starts, part.pieces, strict=False):
+            self._places[number].append((start, piece.offset, piece.size))
+            self._piece_places.append((number, piece.offset))
+        self._chunks = [frozenset(self._chunks_of(number)) for number in range(len(run.tensors))]
+        self._of_optimizer = [
+            [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
+        ]
+        self._buffer_hashes: dict[str, int] = {}
+        self._ring = Ring(settings.slot_nbytes, settings.slots)
+        self._slots = [
+            torch.from_numpy(self._ring.slot(i)[: layout.size * 4].view(np.float32)) for i in range(settings.slots)
+        ]
+        self._link = WriterLink(settings, self._ring)
+
+    @property
+    def writer_pid(self) -> int:
+        return self._link.pid
+
+    def check(self) -> None:
+        """Raise `WriterBroken` if the writer has failed."""
+        self._link.check()
+
+    def close(self) -> str | None:
+        """Let the writer end. Returns why something was not written; None if everything was."""
+        self._link.close()
+        return self._link.reason
+
+    def settle(self) -> None:
+        """Wait until the writer has written what it got."""
+        self._link.settle()
+
+    def record_start(self, step: int) -> None:
+        """The states themselves."""
+        for name in state_names(self._run):
+            slot = self._link.acquire_slot()
+            for number, places in enumerate(self._places):
+                values = state_of(self._run, number, name)
+                for start, offset, size in places:
+                    target = self._slots[slot][start : start + size]
+                    if values is None:
+                        target.zero_()
+                    else:
+                        target.copy_(values[offset : offset + size])
+            self._link.order(Kind.STATE, step, {"state": name}, slot)
+
+    def record_gradients(
+        self, step: int, number: int, part: tuple[int, int], with_random_states: bool
+    ) -> None:
+        """What an optimizer is about to step with, in call `part` of so many that make a step."""
+        optimizer = self._run.optimizers[number]
+        slot = self._link.acquire_slot()
+        vectors = self._copy_gradients(optimizer, self._slots[slot])
+        meta: dict[str, Any] = {"groups": encode([group_options(optimizer, one) for one in optimizer.param_groups])}
+        chunks = None
+        if number:
+            meta["optimizer"] = number
+        if vectors != self._of_optimizer[number]:
+            meta["vectors"] = vectors
+        if len(vectors) < len(self._run.tensors):
+            chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
+        if part[1] > 1:
+            meta["part"] = list(part)
+        if with_random_states:
+            meta["random"] = encode(random_states())
+        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks)
+
+    def record_skipped(self, step: int, number: int) -> None:
+        """A step that the optimizer leaves out."""
+        self._link.order(Kind.SKIPPED, step, {"optimizer": number})
+
+    def record_notes(self, step: int, notes: Mapping[str, Any]) -> None:
+        """What else resumes with a step: values that `typed_json` takes."""
+        self._link.order(Kind.NOTES, step, {"notes": encode(dict(notes))})
+
+    def record_buffers(self, step: int, with_frozen: bool = False) -> None:
+        """Tensors that no optimizer steps, where they have changed; by rank 0 alone."""
+        if self._rank:
+            return
+        rows, sizes, contents = [], [], []
+        for name, role, tensor in unstepped_tensors(self._run):
+            if role == "frozen" and not with_frozen:
+                continue
+            content = content_of(tensor)
+            digest = xxhash.xxh3_64_intdigest(content)
+            if self._buffer_hashes.get(name) != digest:
+                self._buffer_hashes[name] = digest
+                rows.append([name, role, dtype_name(tensor.dtype), list(tensor.shape)])
+                sizes.append((len(content), tensor.element_size()))
+                contents.append(content)
+        if rows:
+            self._link.order_bytes(Kind.BUFFERS, step, {"tensors": rows}, b"".join(contents), sizes)
+
+    def record_fingerprint(self, step: int) -> None:
+        """The hash of each chunk of each state, as it is now."""
+        digests = {}
+        for name in state_names(self._run):
+            arrays = [_array(state_of(self._run, number, name)) for number in range(len(self._run.tensors))]
+            if all(array is not None for array in arrays):
+                digests[name] = list(self._digests(arrays))
+        self._link.order(Kind.FINGERPRINT, step, {"digests": digests})
+
+    def record_end(self, step: int) -> None:
+        """The run is over, as far as it is recorded."""
+        self._link.order(Kind.END, step, {})
+
+    def _digests(self, arrays: Sequence[Array | None]) -> Iterator[int]:
+        places = dict(zip(map(id, self._layout.pieces), self._piece_places, strict=True))
+        for index in range(self._layout.chunk_count):
+            digest = xxhash.xxh3_64()
+            for one in self._layout.ranges(index):
+                number, offset = places[id(one.piece)]
+                array = arrays[number]
+                assert array is not None
+                digest.update(array[offset + one.start : offset + one.stop].data)
+            yield digest.intdigest()
+
+    def _chunks_of(self, number: int) -> Iterator[int]:
+        for start, _, size in self._places[number]:
+            yield from range(self._layout.chunk_of(start), self._layout.chunk_of(start + size - 1) + 1)
+
+    def _copy_gradients(self, optimizer: torch.optim.Optimizer, out: torch.Tensor) -> list[int]:
+        """Copy this rank's share of the gradients; zeros where there is none. Returns the tensors that have one."""
+        scale = getattr(optimizer, "grad_scale", None)
+        vectors, targets, sources = [], [], []
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            number = self._numbers.get(id(parameter))
+            if number is None:
+                raise UnknownTensor
+            if parameter.grad is None:
+                continue
+            vectors.append(number)
+            if not self._places[number]:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise WriterBroken("a gradient is sparse, which cannot be recorded")
+            flat = local(parameter.grad).reshape(-1)
+            for start, offset, size in self._places[number]:
+                targets.append(out[start : start + size])
+                sources.append(flat[offset : offset + size])
+        if len(vectors) < len(self._run.tensors):
+            present = frozenset(vectors)
+            for number, places in enumerate(self._places):
+                if number not in present:
+                    for start, _, size in places:
+                        out[start : start + size].zero_()
+        if scale is not None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source / scale.to(source.device))
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        return sorted(vectors)
+
+
+def _array(values: torch.Tensor | None) -> Array | None:
+    return None if values is None else values.contiguous().cpu().numpy()
+
+
+def _shared_digest(run: TrackedRun) -> str:
+    """Of all weights that are whole on this rank, and of which it records a share."""
+    digest = xxhash.xxh3_64()
+    for one in run.tensors:
+        if run.is_shared and not hasattr(one.tensor, "placements"):
+            digest.update(content_of(one.tensor))
+    return digest.hexdigest()
+
+

@@ -1,0 +1,32 @@
+"""Memory that the trainer fills and the writer empties, slot by slot.
+
+It is a memfd: it has no name, so nothing of it is left whoever dies first. (`multiprocessing.shared_memory` would remove
+what others still use: CPython #82300.)
+"""
+
+import mmap
+import os
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+
+_PAGE = 4096
+
+
+class Ring:
+    """`slots` slots of at least `nbytes` bytes each."""
+
+    def __init__(self, nbytes: int, slots: int, file: int | None = None) -> None:
+        """`file`: the descriptor of a ring that another process made with the same numbers."""
+        self.slot_nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        self.slots = slots
+        self.file = os.memfd_create("ckpt-gradients", os.MFD_CLOEXEC) if file is None else file
+        if file is None:
+            os.ftruncate(self.file, self.slot_nbytes * slots)
+        self.memory = mmap.mmap(self.file, self.slot_nbytes * slots)
+        self._bytes = np.frombuffer(self.memory, np.uint8)
+
+    def slot(self, index: int) -> Array:
+        """The bytes of a slot: uint8, shared with the other process."""
+        return self._bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]

@@ -1,0 +1,226 @@
+"""What is recorded of a run: its optimizers' tensors, and which parts of the model's parameters each holds."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import Box
+
+Names = Mapping[torch.Tensor, str]
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """Elements of a parameter that are in a tensor of the optimizer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the model's copy, as NumPy calls it."""
+    box: Box
+    """The block of the parameter."""
+    start: int
+    stop: int
+    """The elements of the block, in C order."""
+    offset: int
+    """Where they begin in the optimizer's tensor, flattened."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class TrackedTensor:
+    """A tensor that an optimizer of this rank steps."""
+
+    tensor: torch.Tensor
+    optimizer: int
+    group: int
+    pieces: tuple[LocalPiece, ...]
+    """What this rank records of it: nothing, where another rank does."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """All that the recorder needs to know of an engine."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    """Those whose `step` does the arithmetic, beneath all wrappers."""
+    tensors: tuple[TrackedTensor, ...]
+    group_names: tuple[tuple[tuple[str, ...], ...], ...]
+    """By optimizer and group: the names of the parameters, in order."""
+    aliases: Mapping[str, str]
+    is_shared: bool = True
+    """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
+    parts: int = 1
+    """How many calls of the optimizer make one step."""
+    step: int | None = None
+    """The number of the step that was done last, if the engine counts."""
+    notes: Callable[[], dict[str, Any]] = field(default=dict)
+    """What the engine resumes with, besides what is recorded."""
+    after_step: tuple[Any, str] | None = None
+    """An object of the engine, and the name of its method, after which a step is done and `notes` are of it."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch type as NumPy calls it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without the wrappers that put prefixes before its names."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "OptimizedModule":
+        inner = getattr(model, "_orig_mod", None)
+        model = model.module if inner is None else inner
+    return model
+
+
+def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """The name of each parameter by its id, and the other names of tied ones."""
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        clean = clean_name(name)
+        if id(parameter) in names:
+            aliases[clean] = names[id(parameter)]
+        else:
+            names[id(parameter)] = clean
+    return names, aliases
+
+
+def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
+    """A run of one process, of DDP, or of FSDP2: torch's own parameters, whole or as DTensors."""
+    names, aliases = names_of(unwrap(model))
+    shared = _Shares(rank, world)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for parameter in group["params"]:
+            if not _is_sharded(parameter):
+                shared.total += parameter.numel()
+    tensors, group_names = [], []
+    for number, optimizer in enumerate(optimizers):
+        groups = []
+        for at, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise Unsupported(
+                        "the optimizer steps a tensor that is no parameter of the model",
+                        hint="Give the recorder the model whose parameters the optimizer got.",
+                    )
+                pieces = tuple(_pieces_of(name, parameter, shared))
+                tensors.append(TrackedTensor(parameter, number, at, pieces))
+            groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
+        group_names.append(tuple(groups))
+    return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
+
+
+@dataclass
+class _Shares:
+    """Tensors that all ranks have are recorded by each to an equal share, cut where it falls."""
+
+    rank: int
+    world: int
+    total: int = 0
+    at: int = 0
+
+    def take(self, size: int) -> tuple[int, int]:
+        """The elements of the next tensor that are this rank's."""
+        low, high = (self.total * n // self.world for n in (self.rank, self.rank + 1))
+        start, stop = (min(max(end - self.at, 0), size) for end in (low, high))
+        self.at += size
+        return start, stop
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
+
+
+def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[LocalPiece]:
+    dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
+    if not _is_sharded(parameter):
+        start, stop = shared.take(parameter.numel())
+        if start < stop:
+            yield LocalPiece(name, shape, dtype, Box.whole(shape), start, stop, start)
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise Unsupported(f"`{name}` is a sum over ranks that is not done yet")
+    coordinate = mesh.get_coordinate()
+    replica = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
+    if any(replica):
+        return  # another rank records this copy
+    local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    if tuple(local_shape) != tuple(local(parameter).shape):
+        raise Unsupported(f"`{name}`: this rank's shard has shape {list(local(parameter).shape)}, not {list(local_shape)}")
+    box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
+    if box.size:
+        yield LocalPiece(name, shape, dtype, box, 0, box.size, 0)
+
+
+def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
+    """A state of a tracked tensor, flat, on its device: `param` or one of the optimizer's; None if there is none yet."""
+    one = run.tensors[number]
+    value = one.tensor if name == "param" else run.optimizers[one.optimizer].state.get(one.tensor, {}).get(name)
+    return None if value is None else local(value).detach().reshape(-1)
+
+
+def state_names(run: TrackedRun) -> list[str]:
+    """The names of all states that the optimizers keep for each element, the weights first."""
+    names: dict[str, None] = {"param": None}
+    for one in run.tensors:
+        state = run.optimizers[one.optimizer].state.get(one.tensor, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step" and value.shape == one.tensor.shape:
+                names[name] = None
+    return list(names)
+
+
+def count_of(run: TrackedRun, number: int) -> int:
+    """How many steps a tracked tensor has taken."""
+    one = run.tensors[number]
+    state = run.optimizers[one.optimizer].state.get(one.tensor, {})
+    if not state:
+        return 0
+    step = state.get("step", 1)  # SGD does not count; only its first step is unlike the others
+    return int(step.item() if isinstance(step, torch.Tensor) else step)
+
+
+def unstepped_tensors(run: TrackedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Persistent buffers, and parameters that no optimizer steps: name, role, tensor. Those that are sharded are left out."""
+    stepped = {name for groups in run.group_names for names in groups for name in names}
+    buffers = dict(run.model.named_buffers())
+    persistent = {name for name in run.model.state_dict() if name in buffers} if buffers else set()
+    for name, tensor in buffers.items():
+        if name in persistent and not _is_sharded(tensor):
+            yield clean_name(name), "buffer", tensor
+    for name, parameter in run.model.named_parameters():
+        if clean_name(name) not in stepped and not _is_sharded(parameter) and not hasattr(parameter, "ds_numel"):
+            yield clean_name(name), "frozen", parameter
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers of modules put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def content_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's values as bytes, in C order."""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)

@@ -1,0 +1,99 @@
+"""Steps done again by the optimizer itself: for whatever torch can step and ckpt's own arithmetic does not meet.
+
+An entry point (`ckpt.optimizers`, named `torch`) offers it to whoever replays a log; only then is torch needed. torch
+rounds roots by its library's functions, so the bits are those of the run on a machine like the run's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.stepping import States
+from ckpt_formats.values import Value
+
+WEIGHTS = "param"
+MODULES = ("torch.optim.",)
+"""Whose classes may be imported because a log names them."""
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """A step of one of torch's optimizers, element by element alike, so that it may be done in pieces."""
+
+    class_name: str
+    options: Mapping[str, Value]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (WEIGHTS, *_state_names(self.class_name, _flags(self.options)))
+
+    def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
+        """Step in place; see `OptimizerStep.apply`. `vectors` is of no use to it."""
+        torch.set_num_threads(1)  # of this thread: chunks are stepped by several
+        weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]))
+        optimizer = _construct(self.class_name, [weight], self.options)
+        if count > 1:
+            tensors = {name: torch.from_numpy(states[name]) for name in self.states if name != WEIGHTS}
+            optimizer.state[weight] = {"step": torch.tensor(float(count - 1)), **tensors}
+        weight.grad = torch.from_numpy(gradients)
+        optimizer.step()
+        for name in self.states:
+            stepped = weight.detach() if name == WEIGHTS else optimizer.state[weight].get(name)
+            if stepped is not None and stepped.data_ptr() != states[name].ctypes.data:
+                states[name][:] = stepped.numpy()
+
+
+def step_of(class_name: str, options: Mapping[str, Value]) -> TorchStep:
+    """What the entry point is. Raises `CodecError` for an optimizer that cannot be stepped in pieces."""
+    step = TorchStep(class_name, dict(options))
+    step.states  # noqa: B018  # constructs it
+    return step
+
+
+def _flags(options: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
+    """The options on which the names of states may depend."""
+    return tuple(sorted((k, v) for k, v in options.items() if isinstance(v, (bool, int, float, type(None)))))
+
+
+@cache
+def _state_names(class_name: str, options: tuple[tuple[str, Value], ...]) -> tuple[str, ...]:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = _construct(class_name, [weight], dict(options))
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    names = []
+    for name, value in optimizer.state[weight].items():
+        if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+            names.append(name)
+        elif name != "step" and value is not None:
+            raise CodecError(f"{class_name} keeps {name!r}, which is not one number for each element")
+    return tuple(names)
+
+
+def _construct(
+    class_name: str, parameters: list[torch.nn.Parameter], options: Mapping[str, Value]
+) -> torch.optim.Optimizer:
+    if not class_name.startswith(MODULES):
+        raise CodecError(f"{class_name} is no optimizer of torch")
+    module, _, name = class_name.rpartition(".")
+    found: Any = getattr(import_module(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise CodecError(f"torch has no optimizer {class_name}")
+    known = signature(found).parameters
+    given = {key: _plain(value) for key, value in options.items() if key in known and key != "params"}
+    optimizer: torch.optim.Optimizer = found(parameters, **given)
+    return optimizer
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray) else value
