@@ -8,7 +8,7 @@ from ckpt_formats.chain import members
 from ckpt_formats.chain.index import Chain, LoggedSteps, Member
 from ckpt_formats.errors import CkptError, Corrupt, NotFound
 from ckpt_formats.gradients.segment import Segment, open_segment
-from ckpt_formats.gradients.state import checkpoint_at
+from ckpt_formats.gradients.state import Base, checkpoint_at
 
 
 def last_step(run: Path, chain: Chain) -> int:
@@ -21,7 +21,7 @@ def last_step(run: Path, chain: Chain) -> int:
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
     """A segment of the chain. Raises `Corrupt` if another is in its place, and as `open_segment`."""
-    segment = open_segment(run / logged.folder, check)
+    segment = open_segment(run / logged.folder, check, logged.step)
     known = (segment.layout.run, segment.first, segment.layout.parent)
     if known != (logged.run, logged.first, logged.parent):
         raise Corrupt("another log is in the place of this one", where=segment.folder)
@@ -39,11 +39,16 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
     segment = open_steps(run, logged)
     if step > segment.last:
         raise _no_step(run, chain, step)
-    base: Member | None = None
-    if logged.parent is not None:
-        base = next(member for member in chain.members if member.step == logged.first)
-    start = None if base is None else members.open_member(run, chain, base)
-    return identified(lambda: replace(checkpoint_at(segment, step, start), path=run))
+    member = nearest_base(chain, logged, step)
+    base = None if member is None else Base(member.step, members.open_member(run, chain, member))
+    return identified(lambda: replace(checkpoint_at(segment, step, base), path=run))
+
+
+def nearest_base(chain: Chain, logged: LoggedSteps, step: int) -> Member | None:
+    """The last stored state of a segment's run up to a step; None: the state that the segment holds is nearer."""
+    stored = [one for one in chain.members if logged.first <= one.step <= step]
+    exact = [one for one in stored if one.exact or one.content == logged.parent]
+    return exact[-1] if exact else None
 
 
 def steps_text(run: Path, chain: Chain) -> str:

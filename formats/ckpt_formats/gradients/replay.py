@@ -39,14 +39,22 @@ States = dict[str, Array]
 """A chunk of every state: float32 vectors of one size."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """The state from which steps are done again."""
+
+    step: int
+    parameters: Mapping[str, Parameter] | None
+    """None: the states that the segment itself holds, which begin it."""
+
+
 @dataclass(frozen=True, eq=False)
 class SegmentReplay:
     """The state at one step of a segment."""
 
     segment: Segment
     step: int
-    start: Mapping[str, Parameter] | None
-    """The parameters where the segment begins; None if it holds their states itself."""
+    start: Start
     _cache: "_Cache" = field(default_factory=lambda: _Cache(_MAX_CACHED))
 
     @cached_property
@@ -61,7 +69,7 @@ class SegmentReplay:
         """The names of all states that are stepped, the weights first."""
         names: dict[str, None] = {WEIGHTS: None}
         for steps in self.segment.updates:
-            for update in steps[0] if steps and self.step > self.segment.first else ():
+            for update in steps[0] if steps and self.step > self.start.step else ():
                 for options in range(len(update.groups)):
                     names.update(dict.fromkeys(self._step(update, options).states))
         names.update((str(record.meta.get("state")), None) for record in self.segment.records(0, Kind.STATE))
@@ -97,13 +105,14 @@ class SegmentReplay:
         ranges = list(layout.ranges(index))
         begin, end = layout.chunk_bounds(index)
         states = self._start(rank, index, ranges, end - begin, reader)
-        self._verify(rank, index, self.segment.first, states, ranges, reader)
+        self._verify(rank, index, self.start.step, states, ranges)
         gradients = np.empty(end - begin, np.float32)
-        for number, updates in enumerate(self.segment.updates[rank][: self.step - self.segment.first]):
-            for update in updates:
+        for step in range(self.start.step + 1, self.step + 1):
+            number = step - self.segment.first
+            for update in self.segment.updates[rank][number - 1]:
                 if self._decode(update.record, rank, index, gradients, reader):
-                    self._apply(update, rank, self._counts[rank][number + 1], ranges, states, gradients)
-            self._verify(rank, index, self.segment.first + number + 1, states, ranges, reader)
+                    self._apply(update, rank, self._counts[rank][number], ranges, states, gradients)
+            self._verify(rank, index, step, states, ranges)
         return states
 
     def _apply(
@@ -132,7 +141,7 @@ class SegmentReplay:
 
     def _start(self, rank: int, index: int, ranges: list[ChunkRange], size: int, reader: Reader) -> States:
         states = {name: np.zeros(size, np.float32) for name in self.states}
-        if self.start is None:
+        if self.start.parameters is None:
             for record in self.segment.records(rank, Kind.STATE):
                 name = str(record.meta.get("state"))
                 if name in states:
@@ -150,12 +159,12 @@ class SegmentReplay:
         return states
 
     def _parameter(self, name: str) -> Parameter:
-        assert self.start is not None
-        parameter = self.start.get(name)
+        assert self.start.parameters is not None
+        parameter = self.start.parameters.get(name)
         shape = next(tensor.shape for tensor in self.segment.layout.tensors if tensor.name == name)
         if parameter is None or parameter.weight.shape != shape:
             raise Corrupt(
-                f"the log is of another model: the state at step {self.segment.first} has no `{name}` of shape "
+                f"the log is of another model: the state at step {self.start.step} has no `{name}` of shape "
                 f"{list(shape)}",
                 where=self.segment.folder,
             )
@@ -163,10 +172,10 @@ class SegmentReplay:
 
     def _check_fresh(self, rank: int, piece: Piece, state: str, parameter: Parameter) -> None:
         """A state may be missing at the start only where no step was done yet: it is zero then."""
-        vector = self.segment.layout.ranks[rank].vectors[piece.vector]
-        if vector.count:
+        count = int(self.counts(rank, self.start.step)[piece.vector])
+        if count:
             raise Incomplete(
-                f"`{parameter.name}` has no {state!r} at step {self.segment.first}, after {vector.count} of its steps",
+                f"`{parameter.name}` has no {state!r} at step {self.start.step}, after {count} of its steps",
                 where=self.segment.folder,
             )
 
@@ -204,12 +213,10 @@ class SegmentReplay:
             for record in self.segment.records(rank, Kind.FINGERPRINT)
         }
 
-    def _verify(
-        self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange], reader: Reader
-    ) -> None:
+    def _verify(self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange]) -> None:
         """Compare a chunk with the fingerprint that the run made of it at this step. Raises `Corrupt`."""
         record = self._fingerprints.get((rank, step))
-        if record is None or (step > self.segment.first and not self.segment.is_exact):
+        if record is None or (step > self.start.step and not self.segment.is_exact):
             return
         digests = record.meta.get("digests")
         for name, values in states.items():
@@ -224,9 +231,9 @@ class SegmentReplay:
     def _differs(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
         names = dict.fromkeys(self.segment.layout.tensors[one.piece.tensor].name for one in ranges)
         shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
-        if step == self.segment.first:
+        if step == self.start.step:
             return Corrupt(
-                f"the state at step {step} is not the one at which the recording began: {state!r} of {shown} differs",
+                f"the state at step {step} is not the one that the run had then: {state!r} of {shown} differs",
                 where=self.segment.folder,
                 hint="The log belongs to another state of this step: append that one, or record anew.",
             )
@@ -325,7 +332,7 @@ class ParameterReplay:
     @property
     def steps(self) -> int:
         """How many are done again."""
-        return self.segment.step - self.segment.segment.first
+        return self.segment.step - self.segment.start.step
 
     def flat_range(self, index: int) -> tuple[int, int]:
         """The elements that a chunk holds, counted in C order."""
@@ -340,8 +347,7 @@ class ParameterReplay:
 
     def sources(self, box: Box) -> Iterator[Raw]:
         """The file ranges of the state where the log begins. (The log itself may still grow.)"""
-        start = self.segment.start
-        if start is not None:
+        if self.segment.start.parameters is not None:
             for blob in _start_blobs(self.segment._parameter(self._name), self.segment.states).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()

@@ -46,6 +46,8 @@ class Segment:
     folder: Path
     layout: Layout
     logs: tuple[RankLog, ...]
+    limit: int | None = None
+    """The last step that counts, where the chain states one: later ones were dropped."""
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[Update, ...], ...], ...]:
@@ -59,7 +61,18 @@ class Segment:
     @cached_property
     def last(self) -> int:
         """The last step that every rank has whole."""
-        return self.first + min(len(steps) for steps in self.updates)
+        last = self.first + min(len(steps) for steps in self.updates)
+        return last if self.limit is None else min(last, self.limit)
+
+    @property
+    def torn(self) -> dict[Path, str]:
+        """Why files do not end with a whole record, by file: what a killed writer or a dead machine leaves."""
+        return {log.path: log.torn for log in self.logs if log.torn is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all whole records."""
+        return sum(log.end for log in self.logs)
 
     @property
     def is_exact(self) -> bool:
@@ -142,8 +155,10 @@ class Segment:
         return Update(record, optimizer, vectors, tuple(options))
 
 
-def open_segment(folder: Path, check: bool = False) -> Segment:
-    """The segment in a folder, as far as it is whole now. With `check`, all chunks' bytes are read and checked.
+def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
+    """The segment in a folder, as far as it is whole now, and not past step `limit`.
+
+    With `check`, all chunks' bytes are read and checked.
 
     Raises `NotFound` if there is none, `Incomplete` if a rank's file is missing, `Corrupt`.
     """
@@ -161,7 +176,7 @@ def open_segment(folder: Path, check: bool = False) -> Segment:
     logs = tuple(
         scan(folder / rank_file(rank), FileHead(rank, world, layout.first, name), check) for rank in range(world)
     )
-    return Segment(folder, layout, logs)
+    return Segment(folder, layout, logs, limit)
 
 
 def _typed(value: Any, where: Path) -> dict[str, Value]:

@@ -8,11 +8,11 @@ from ckpt_codecs.rounded import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
 from ckpt_formats.coded import read_chunks
 from ckpt_formats.dtypes import DTYPES, DType
-from ckpt_formats.errors import Corrupt, NotFound, Unsupported
+from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.gradients.record import Kind, Record, hash_values
-from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay
+from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay, Start
 from ckpt_formats.gradients.segment import LOSSY, Segment
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
@@ -25,8 +25,16 @@ BUFFER_CHUNK = 1 << 20
 _ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
 
 
-def checkpoint_at(segment: Segment, step: int, base: Checkpoint | None) -> Checkpoint:
-    """The state at a step. `base` is the state at `segment.first`, where the segment does not hold it itself.
+@dataclass(frozen=True)
+class Base:
+    """A state of the run from which the log is replayed."""
+
+    step: int
+    checkpoint: Checkpoint
+
+
+def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
+    """The state at a step, from a base at an earlier one; None: from the state that the segment itself holds.
 
     Raises `NotFound` if not all ranks have that step, `Corrupt` if the log is of another run than the base.
     """
@@ -36,29 +44,49 @@ def checkpoint_at(segment: Segment, step: int, base: Checkpoint | None) -> Check
             where=segment.folder,
             hint="Of a run that goes on, later steps come as it writes them.",
         )
-    replay = SegmentReplay(segment, step, None if base is None else base.parameters)
+    replay = replay_to(segment, step, base)
+    source = None if base is None else base.checkpoint
     with Reader(check=False) as reader:
         notes = segment.notes(step, reader)
         random = segment.random_states(step, reader)
     buffers = dict(_buffers(segment, step))
-    parameters = dict(base.parameters) if base is not None else {}
+    parameters = dict(source.parameters) if source is not None else {}
     parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
     parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
-    extras = dict(base.extras) if base is not None else {}
+    extras = dict(source.extras) if source is not None else {}
     extras |= notes | ({"random_states": random} if random else {})
     return Checkpoint(
         segment.folder.parent,
-        _origin(segment, step, base),
+        _origin(segment, step, source),
         parameters,
-        tuple(_groups(replay, base)),
+        tuple(_groups(replay, source)),
         extras,
-        base.aliases if base is not None else dict(segment.layout.aliases),
-        () if base is None else base.shards,
-        () if base is None else base.seals,
-        (*(() if base is None else base.notices), *_notices(segment, step, base, notes)),
-        losses=_losses(segment, step, base),
-        saved_as=None if base is None or base.saved_as is None else SavedAs(base.saved_as.format, base.saved_as.file),
+        source.aliases if source is not None else dict(segment.layout.aliases),
+        () if source is None else source.shards,
+        () if source is None else source.seals,
+        (*(() if source is None else source.notices), *_notices(replay, source, notes)),
+        losses=_losses(replay, source),
+        saved_as=_saved_as(source),
     )
+
+
+def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
+    """What does the steps again, from a base or from the segment's own state. Raises `Incomplete` if it has none."""
+    if base is None and not segment.has_start:
+        raise Incomplete(
+            f"the state at step {segment.first}, where the log begins, is missing",
+            where=segment.folder,
+            hint="The log follows from a state of the chain that is no longer there: take it from a copy.",
+        )
+    start = Start(segment.first, None) if base is None else Start(base.step, base.checkpoint.parameters)
+    return SegmentReplay(segment, step, start)
+
+
+def _saved_as(source: Checkpoint | None) -> SavedAs | None:
+    """What the base was, without what it noted of its own file: the state is another."""
+    if source is None or source.saved_as is None:
+        return None
+    return SavedAs(source.saved_as.format, source.saved_as.file)
 
 
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
@@ -75,7 +103,7 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
         if before is not None and before.weight.shape != tensor.shape:
             raise Corrupt(
                 f"the log is of another model: `{show(tensor.name)}` has shape {list(tensor.shape)} there, and "
-                f"{list(before.weight.shape)} in the state at step {replay.segment.first}",
+                f"{list(before.weight.shape)} in the state at step {replay.start.step}",
                 where=replay.segment.folder,
             )
         model = DTYPES[tensor.dtype]
@@ -83,13 +111,13 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
         master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
         if states and states[master].dtype != FLOAT32:
             raise Unsupported(
-                f"`{show(tensor.name)}` has no master weights in float32 at step {replay.segment.first}",
+                f"`{show(tensor.name)}` has no master weights in float32 at step {replay.start.step}",
                 where=replay.segment.folder,
             )
         names = {master: WEIGHTS} | {name: name for name in replay.states if name != WEIGHTS}
         if stale := [name for name in states if name not in names and name != MODEL]:
             raise Unsupported(
-                f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.segment.first}, which the log does not step",
+                f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.start.step}, which the log does not step",
                 where=replay.segment.folder,
             )
         one = ParameterReplay(
@@ -139,20 +167,19 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
         yield Group({**group.options, **given}, group.names)
 
 
-def _losses(segment: Segment, step: int, base: Checkpoint | None) -> dict[tuple[str, str], Loss]:
-    losses = {} if base is None else dict(base.losses)
-    if step > segment.first:
+def _losses(replay: SegmentReplay, base: Checkpoint | None) -> dict[tuple[str, str], Loss]:
+    losses, segment = {} if base is None else dict(base.losses), replay.segment
+    if replay.step > replay.start.step:
         for optimizer in segment.layout.optimizers:
             if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
-                loss = {"replayed_steps": step - segment.first, "codec": segment.layout.codec, **optimizer.figures}
+                loss = {"replayed_steps": replay.step - replay.start.step, "codec": segment.layout.codec, **optimizer.figures}
                 losses |= {(name, WEIGHTS): loss for names in optimizer.groups for name in names}
     return losses
 
 
-def _notices(
-    segment: Segment, step: int, base: Checkpoint | None, notes: Mapping[str, Value]
-) -> Iterator[Notice]:
-    if step == segment.first:
+def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str, Value]) -> Iterator[Notice]:
+    segment, step, start = replay.segment, replay.step, replay.start.step
+    if step == start:
         return
     approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
     if approximate:
@@ -166,7 +193,7 @@ def _notices(
     stale = [name for name in base.extras if name not in notes] if base is not None else []
     if stale:
         yield Notice(
-            f"of step {segment.first}, since the run did not note them at step {step}: the extras", tuple(stale)
+            f"of step {start}, since the run did not note them at step {step}: the extras", tuple(stale)
         )
 
 
