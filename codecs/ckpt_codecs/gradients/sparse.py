@@ -1,0 +1,66 @@
+"""Chunks that are mostly zeros: where the other values stand, and the values."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ckpt_codecs import streams
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import LEAST, MOST
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.gradients.chunk import SPARSE, append, put_number, take_number
+from ckpt_codecs.kinds import ENTRY
+from ckpt_codecs.native import gradients as kernels
+from ckpt_codecs.native import lossless
+from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import LEVELS
+
+HEAD = 9
+"""The mode, how many values, how many gaps."""
+DENSE = 4
+"""One value of so many that is not zero, and a chunk is none of these."""
+
+
+def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array, Array], Bytes]) -> Bytes | None:
+    """A chunk of words, uint32, made in `out`; None if a fourth of them are not zero, or it gains nothing.
+
+    `encode` makes a chunk of float32 values in the memory that it is given.
+    """
+    if not LEAST <= words.size <= MOST:
+        return None
+    count = kernels.count_words(words)
+    if DENSE * count >= words.size:
+        return None
+    values = borrow("gradients-values", 4 * count).view(np.uint32)
+    gaps = borrow("gradients-gaps", count + words.size // kernels.LONG_ZEROS)
+    number = kernels.split_sparse(words, gaps, values)
+    at = _append_stream(gaps[:number], level, out)
+    end = append(encode(values.view(np.float32), out[at:]), out, at)
+    out[0] = SPARSE
+    put_number(out, 1, count)
+    put_number(out, 5, number)
+    return out[:end].data if end <= words.nbytes else None
+
+
+def decode_sparse(data: Bytes, out: Array, decode: Callable[[Bytes, Array], None]) -> None:
+    """Fill words, uint32, from a chunk of mode 9. Raises `CodecError` if it is damaged.
+
+    `decode` fills float32 values from a chunk of any other mode.
+    """
+    count, number, size = take_number(data, 1), take_number(data, 5), take_number(data, HEAD + 1)
+    at = HEAD + ENTRY + size
+    if count > out.size or number > count + out.size // kernels.LONG_ZEROS or at > len(data):
+        raise CodecError("there are more gaps or values than a chunk has room for")
+    source = np.frombuffer(data, np.uint8)
+    gaps = streams.read(source, [data[HEAD]], [HEAD + ENTRY, at], [number], "gradients-gaps")[0]
+    values = borrow("gradients-values", 4 * count).view(np.uint32)
+    decode(data[at:], values.view(np.float32))
+    if not kernels.merge_sparse(gaps, values, out):
+        raise CodecError("gaps do not fit the values between them")
+
+
+def _append_stream(plane: Array, level: str, out: Array) -> int:
+    """Put a stream and its entry of a directory after the head; returns where it ends."""
+    made, effort = out[HEAD - 1 :], LEVELS[level]
+    made[1 + ENTRY : 1 + ENTRY + plane.size] = plane
+    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], made)
