@@ -7,7 +7,7 @@
  * with the end of its buffer before they use it. */
 #include "gradients.h"
 
-enum { LONG_ZEROS = 255, SCALED_WORDS = 256 };
+enum { LARGEST_SHIFT = 24, SCALED_WORDS = 256 };
 static const u32 ONE = 0x3F800000, LEAST_NORMAL = 0x00800000, INFINITE = 0x7F800000, STORED_BLOCK = 0x7FC00000;
 
 i64 API(count_words)(const u32 *words, i64 count) {
@@ -17,9 +17,15 @@ i64 API(count_words)(const u32 *words, i64 count) {
     return count - zeros;
 }
 
-i64 API(split_sparse)(const u32 *words, i64 count, u8 *gaps, i64 gaps_size, u32 *values, i64 values_size) {
-    if (!is_size(count) || !is_size(gaps_size) || !is_size(values_size)) return BAD_SIZE;
-    i64 number = 0, filled = 0, run = 0;
+/* Bytes of so many lows. */
+INLINE i64 lows_bytes(i64 number, i64 shift) { return (number * shift + 7) / 8; }
+
+i64 API(split_sparse)(const u32 *words, i64 count, i64 shift, u8 *gaps, i64 gaps_size, u8 *lows, i64 lows_size,
+                      u32 *values, i64 values_size) {
+    if (!is_size(count) || !is_size(gaps_size) || !is_size(lows_size) || !is_size(values_size)) return BAD_SIZE;
+    if (shift < 0 || shift > LARGEST_SHIFT || lows_size < lows_bytes(values_size, shift)) return BAD_SIZE;
+    i64 number = 0, filled = 0, run = 0, fill = 0;
+    u64 waiting = 0, mask = ((u64)1 << shift) - 1; /* fewer than 8 bits wait */
     for (i64 i = 0; i < count;) {
         if (i + 8 <= count) { /* zeros by eights */
             u32 any = 0;
@@ -35,29 +41,40 @@ i64 API(split_sparse)(const u32 *words, i64 count, u8 *gaps, i64 gaps_size, u32 
                 run++;
                 continue;
             }
-            i64 longs = run / LONG_ZEROS;
+            i64 high = run >> shift, longs = high / LONG_GAP;
             if (filled == values_size || number + longs >= gaps_size) return BAD_SIZE;
-            memset(gaps + number, LONG_ZEROS, (size_t)longs);
+            memset(gaps + number, LONG_GAP, (size_t)longs);
             number += longs;
-            gaps[number++] = (u8)(run - LONG_ZEROS * longs);
+            gaps[number++] = (u8)(high - LONG_GAP * longs);
             values[filled++] = words[i];
+            for (waiting |= ((u64)run & mask) << fill, fill += shift; fill >= 8; fill -= 8, waiting >>= 8)
+                *lows++ = (u8)waiting;
             run = 0;
         }
     }
+    if (fill) *lows = (u8)waiting;
     return number;
 }
 
-i64 API(merge_sparse)(const u8 *gaps, i64 gaps_size, const u32 *values, i64 values_size, u32 *words, i64 count) {
-    if (!is_size(gaps_size) || !is_size(values_size) || !is_size(count)) return BAD_SIZE;
+i64 API(merge_sparse)(const u8 *gaps, i64 gaps_size, i64 shift, const u8 *lows, i64 lows_size, const u32 *values,
+                      i64 values_size, u32 *words, i64 count) {
+    if (!is_size(count) || !is_size(gaps_size) || !is_size(lows_size) || !is_size(values_size)) return BAD_SIZE;
+    if (shift < 0 || shift > LARGEST_SHIFT || lows_size < lows_bytes(values_size, shift)) return BAD_SIZE;
     memset(words, 0, 4 * (size_t)count);
-    i64 place = 0, filled = 0;
+    i64 place = 0, filled = 0, fill = 0;
+    u64 waiting = 0, mask = ((u64)1 << shift) - 1;
     for (i64 i = 0; i < gaps_size; i++) {
-        place += gaps[i];
-        if (gaps[i] == LONG_ZEROS) continue;
-        if (place >= count || filled >= values_size) return 1;
+        place += (i64)gaps[i] << shift;
+        if (place >= count) return 1;
+        if (gaps[i] == LONG_GAP) continue;
+        if (filled >= values_size) return 1;
+        for (; fill < shift; fill += 8) waiting |= (u64)*lows++ << fill;
+        place += (i64)(waiting & mask);
+        waiting >>= shift, fill -= shift;
+        if (place >= count) return 1;
         words[place++] = values[filled++];
     }
-    return filled != values_size || (gaps_size && gaps[gaps_size - 1] == LONG_ZEROS);
+    return filled != values_size || (gaps_size && gaps[gaps_size - 1] == LONG_GAP);
 }
 
 /* The bits of a number that is neither zero, nor denormal, nor infinite, nor NaN. */

@@ -8,13 +8,17 @@
 /* Returns how many words are not zero. That of -0.0 is not. */
 i64 API(count_words)(const u32 *words, i64 count);
 
-/* Split words into those that are not zero and the gaps before them: how many zeros; 255 stands for 255 zeros and no word
- * yet. `values` needs as many elements as there are words that are not zero, `gaps` as many and count / 255.
- * Returns how many gaps. */
-i64 API(split_sparse)(const u32 *words, i64 count, u8 *gaps, i64 gaps_size, u32 *values, i64 values_size);
+/* Split words into those that are not zero and the gaps before them: how many zeros. Of a gap, the lowest `shift` bits, 24
+ * at most, go to `lows`, from the lowest bit of each byte up; the rest is a byte, where 255 stands for itself and no word
+ * yet. `values` needs as many elements as there are words that are not zero, `gaps` as many and count / 255, `lows` as
+ * many times `shift` bits, rounded up. Returns how many bytes of `gaps`. */
+i64 API(split_sparse)(const u32 *words, i64 count, i64 shift, u8 *gaps, i64 gaps_size, u8 *lows, i64 lows_size,
+                      u32 *values, i64 values_size);
 
-/* The words again. Returns 0, or 1 if a gap leaves them or if there are not as many gaps that end as values. */
-i64 API(merge_sparse)(const u8 *gaps, i64 gaps_size, const u32 *values, i64 values_size, u32 *words, i64 count);
+/* The words again. `lows` needs `shift` bits for each value, rounded up. Returns 0, or 1 if a gap leaves the words or if
+ * there are not as many gaps that end as values. */
+i64 API(merge_sparse)(const u8 *gaps, i64 gaps_size, i64 shift, const u8 *lows, i64 lows_size, const u32 *values,
+                      i64 values_size, u32 *words, i64 count);
 
 /* Returns the bits of the float32 factor from 1 up to 2 of which 64 of the words are multiples by bfloat16 numbers; 0 if
  * there is none. Whether all words are, divide_by_factor says. */

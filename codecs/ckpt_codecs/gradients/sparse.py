@@ -15,8 +15,8 @@ from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import borrow
 from ckpt_codecs.streams import LEVELS
 
-HEAD = 9
-"""The mode, how many values, how many gaps."""
+HEAD = 10
+"""The mode, how many values, how many bytes of gaps, the shift."""
 DENSE = 4
 """One value of so many that is not zero, and a chunk is none of these."""
 
@@ -31,14 +31,18 @@ def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array,
     count = kernels.count_words(words)
     if DENSE * count >= words.size:
         return None
+    shift = shift_of(words.size // count)
     values = borrow("gradients-values", 4 * count).view(np.uint32)
-    gaps = borrow("gradients-gaps", count + words.size // kernels.LONG_ZEROS)
-    number = kernels.split_sparse(words, gaps, values)
-    at = _append_stream(gaps[:number], level, out)
+    gaps = borrow("gradients-gaps", count + words.size // kernels.LONG_GAP)
+    lows = borrow("gradients-lows", kernels.lows_bytes(count, shift))
+    number = kernels.split_sparse(words, shift, gaps, lows, values)
+    at = _append_stream(gaps[:number], level, out) + lows.size
+    out[at - lows.size : at] = lows
     end = append(encode(values.view(np.float32), out[at:]), out, at)
     out[0] = SPARSE
     put_number(out, 1, count)
     put_number(out, 5, number)
+    out[9] = shift
     return out[:end].data if end <= words.nbytes else None
 
 
@@ -48,15 +52,24 @@ def decode_sparse(data: Bytes, out: Array, decode: Callable[[Bytes, Array], None
     `decode` fills float32 values from a chunk of any other mode.
     """
     count, number, size = take_number(data, 1), take_number(data, 5), take_number(data, HEAD + 1)
-    at = HEAD + ENTRY + size
-    if count > out.size or number > count + out.size // kernels.LONG_ZEROS or at > len(data):
+    shift, begin = data[9], HEAD + ENTRY
+    if count > out.size or number > count + out.size // kernels.LONG_GAP or shift > kernels.MOST_SHIFT:
         raise CodecError("there are more gaps or values than a chunk has room for")
+    middle = begin + size
+    end = middle + kernels.lows_bytes(count, shift)
+    if end > len(data):
+        raise CodecError("a chunk ends in its gaps")
     source = np.frombuffer(data, np.uint8)
-    gaps = streams.read(source, [data[HEAD]], [HEAD + ENTRY, at], [number], "gradients-gaps")[0]
+    gaps = streams.read(source, [data[HEAD]], [begin, middle], [number], "gradients-gaps")[0]
     values = borrow("gradients-values", 4 * count).view(np.uint32)
-    decode(data[at:], values.view(np.float32))
-    if not kernels.merge_sparse(gaps, values, out):
+    decode(data[end:], values.view(np.float32))
+    if not kernels.merge_sparse(gaps, shift, source[middle:end], values, out):
         raise CodecError("gaps do not fit the values between them")
+
+
+def shift_of(mean: int) -> int:
+    """How many of the lowest bits of gaps, of this mean, are noise: all but three bits of the mean."""
+    return min(max(mean.bit_length() - 3, 0), kernels.MOST_SHIFT)
 
 
 def _append_stream(plane: Array, level: str, out: Array) -> int:

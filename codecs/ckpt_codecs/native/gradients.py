@@ -14,8 +14,8 @@ from ckpt_codecs.native.library import ADDRESS, FLOAT, INT64, address, bind
 
 SIGNATURES = {
     "count_words": (INT64, ADDRESS, INT64),
-    "split_sparse": (INT64, *[ADDRESS, INT64] * 3),
-    "merge_sparse": (INT64, *[ADDRESS, INT64] * 3),
+    "split_sparse": (INT64, ADDRESS, INT64, INT64, *[ADDRESS, INT64] * 3),
+    "merge_sparse": (INT64, ADDRESS, INT64, INT64, *[ADDRESS, INT64] * 3),
     "find_factor": (INT64, ADDRESS, INT64),
     "divide_by_factor": (INT64, ADDRESS, INT64, FLOAT, ADDRESS),
     "multiply_by_factor": (INT64, ADDRESS, INT64, FLOAT, ADDRESS),
@@ -26,8 +26,10 @@ kernels = bind(SIGNATURES)
 
 BLOCK = 256
 """Words that share a scale."""
-LONG_ZEROS = 255
-"""A gap that stands for as many zeros, and no other word yet."""
+LONG_GAP = 255
+"""The byte of a gap that stands for as many, and no word yet."""
+MOST_SHIFT = 24
+"""The most bits of a gap that are no part of its byte."""
 
 _UINT8, _UINT16, _UINT32 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
 
@@ -37,24 +39,30 @@ def count_words(words: Array) -> int:
     return int(kernels.count_words(address(words, _UINT32), words.size))
 
 
-def split_sparse(words: Array, gaps: Array, values: Array) -> int:
-    """Split words into those that are not zero, to `values`, uint32, and the gaps before them, uint8.
+def lows_bytes(values: int, shift: int) -> int:
+    """Bytes that the lowest bits of the gaps before so many values take."""
+    return -(-values * shift // 8)
 
-    `values`: as many as words that are not zero. `gaps`: as many, and words.size // 255. Returns how many gaps.
+
+def split_sparse(words: Array, shift: int, gaps: Array, lows: Array, values: Array) -> int:
+    """Split words into those that are not zero, to `values`, uint32, and the gaps before them.
+
+    Of each gap the lowest `shift` bits go to `lows`, uint8, `lows_bytes` of them; the rest goes to `gaps`, uint8.
+    `values`: as many as words that are not zero. `gaps`: as many, and words.size // 255. Returns how many bytes of gaps.
     """
     return int(
         kernels.split_sparse(
-            *(address(words, _UINT32), words.size, address(gaps, _UINT8, writable=True), gaps.size),
-            *(address(values, _UINT32, writable=True), values.size),
+            *(address(words, _UINT32), words.size, shift, address(gaps, _UINT8, writable=True), gaps.size),
+            *(address(lows, _UINT8, writable=True), lows.size, address(values, _UINT32, writable=True), values.size),
         )
     )
 
 
-def merge_sparse(gaps: Array, values: Array, words: Array) -> bool:
-    """The words again; False if gaps, uint8, and values, uint32, do not fit them."""
+def merge_sparse(gaps: Array, shift: int, lows: Array, values: Array, words: Array) -> bool:
+    """The words again; False if gaps and values do not fit them."""
     failed = kernels.merge_sparse(
-        *(address(gaps, _UINT8), gaps.size, address(values, _UINT32), values.size),
-        *(address(words, _UINT32, writable=True), words.size),
+        *(address(gaps, _UINT8), gaps.size, shift, address(lows, _UINT8), lows.size),
+        *(address(values, _UINT32), values.size, address(words, _UINT32, writable=True), words.size),
     )
     return not failed
 
