@@ -172,7 +172,8 @@ INLINE bool is_scale(u32 scale) { return is_normal(scale) && scale < INFINITE &&
 INLINE u32 scale_of(u32 largest) {
     if (largest >= INFINITE) return STORED_BLOCK;
     double quotient = (double)float_of_bits(largest) / 127;
-    if (largest < LEAST_NORMAL || quotient < (double)float_of_bits(LEAST_NORMAL)) return STORED_BLOCK;
+    /* A denormal number is less than half of such a scale: its code is 0, whether a machine knows it or not. */
+    if (largest < LEAST_NORMAL || quotient < 2 * (double)float_of_bits(LEAST_NORMAL)) return STORED_BLOCK;
     u32 scale = (bits_of_float((float)quotient) + 0xFF) & ~(u32)0xFF;
     return 127 * (double)float_of_bits(scale) <= (double)float_of_bits(INFINITE - 1) ? scale : STORED_BLOCK;
 }

@@ -100,7 +100,7 @@ def _scale(largest: int) -> int:
     if largest == 0:
         return 0
     quotient = F64(U32(largest).view(F32)) / 127
-    if not LEAST_NORMAL <= largest < INFINITE or quotient < F64(U32(LEAST_NORMAL).view(F32)):
+    if not LEAST_NORMAL <= largest < INFINITE or quotient < 2 * F64(U32(LEAST_NORMAL).view(F32)):
         return NAN
     scale = (int(F32(quotient).view(U32)) + 0xFF) & ~0xFF
     return scale if 127 * F64(U32(scale).view(F32)) <= np.finfo(F32).max else NAN

@@ -9,8 +9,8 @@ from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import raw, same, words
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.gradients.chunk import BLOCKS, OfGradients, append, put_number, take_number
-from ckpt_codecs.kinds import ENTRY
+from ckpt_codecs.gradients.chunk import OfGradients, append, put_number, take_number
+from ckpt_codecs.kinds import BLOCKS, ENTRY
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
 from ckpt_codecs.native.gradients import BLOCK
@@ -27,9 +27,9 @@ STORED_SCALE = np.uint32(0x7FC00000)
 class Int8Gradients(OfGradients):
     """Blocks of 256 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
 
-    A scale is the largest magnitude of its block over 127, rounded to 16 significant bits. A finite value comes back with
-    an error of at most half the scale, and zero as zero. A block with a NaN or an infinity comes back to the bit; so does
-    one whose scale would be denormal, or whose products would not be finite.
+    A scale is the largest magnitude of its block over 127, rounded up to 16 significant bits, so that multiples are
+    exact. A finite value comes back with an error of at most half the scale, and zero as 0.0. A block with a NaN or an
+    infinity comes back to the bit; so does one whose scale would be below 2**-125, or with a product that is infinite.
     """
 
     name: ClassVar[str] = "gradients-int8"
@@ -49,12 +49,10 @@ class Int8Gradients(OfGradients):
         inner = Planes(self.level).encode_into(scales.view(np.float32), None, out[at + 4 :])
         put_number(out, at, len(inner))
         end = append(inner, out, at + 4)
-        if stored:
-            exact = bits[_stored_places(scales, bits.size)].view(np.uint8)
-            if end + exact.size > bits.nbytes:
+        for begin, limit in _stored_ranges(scales, bits.size) if stored else ():
+            if end + 4 * (limit - begin) > bits.nbytes:
                 return None
-            out[end : end + exact.size] = exact
-            end += exact.size
+            end = append(bits[begin:limit].view(np.uint8).data, out, end)
         out[0] = BLOCKS
         return out[:end].data if end <= bits.nbytes else None
 
@@ -73,12 +71,15 @@ class Int8Gradients(OfGradients):
         codes = streams.read(source, [data[1]], [HEAD, at], [bits.size], "gradients-codes")[0]
         if not kernels.restore_blocks(codes, scales, bits):
             raise CodecError("a scale is not a number of 16 significant bits")
-        stored = _stored_places(scales, bits.size) if end < len(data) or (scales == STORED_SCALE).any() else None
-        exact = source[end:]
-        if exact.size != (0 if stored is None else 4 * stored.size):
-            raise CodecError(f"{exact.size} bytes are not those of the blocks that are stored")
-        if stored is not None:
-            bits[stored] = np.frombuffer(exact.tobytes(), np.uint32)
+        stored = _stored_ranges(scales, bits.size)
+        exact = data[end:]
+        if len(exact) != 4 * sum(limit - begin for begin, limit in stored):
+            raise CodecError(f"{len(exact)} bytes are not those of the blocks that are stored")
+        at = 0
+        for begin, limit in stored:
+            size = 4 * (limit - begin)
+            bits[begin:limit].view(np.uint8)[:] = np.frombuffer(exact[at : at + size], np.uint8)
+            at += size
 
 
 def _blocks(size: int) -> int:
@@ -86,8 +87,7 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _stored_places(scales: Array, size: int) -> Array:
-    """Where the values lie whose blocks are stored: ascending indices."""
-    begins = BLOCK * np.flatnonzero(scales == STORED_SCALE)
-    places = (begins[:, None] + np.arange(BLOCK)).reshape(-1)
-    return places[places < size]
+def _stored_ranges(scales: Array, size: int) -> list[tuple[int, int]]:
+    """The blocks, of so many values in all, that are stored: begins and ends, ascending."""
+    begins = (BLOCK * np.flatnonzero(scales == STORED_SCALE)).tolist()
+    return [(begin, min(begin + BLOCK, size)) for begin in begins]

@@ -1,16 +1,11 @@
-"""What the codecs of gradients share: modes, checks of what they are given, and chunks inside chunks."""
+"""What the codecs of gradients share: checks of what they are given, and chunks inside chunks."""
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, DType
+from ckpt_codecs.base import Array, Bytes, DType, room
 from ckpt_codecs.chunked import Levelled
 from ckpt_codecs.chunks import MOST
 from ckpt_codecs.errors import CodecError, NotApplicable
-
-# The first byte of a chunk, after those of ckpt_codecs.kinds. They never change their meaning: docs/codecs.md.
-MULTIPLES = 8
-SPARSE = 9
-BLOCKS = 10
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -26,7 +21,8 @@ class OfGradients(Levelled):
         """
         if array.dtype != FLOAT32 or array.size > MOST:
             raise NotApplicable(f"a chunk of gradients is float32, {MOST} values at most: {array.dtype}, {array.size}")
-        return self._encode(array, out)
+        enough = room(array.nbytes)
+        return self._encode(array, out if out.size >= enough else np.empty(enough, np.uint8))
 
     def _encode(self, array: Array, out: Array) -> Bytes:
         raise NotImplementedError

@@ -6,10 +6,10 @@ from typing import ClassVar
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import plain, same, words
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.gradients.chunk import MULTIPLES, SPARSE, OfGradients
+from ckpt_codecs.gradients.chunk import OfGradients
 from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
 from ckpt_codecs.gradients.sparse import decode_sparse, encode_sparse
-from ckpt_codecs.kinds import PLANES
+from ckpt_codecs.kinds import MULTIPLES, PLANES, SPARSE
 from ckpt_codecs.planes import Planes, decode_planes
 
 

@@ -20,7 +20,7 @@ from ckpt_codecs.scratch import borrow
 class Bfloat16Gradients(OfGradients):
     """To nearest, ties to even (IEEE 754): a number beyond the largest bfloat16 becomes infinite.
 
-    A NaN stays one, without its payload. Values that are bfloat16 numbers already come back to the bit. Chunks are those
+    A NaN stays one, without its payload. Other values that are bfloat16 numbers come back to the bit. Chunks are those
     of `gradients-exact`.
     """
 

@@ -1,8 +1,8 @@
 """Values that are bfloat16 numbers times one float32 factor.
 
 A backward pass in bfloat16 gives gradients of 16 bits in arrays of 32; clipping them by their norm, as
-`torch.nn.utils.clip_grad_norm_` does, multiplies all of them by one number, which is not written anywhere. The factor is
-unknown up to powers of two, so it is one from 1 up to 2.
+`torch.nn.utils.clip_grad_norm_` does, multiplies all of them by one number, which is not written anywhere. It is
+unknown up to powers of two, so the factor is from 1 up to 2.
 """
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import words
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.gradients.chunk import MULTIPLES, append, put_number, take_number
+from ckpt_codecs.gradients.chunk import append, put_number, take_number
+from ckpt_codecs.kinds import MULTIPLES
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.planes import Planes
 from ckpt_codecs.scratch import borrow

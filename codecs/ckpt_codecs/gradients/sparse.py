@@ -8,8 +8,8 @@ from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import LEAST, MOST
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.gradients.chunk import SPARSE, append, put_number, take_number
-from ckpt_codecs.kinds import ENTRY
+from ckpt_codecs.gradients.chunk import append, put_number, take_number
+from ckpt_codecs.kinds import ENTRY, SPARSE
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import borrow

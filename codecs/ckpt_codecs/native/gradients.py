@@ -48,7 +48,7 @@ def split_sparse(words: Array, shift: int, gaps: Array, lows: Array, values: Arr
     """Split words into those that are not zero, to `values`, uint32, and the gaps before them.
 
     Of each gap the lowest `shift` bits go to `lows`, uint8, `lows_bytes` of them; the rest goes to `gaps`, uint8.
-    `values`: as many as words that are not zero. `gaps`: as many, and words.size // 255. Returns how many bytes of gaps.
+    `values`: as many as words that are not zero. `gaps`: as many, and words.size // 255. Returns how many of these.
     """
     return int(
         kernels.split_sparse(
