@@ -22,7 +22,8 @@ from ckpt_codecs.gradients import (
     find_factor,
     gradient_codec,
 )
-from ckpt_codecs.kinds import BLOCKS, MULTIPLES, PLANES, RAW, SAME, SPARSE
+from ckpt_codecs.gradients.magnitudes import encode_magnitudes
+from ckpt_codecs.kinds import BLOCKS, MAGNITUDES, MULTIPLES, PLANES, RAW, SAME, SPARSE
 from ckpt_codecs.native import lossless
 from codec_fuzz import mutations
 from effort import examples
@@ -155,7 +156,7 @@ def test_whole_chunks_come_back(values: Array) -> None:
         ("dense", "int8", BLOCKS, 0.83),
         ("bfloat16", "exact", MULTIPLES, 1.43),
         ("clipped", "exact", MULTIPLES, 1.43),
-        ("sparse", "exact", SPARSE, 0.042),
+        ("sparse", "exact", SPARSE, 0.041),
         ("sparse", "bf16", SPARSE, 0.022),
         ("sparse", "int8", BLOCKS, 0.026),
         ("sparse-clipped", "exact", SPARSE, 0.022),
@@ -180,6 +181,22 @@ def test_a_sparse_chunk_keeps_negative_zeros() -> None:
     data = ExactGradients().encode(values, None)
     assert data[0] == SPARSE
     assert bits(ExactGradients().decode(data, values.shape, values.dtype)) == bits(values)
+
+
+@given(st.integers(0, 1 << 32), st.integers(0, 3000))
+def test_magnitudes_come_back(seed: int, n: int) -> None:
+    """Of values with any mantissa and either sign, over as many binades as fit and one more."""
+    random = np.random.default_rng(seed)
+    least, binades = random.integers(0, 225, dtype=U32), random.integers(1, 33)
+    exponents = least + random.integers(0, binades, n, U32)
+    values = (exponents << U32(23) | random.integers(0, 1 << 32, n, U32) & U32(0x807FFFFF)).view(F32)
+    chunk = encode_magnitudes(values, "default")
+    if n < 512 or np.ptp(values.view(U32) << U32(1) >> U32(21)) > 255:
+        assert chunk is None
+    else:
+        assert chunk is not None
+        assert chunk[0] == MAGNITUDES
+        assert bits(ExactGradients().decode(bytes(chunk), values.shape, values.dtype)) == bits(values)
 
 
 @given(st.floats(2**-20, 2**20, width=32), st.integers(0, 1 << 32))
@@ -262,6 +279,7 @@ HOSTILE: list[tuple[str, Array]] = [
     ("dense", gradients(0, 3000)),
     ("scaled", rounded(gradients(1, 3000)) * F32(0.7)),
     ("sparse", largest(gradients(2, 9000), 0.1)),
+    ("sparse-many", largest(gradients(9, 60_000), 0.03)),
     ("sparse-scaled", largest(rounded(gradients(3, 30_000)), 0.05) * F32(0.7)),
     ("sparse-few", largest(gradients(4, 5000), 0.002)),
     ("stored", np.concatenate([gradients(5, 3000), AWKWARD, gradients(6, 700)])),
@@ -329,6 +347,8 @@ def test_a_sparse_chunk_that_does_not_fit_is_refused() -> None:
     refused(sparse_chunk(2, b"\x03\x04", 8, b"\x00", inner), 1000)
     refused(sparse_chunk(2, b"\x03\x04", 0, b"", inner, number=0xFFFFFFFF), 1000)
     refused(sparse_chunk(0xFFFFFFFF, b"\x03\x04", 0, b"", inner), 1000)
+    for end in range(4):
+        refused(bytes([MAGNITUDES, 0, 0, 0])[: end + 1], 10)
     refused(sparse_chunk(10, b"\x00" * 10, 0, b"", sparse_chunk(2, b"\x03\x04", 0, b"", inner)), 10)
 
 

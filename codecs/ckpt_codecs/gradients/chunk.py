@@ -29,7 +29,7 @@ class OfGradients(Levelled):
 
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
         check_dtype(out.dtype)
-        super().decode_into(data, out, base)
+        super().decode_into(memoryview(data), out, base)  # of which parts are no copies
 
 
 def check_dtype(dtype: DType) -> None:

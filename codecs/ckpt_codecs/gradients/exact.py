@@ -7,9 +7,10 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunks import plain, same, words
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.gradients.chunk import OfGradients
+from ckpt_codecs.gradients.magnitudes import decode_magnitudes, encode_magnitudes
 from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
 from ckpt_codecs.gradients.sparse import decode_sparse, encode_sparse
-from ckpt_codecs.kinds import MULTIPLES, PLANES, SPARSE
+from ckpt_codecs.kinds import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
 from ckpt_codecs.planes import Planes, decode_planes
 
 
@@ -25,11 +26,16 @@ class ExactGradients(OfGradients):
 
     def _encode(self, array: Array, out: Array) -> Bytes:
         return (
-            same(array) or encode_sparse(words(array), self.level, out, self._encode_dense) or self._dense(array, out)
+            same(array) or encode_sparse(words(array), self.level, out, self._encode_values) or self._dense(array, out)
         )
 
-    def _encode_dense(self, array: Array, out: Array) -> Bytes:
-        return same(array) or self._dense(array, out)
+    def _encode_values(self, values: Array, out: Array) -> Bytes:
+        """A chunk of the values of a sparse one."""
+        chunk = same(values) or self._dense(values, out)
+        if chunk[0] not in (RAW, PLANES):
+            return chunk
+        other = encode_magnitudes(values, self.level)
+        return chunk if other is None or len(chunk) <= len(other) else other
 
     def _dense(self, array: Array, out: Array) -> Bytes:
         factor = find_factor(array)
@@ -53,6 +59,8 @@ def decode_own(name: str, data: Bytes, out: Array) -> None:
 def _decode_dense(name: str, data: Bytes, out: Array) -> None:
     if data[0] == MULTIPLES:
         decode_scaled(data, words(out))
+    elif data[0] == MAGNITUDES:
+        decode_magnitudes(data, words(out))
     elif data[0] == PLANES:
         decode_planes(data, out)
     else:
