@@ -20,39 +20,52 @@ i64 API(count_words)(const u32 *words, i64 count) {
 /* Bytes of so many lows. */
 INLINE i64 lows_bytes(i64 number, i64 shift) { return (number * shift + 7) / 8; }
 
+/* The places of the words that are not zero among `size`, 256 at most; returns how many. Words of which many are zero and
+ * many are not would mislead a branch for each. */
+INLINE i64 find_places(const u32 *words, i64 size, u8 places[256]) {
+    i64 found = 0, i = 0;
+    for (; i + 8 <= size; i += 8) {
+        u32 any = 0;
+        for (i64 j = 0; j < 8; j++) any |= words[i + j];
+        if (!any) continue;
+        for (i64 j = 0; j < 8; j++) {
+            places[found] = (u8)(i + j);
+            found += words[i + j] != 0;
+        }
+    }
+    for (; i < size; i++)
+        if (words[i]) places[found++] = (u8)i;
+    return found;
+}
+
 i64 API(split_sparse)(const u32 *words, i64 count, i64 shift, u8 *gaps, i64 gaps_size, u8 *lows, i64 lows_size,
                       u32 *values, i64 values_size) {
     if (!is_size(count) || !is_size(gaps_size) || !is_size(lows_size) || !is_size(values_size)) return BAD_SIZE;
     if (shift < 0 || shift > LARGEST_SHIFT || lows_size < lows_bytes(values_size, shift)) return BAD_SIZE;
-    i64 number = 0, filled = 0, run = 0, fill = 0;
-    u64 waiting = 0, mask = ((u64)1 << shift) - 1; /* fewer than 8 bits wait */
-    for (i64 i = 0; i < count;) {
-        if (i + 8 <= count) { /* zeros by eights */
-            u32 any = 0;
-            for (i64 j = 0; j < 8; j++) any |= words[i + j];
-            if (!any) {
-                run += 8;
-                i += 8;
-                continue;
+    i64 number = 0, filled = 0, next = 0, fill = 0;
+    u64 waiting = 0, mask = ((u64)1 << shift) - 1; /* fewer than 32 bits wait */
+    for (i64 begin = 0; begin < count; begin += 256) {
+        u8 places[256 + 1]; /* one more is written than found */
+        i64 found = find_places(words + begin, min(count - begin, 256), places);
+        if (found > values_size - filled) return BAD_SIZE;
+        for (i64 i = 0; i < found; i++) {
+            i64 place = begin + places[i], run = place - next, high = run >> shift;
+            for (; high >= LONG_GAP; high -= LONG_GAP) {
+                if (number == gaps_size) return BAD_SIZE;
+                gaps[number++] = LONG_GAP;
             }
-        }
-        for (i64 end = min(i + 8, count); i < end; i++) {
-            if (!words[i]) {
-                run++;
-                continue;
+            if (number == gaps_size) return BAD_SIZE;
+            gaps[number++] = (u8)high;
+            values[filled++] = words[place];
+            next = place + 1;
+            waiting |= ((u64)run & mask) << fill, fill += shift;
+            if (fill >= 32) {
+                store32(lows, (u32)waiting);
+                lows += 4, waiting >>= 32, fill -= 32;
             }
-            i64 high = run >> shift, longs = high / LONG_GAP;
-            if (filled == values_size || number + longs >= gaps_size) return BAD_SIZE;
-            memset(gaps + number, LONG_GAP, (size_t)longs);
-            number += longs;
-            gaps[number++] = (u8)(high - LONG_GAP * longs);
-            values[filled++] = words[i];
-            for (waiting |= ((u64)run & mask) << fill, fill += shift; fill >= 8; fill -= 8, waiting >>= 8)
-                *lows++ = (u8)waiting;
-            run = 0;
         }
     }
-    if (fill) *lows = (u8)waiting;
+    for (; fill > 0; fill -= 8, waiting >>= 8) *lows++ = (u8)waiting;
     return number;
 }
 
