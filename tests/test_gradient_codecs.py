@@ -221,6 +221,28 @@ def test_gradients_without_a_factor_have_none() -> None:
     assert encode_scaled(gradients(), float("nan"), np.empty(room(4 * CHUNK), np.uint8)) is None
 
 
+def test_no_byte_depends_on_denormals_being_switched_off() -> None:
+    """As training does; chunks are read where they are not."""
+    import torch
+
+    random = np.random.default_rng(0)
+    tiny = (random.integers(0, 1 << 26, 3000, U32) | random.integers(0, 2, 3000, U32) << U32(31)).view(F32)
+    all_values = [tiny, np.concatenate([tiny[:10], gradients(0, 3000)]), largest(tiny, 0.1)]
+    all_values += [(tiny.view(U32) & U32(0xFFFF0000)).view(F32), rounded(gradients(1, 3000)) * F32(1e-35)]
+    codecs = [gradient_codec(name) for name in GRADIENT_CODECS]
+    written = [bytes(codec.encode(values, None)) for codec in codecs for values in all_values]
+    read = [bits(decoded(codec, values)) for codec in codecs for values in all_values]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush denormals")
+    try:
+        again = [bytes(codec.encode(values, None)) for codec in codecs for values in all_values]
+        reread = [bits(decoded(codec, values)) for codec in codecs for values in all_values]
+    finally:
+        torch.set_flush_denormal(False)
+    assert again == written
+    assert reread == read
+
+
 # --- what a codec is given
 
 
@@ -329,6 +351,30 @@ def refused(data: bytes, n: int, codec: Codec | None = None) -> None:
 def sparse_chunk(count: int, gaps: bytes, shift: int, lows: bytes, inner: bytes, number: int | None = None) -> bytes:
     head = struct.pack("<BIIBBI", SPARSE, count, len(gaps) if number is None else number, shift, 0, len(gaps))
     return head + gaps + lows + inner
+
+
+def test_multiples_are_what_the_specification_says() -> None:
+    numbers = np.array([0x3F80, 0xBFC0, 0x8000, 0x0000, 0x4049], np.uint16)
+    for factor in (1.0, 1.5, float(F32(1.1))):
+        chunk = struct.pack("<BfB", MULTIPLES, factor, RAW) + numbers.tobytes()
+        expected = np.array([1, -1.5, -0.0, 0, 3.140625], F32) * F32(factor)
+        assert bits(ExactGradients().decode(chunk, (5,), np.dtype(F32))) == bits(expected)
+    denormal_and_nans = np.array([1, 0x7F81, 0xFFFF], np.uint16)
+    exact = ExactGradients().decode(
+        struct.pack("<BfB", MULTIPLES, 1, RAW) + denormal_and_nans.tobytes(), (3,), np.dtype(F32)
+    )
+    assert exact.view(np.uint16).tolist() == [0, 1, 0, 0x7F81, 0, 0xFFFF]
+
+
+def test_magnitudes_are_what_the_specification_says() -> None:
+    values = gradients(0, 600)
+    turned = [int(word) << 1 & 0xFFFFFFFF | int(word) >> 31 for word in values.view(U32)]
+    least = min(word >> 21 for word in turned)
+    made = [((word >> 21) - least) << 24 | (word >> 5 & 0xFFFF) << 8 | word & 31 for word in turned]
+    planes = [bytes(word >> 8 * k & 255 for word in made) for k in range(4)]
+    directory = b"".join(struct.pack("<BI", 0, len(plane)) for plane in planes)
+    chunk = struct.pack("<BH", MAGNITUDES, least) + directory + b"".join(planes)
+    assert bits(ExactGradients().decode(chunk, values.shape, values.dtype)) == bits(values)
 
 
 def test_a_sparse_chunk_that_does_not_fit_is_refused() -> None:
