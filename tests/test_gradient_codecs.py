@@ -202,15 +202,15 @@ def test_magnitudes_come_back(seed: int, n: int) -> None:
 @given(st.floats(2**-20, 2**20, width=32), st.integers(0, 1 << 32))
 def test_a_factor_is_the_one_that_multiplied(factor: float, seed: int) -> None:
     values = rounded(gradients(seed, 2000)) * F32(factor)
-    found = find_factor(values)
-    assert found is not None
-    assert found == np.frexp(F32(factor))[0] * 2
+    factor_again = find_factor(values)
+    assert factor_again is not None
+    assert factor_again == np.frexp(F32(factor))[0] * 2
     out = np.empty(room(values.nbytes), np.uint8)
-    data = encode_scaled(values, found, out)
+    data = encode_scaled(values, factor_again, out)
     assert data is not None
     assert bits(ExactGradients().decode(data, values.shape, values.dtype)) == bits(values)
     values[1234] = np.nextafter(values[1234], F32(np.inf))
-    assert encode_scaled(values, found, out) is None
+    assert encode_scaled(values, factor_again, out) is None
 
 
 def test_gradients_without_a_factor_have_none() -> None:
@@ -312,11 +312,11 @@ HOSTILE: list[tuple[str, Array]] = [
 
 def survives(codec: Codec, data: bytes, n: int) -> None:
     try:
-        made = codec.decode(data, (n,), np.dtype(F32), None)
+        result = codec.decode(data, (n,), np.dtype(F32), None)
     except CodecError:
         return
-    assert made.shape == (n,)
-    assert made.dtype == F32
+    assert result.shape == (n,)
+    assert result.dtype == F32
 
 
 @EACH
@@ -370,8 +370,8 @@ def test_magnitudes_are_what_the_specification_says() -> None:
     values = gradients(0, 600)
     turned = [int(word) << 1 & 0xFFFFFFFF | int(word) >> 31 for word in values.view(U32)]
     least = min(word >> 21 for word in turned)
-    made = [((word >> 21) - least) << 24 | (word >> 5 & 0xFFFF) << 8 | word & 31 for word in turned]
-    planes = [bytes(word >> 8 * k & 255 for word in made) for k in range(4)]
+    result = [((word >> 21) - least) << 24 | (word >> 5 & 0xFFFF) << 8 | word & 31 for word in turned]
+    planes = [bytes(word >> 8 * k & 255 for word in result) for k in range(4)]
     directory = b"".join(struct.pack("<BI", 0, len(plane)) for plane in planes)
     chunk = struct.pack("<BH", MAGNITUDES, least) + directory + b"".join(planes)
     assert bits(ExactGradients().decode(chunk, values.shape, values.dtype)) == bits(values)

@@ -170,8 +170,8 @@ def test_a_factor_is_the_one_that_multiplied() -> None:
     for _ in range(1000):
         numbers = (random.normal(0, 1e-3, 300).astype(F32).view(U32) & U32(0xFFFF0000)).view(F32)
         factor = F32(random.uniform(1, 2)) * F32(2.0 ** random.integers(-9, 9))
-        found = gradients.find_factor((numbers * factor).view(U32))
-        assert found == 0x3F800000 | int(factor.view(U32)) & 0x7FFFFF
+        result = gradients.find_factor((numbers * factor).view(U32))
+        assert result == 0x3F800000 | int(factor.view(U32)) & 0x7FFFFF
 
 
 def test_arrays_of_other_sizes_are_refused() -> None:

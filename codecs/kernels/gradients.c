@@ -23,19 +23,19 @@ INLINE i64 lows_bytes(i64 number, i64 shift) { return (number * shift + 7) / 8; 
 /* The places of the words that are not zero among `size`, 256 at most; returns how many. Words of which many are zero and
  * many are not would mislead a branch for each. */
 INLINE i64 find_places(const u32 *words, i64 size, u8 places[256]) {
-    i64 found = 0, i = 0;
+    i64 total = 0, i = 0;
     for (; i + 8 <= size; i += 8) {
         u32 any = 0;
         for (i64 j = 0; j < 8; j++) any |= words[i + j];
         if (!any) continue;
         for (i64 j = 0; j < 8; j++) {
-            places[found] = (u8)(i + j);
-            found += words[i + j] != 0;
+            places[total] = (u8)(i + j);
+            total += words[i + j] != 0;
         }
     }
     for (; i < size; i++)
-        if (words[i]) places[found++] = (u8)i;
-    return found;
+        if (words[i]) places[total++] = (u8)i;
+    return total;
 }
 
 i64 API(split_sparse)(const u32 *words, i64 count, i64 shift, u8 *gaps, i64 gaps_size, u8 *lows, i64 lows_size,
@@ -45,10 +45,10 @@ i64 API(split_sparse)(const u32 *words, i64 count, i64 shift, u8 *gaps, i64 gaps
     i64 number = 0, filled = 0, next = 0, fill = 0;
     u64 waiting = 0, mask = ((u64)1 << shift) - 1; /* fewer than 32 bits wait */
     for (i64 begin = 0; begin < count; begin += 256) {
-        u8 places[256 + 1]; /* one more is written than found */
-        i64 found = find_places(words + begin, min(count - begin, 256), places);
-        if (found > values_size - filled) return BAD_SIZE;
-        for (i64 i = 0; i < found; i++) {
+        u8 places[256 + 1]; /* one more is written than there are */
+        i64 total = find_places(words + begin, min(count - begin, 256), places);
+        if (total > values_size - filled) return BAD_SIZE;
+        for (i64 i = 0; i < total; i++) {
             i64 place = begin + places[i], run = place - next, high = run >> shift;
             for (; high >= LONG_GAP; high -= LONG_GAP) {
                 if (number == gaps_size) return BAD_SIZE;
@@ -97,9 +97,9 @@ INLINE bool is_normal(u32 word) { return (word << 1) - (LEAST_NORMAL << 1) < (IN
 INLINE u32 upper_half_rounded(u32 word) { return (word + 0x7FFF + (word >> 16 & 1)) >> 16; }
 
 /* Does the word come back? Without branches, so that loops become vectors. */
-INLINE u32 divide(u32 word, float factor, float inverse, u32 *made) {
+INLINE u32 divide(u32 word, float factor, float inverse, u32 *number) {
     u32 value = upper_half_rounded(bits_of_float(float_of_bits(word) * inverse));
-    *made = value;
+    *number = value;
     u32 is_zero = (word << 1 | value << 17) == 0, is_safe = (u32)is_normal(word) & (u32)is_normal(value << 16);
     u32 is_same = bits_of_float(float_of_bits(value << 16) * factor) == word;
     return (is_zero | is_safe) & is_same;

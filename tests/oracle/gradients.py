@@ -17,11 +17,11 @@ def split_sparse(words: Array, shift: int, gaps: Array, lows: Array, values: Arr
     places = np.flatnonzero(words)
     values[:] = words[places]
     runs = np.diff(places, prepend=-1) - 1
-    made = [part for run in runs >> shift for part in (*[LONG_GAP] * (run // LONG_GAP), run % LONG_GAP)]
-    gaps[: len(made)] = made
+    parts = [part for run in runs >> shift for part in (*[LONG_GAP] * (run // LONG_GAP), run % LONG_GAP)]
+    gaps[: len(parts)] = parts
     bits = runs[:, None] >> np.arange(shift) & 1
     lows[: -(-bits.size // 8)] = np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")
-    return len(made)
+    return len(parts)
 
 
 def merge_sparse(gaps: Array, shift: int, lows: Array, values: Array, words: Array) -> bool:

@@ -36,8 +36,8 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
     rest = turned & _REST
     planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
     out = borrow("gradients-magnitudes", HEAD + 20 + planes.nbytes)
-    made = out[HEAD - 1 :]
-    end = HEAD - 1 + lossless.write_planes(planes, False, effort.worth, effort.survey, made)
+    area = out[HEAD - 1 :]
+    end = HEAD - 1 + lossless.write_planes(planes, False, effort.worth, effort.survey, area)
     out[0] = MAGNITUDES
     out[1:HEAD] = np.frombuffer(int(least).to_bytes(2, "little"), np.uint8)
     return out[:end].data

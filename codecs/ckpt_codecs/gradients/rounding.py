@@ -32,9 +32,9 @@ class Bfloat16Gradients(OfGradients):
         wide = borrow("gradients-wide", 4 * array.size).view(np.uint32)
         lossless.to_bfloat16(words(array), numbers)
         kernels.multiply_by_factor(numbers, 1.0, wide)
-        found = same(wide) or encode_sparse(wide, self.level, out, self._encode_values)
-        if found is not None:
-            return found
+        chunk = same(wide) or encode_sparse(wide, self.level, out, self._encode_values)
+        if chunk is not None:
+            return chunk
         return encode_multiples(numbers, 1.0, out, self.level) if array.size >= LEAST else raw(wide, out)
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:

@@ -22,14 +22,14 @@ DENSE = 4
 
 
 def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array, Array], Bytes]) -> Bytes | None:
-    """A chunk of words, uint32, made in `out`; None if a fourth of them are not zero, or it gains nothing.
+    """A chunk of words, uint32, written to `out`; None if a fourth of them are not zero, none is, or it gains nothing.
 
     `encode` makes a chunk of float32 values in the memory that it is given.
     """
     if not LEAST <= words.size <= MOST:
         return None
     count = kernels.count_words(words)
-    if DENSE * count >= words.size:
+    if not count or DENSE * count >= words.size:
         return None
     shift = shift_of(words.size // count)
     values = borrow("gradients-values", 4 * count).view(np.uint32)
@@ -74,6 +74,6 @@ def shift_of(mean: int) -> int:
 
 def _append_stream(plane: Array, level: str, out: Array) -> int:
     """Put a stream and its entry of a directory after the head; returns where it ends."""
-    made, effort = out[HEAD - 1 :], LEVELS[level]
-    made[1 + ENTRY : 1 + ENTRY + plane.size] = plane
-    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], made)
+    area, effort = out[HEAD - 1 :], LEVELS[level]
+    area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
+    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], area)
