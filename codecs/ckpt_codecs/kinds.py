@@ -21,3 +21,8 @@ EXPECTED = 4
 SCALED = 5
 WORDS = 6
 STEPS = 7
+# Of chunks of gradients alone.
+MULTIPLES = 8
+SPARSE = 9
+BLOCKS = 10
+MAGNITUDES = 11

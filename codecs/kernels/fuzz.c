@@ -159,12 +159,16 @@ static u8 *mutate(const u8 *valid, i64 size, i64 head, i64 *made) {
 #include "fuzz_lossless.c"
 #include "fuzz_deltas.c"
 #include "fuzz_lossy.c"
+#include "fuzz_gradients.c"
 
 static struct {
     const char *name;
     void (*round)(void);
     i64 reads, rounds;
-} families[] = {{"lossless", fuzz_lossless, 0, 0}, {"deltas", fuzz_deltas, 0, 0}, {"lossy", fuzz_lossy, 0, 0}};
+} families[] = {{"lossless", fuzz_lossless, 0, 0},
+                {"deltas", fuzz_deltas, 0, 0},
+                {"lossy", fuzz_lossy, 0, 0},
+                {"gradients", fuzz_gradients, 0, 0}};
 enum { FAMILIES = sizeof families / sizeof *families };
 
 int main(int count, char **arguments) {

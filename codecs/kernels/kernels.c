@@ -33,3 +33,6 @@
 
 #include "stepping.h"
 #include "stepping.c"
+
+#include "gradients.h"
+#include "gradients.c"

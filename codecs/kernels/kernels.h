@@ -37,8 +37,8 @@ typedef int64_t i64;
 #define max(a, b) ((a) > (b) ? (a) : (b))
 
 /* The sources are compiled once for each level of CPU, and each level has a prefix of its own: v2_encode, v3_encode.
- * All that Python calls is named API(name) and declared in lossless.h, deltas.h, lossy.h or
- * stepping.h; all else is static. */
+ * All that Python calls is named API(name) and declared in lossless.h, deltas.h, lossy.h,
+ * stepping.h or gradients.h; all else is static. */
 #ifndef LEVEL
 #define LEVEL v1
 #endif

@@ -1,0 +1,36 @@
+"""Codecs of the gradients that a training run logs, chunk by chunk. docs/codecs.md specifies the bytes.
+
+They are no codecs of checkpoints: no table of those has them.
+"""
+
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.gradients.blocks import Int8Gradients
+from ckpt_codecs.gradients.exact import ExactGradients
+from ckpt_codecs.gradients.rounding import Bfloat16Gradients
+from ckpt_codecs.gradients.scaled import encode_scaled, find_factor
+
+GRADIENT_CODECS: dict[str, type[Codec]] = {"exact": ExactGradients, "bf16": Bfloat16Gradients, "int8": Int8Gradients}
+"""By the names that users type."""
+
+
+def gradient_codec(name: str) -> Codec:
+    """A codec with its defaults. Raises `CodecError` if none has this name.
+
+    >>> gradient_codec("bf16").config()
+    {'name': 'gradients-bf16', 'level': 'default'}
+    """
+    if name not in GRADIENT_CODECS:
+        raise CodecError(f"no codec of gradients is called {name!r}; there are: {', '.join(GRADIENT_CODECS)}")
+    return GRADIENT_CODECS[name]()
+
+
+__all__ = [
+    "GRADIENT_CODECS",
+    "Bfloat16Gradients",
+    "ExactGradients",
+    "Int8Gradients",
+    "encode_scaled",
+    "find_factor",
+    "gradient_codec",
+]

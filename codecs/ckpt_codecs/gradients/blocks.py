@@ -1,0 +1,93 @@
+"""Gradients as 8-bit codes, with a scale for each block."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ckpt_codecs import streams
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import raw, same, words
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.gradients.chunk import OfGradients, append, put_number, take_number
+from ckpt_codecs.kinds import BLOCKS, ENTRY
+from ckpt_codecs.native import gradients as kernels
+from ckpt_codecs.native import lossless
+from ckpt_codecs.native.gradients import BLOCK
+from ckpt_codecs.planes import Planes
+from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import LEVELS
+
+HEAD = 1 + ENTRY
+STORED_SCALE = np.uint32(0x7FC00000)
+"""The bits in the place of a scale where a block is stored as it is."""
+
+
+@dataclass(frozen=True)
+class Int8Gradients(OfGradients):
+    """Blocks of 256 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
+
+    A scale is the largest magnitude of its block over 127, rounded up to 16 significant bits, so that multiples are
+    exact. A finite value comes back with an error of at most half the scale, and zero as 0.0. A block with a NaN or an
+    infinity comes back to the bit; so does one whose scale would be below 2**-125, or with a product that is infinite.
+    """
+
+    name: ClassVar[str] = "gradients-int8"
+    lossless: ClassVar[bool] = False
+
+    def _encode(self, array: Array, out: Array) -> Bytes:
+        return same(array) or self._encode_blocks(words(array), out) or raw(array, out)
+
+    def _encode_blocks(self, bits: Array, out: Array) -> Bytes | None:
+        """A chunk of mode 10; None if it gains nothing."""
+        scales = borrow("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
+        stored = kernels.quantise_blocks(bits, scales, out[HEAD : HEAD + bits.size])
+        if 2 * stored > scales.size or not bits.size:
+            return None
+        effort = LEVELS[self.level]
+        at = lossless.write_streams([bits.size], [effort.worth], [effort.survey], out)
+        inner = Planes(self.level).encode_into(scales.view(np.float32), None, out[at + 4 :])
+        put_number(out, at, len(inner))
+        end = append(inner, out, at + 4)
+        for begin, limit in _stored_ranges(scales, bits.size) if stored else ():
+            if end + 4 * (limit - begin) > bits.nbytes:
+                return None
+            end = append(bits[begin:limit].view(np.uint8).data, out, end)
+        out[0] = BLOCKS
+        return out[:end].data if end <= bits.nbytes else None
+
+    def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
+        if data[0] != BLOCKS:
+            raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
+        bits = words(out)
+        at = HEAD + take_number(data, 2)
+        middle = at + 4
+        end = middle + take_number(data, at)
+        if end > len(data):
+            raise CodecError("a chunk ends in its scales")
+        source = np.frombuffer(data, np.uint8)
+        scales = borrow("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
+        Planes().decode_into(data[middle:end], scales.view(np.float32), None)
+        codes = streams.read(source, [data[1]], [HEAD, at], [bits.size], "gradients-codes")[0]
+        if not kernels.restore_blocks(codes, scales, bits):
+            raise CodecError("a scale is not a number of 16 significant bits")
+        stored = _stored_ranges(scales, bits.size)
+        exact = data[end:]
+        if len(exact) != 4 * sum(limit - begin for begin, limit in stored):
+            raise CodecError(f"{len(exact)} bytes are not those of the blocks that are stored")
+        at = 0
+        for begin, limit in stored:
+            size = 4 * (limit - begin)
+            bits[begin:limit].view(np.uint8)[:] = np.frombuffer(exact[at : at + size], np.uint8)
+            at += size
+
+
+def _blocks(size: int) -> int:
+    """How many blocks so many values have, the last one shorter."""
+    return -(-size // BLOCK)
+
+
+def _stored_ranges(scales: Array, size: int) -> list[tuple[int, int]]:
+    """The blocks, of so many values in all, that are stored: begins and ends, ascending."""
+    begins = (BLOCK * np.flatnonzero(scales == STORED_SCALE)).tolist()
+    return [(begin, min(begin + BLOCK, size)) for begin in begins]

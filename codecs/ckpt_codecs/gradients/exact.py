@@ -1,0 +1,73 @@
+"""Gradients to the last bit."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import plain, same, words
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.gradients.chunk import OfGradients
+from ckpt_codecs.gradients.magnitudes import decode_magnitudes, encode_magnitudes
+from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
+from ckpt_codecs.gradients.sparse import decode_sparse, encode_sparse
+from ckpt_codecs.kinds import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
+from ckpt_codecs.planes import Planes, decode_planes
+
+
+@dataclass(frozen=True)
+class ExactGradients(OfGradients):
+    """One value, few values among zeros, bfloat16 numbers times one factor, or planes: the first that holds the chunk.
+
+    Equality is of bits: -0.0 is no zero, and NaNs keep their payloads.
+    """
+
+    name: ClassVar[str] = "gradients-exact"
+    lossless: ClassVar[bool] = True
+
+    def _encode(self, array: Array, out: Array) -> Bytes:
+        return (
+            same(array) or encode_sparse(words(array), self.level, out, self._encode_values) or self._dense(array, out)
+        )
+
+    def _encode_values(self, values: Array, out: Array) -> Bytes:
+        """A chunk of the values of a sparse one."""
+        chunk = same(values) or self._dense(values, out)
+        if chunk[0] not in (RAW, PLANES):
+            return chunk
+        other = encode_magnitudes(values, self.level)
+        return chunk if other is None or len(chunk) <= len(other) else other
+
+    def _dense(self, array: Array, out: Array) -> Bytes:
+        factor = find_factor(array)
+        chunk = None if factor is None else encode_scaled(array, factor, out, self.level)
+        if chunk is not None and len(chunk) <= array.nbytes:
+            return chunk
+        return Planes(self.level).encode_into(array, None, out)
+
+    def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
+        decode_own(self.name, data, out)
+
+
+def decode_own(name: str, data: Bytes, out: Array) -> None:
+    """Fill float32 values from a chunk of a mode that is not plain. Raises `CodecError` if it is damaged."""
+    if data[0] == SPARSE:
+        decode_sparse(data, words(out), lambda inner, values: _decode_inner(name, inner, values))
+    else:
+        _decode_dense(name, data, out)
+
+
+def _decode_dense(name: str, data: Bytes, out: Array) -> None:
+    if data[0] == MULTIPLES:
+        decode_scaled(data, words(out))
+    elif data[0] == MAGNITUDES:
+        decode_magnitudes(data, words(out))
+    elif data[0] == PLANES:
+        decode_planes(data, out)
+    else:
+        raise CodecError(f"{name} has no chunks of mode {data[0]}")
+
+
+def _decode_inner(name: str, data: Bytes, out: Array) -> None:
+    """The same of the values of a sparse chunk, which are not sparse themselves."""
+    if not plain(data, out):
+        _decode_dense(name, data, out)

@@ -1,0 +1,54 @@
+"""Values that are left where small ones were set to zero: magnitudes above a threshold, most of them close to it.
+
+Within a binade smaller ones are more frequent, so the code of the exponent takes in three bits of the mantissa.
+"""
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import LEAST_FLOATS, words
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.kinds import MAGNITUDES
+from ckpt_codecs.native import lossless
+from ckpt_codecs.planes import read_planes
+from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import LEVELS
+
+HEAD = 3
+"""The mode, the least top."""
+_TOP, _LOW = np.uint32(21), np.uint32(5)
+"""Bits below the top of a magnitude with its sign behind it, and bits of its last plane."""
+_REST, _LAST = np.uint32((1 << 21) - 1), np.uint32(31)
+_ONE, _BYTE, _PLACE = np.uint32(1), np.uint32(8), np.uint32(24)
+
+
+def encode_magnitudes(values: Array, level: str) -> Bytes | None:
+    """A chunk of float32 values, in scratch of this thread; None if their magnitudes differ by more than 2**31."""
+    bits, effort = words(values), LEVELS[level]
+    if bits.size < LEAST_FLOATS:
+        return None
+    turned = bits << _ONE | bits >> np.uint32(31)
+    tops = turned >> _TOP
+    least = tops.min()
+    tops -= least
+    if tops.max() > 255:
+        return None
+    rest = turned & _REST
+    planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
+    out = borrow("gradients-magnitudes", HEAD + 20 + planes.nbytes)
+    area = out[HEAD - 1 :]
+    end = HEAD - 1 + lossless.write_planes(planes, False, effort.worth, effort.survey, area)
+    out[0] = MAGNITUDES
+    out[1:HEAD] = np.frombuffer(int(least).to_bytes(2, "little"), np.uint8)
+    return out[:end].data
+
+
+def decode_magnitudes(data: Bytes, out: Array) -> None:
+    """Fill words, uint32, from a chunk of mode 11. Raises `CodecError` if it is damaged."""
+    if len(data) < HEAD:
+        raise CodecError("a chunk ends in its head")
+    least = np.uint32(int.from_bytes(data[1:HEAD], "little"))
+    planes = borrow("gradients-magnitudes", out.nbytes).view(np.uint32)
+    read_planes(data[HEAD - 1 :], planes, False)
+    turned = (planes >> _PLACE) + least << _TOP | (planes >> _BYTE & np.uint32(0xFFFF)) << _LOW | planes & _LAST
+    out[:] = turned >> _ONE | turned << np.uint32(31)

@@ -1,0 +1,79 @@
+"""Chunks that are mostly zeros: where the other values stand, and the values."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ckpt_codecs import streams
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunks import LEAST, MOST
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.gradients.chunk import append, put_number, take_number
+from ckpt_codecs.kinds import ENTRY, SPARSE
+from ckpt_codecs.native import gradients as kernels
+from ckpt_codecs.native import lossless
+from ckpt_codecs.scratch import borrow
+from ckpt_codecs.streams import LEVELS
+
+HEAD = 10
+"""The mode, how many values, how many bytes of gaps, the shift."""
+DENSE = 4
+"""One value of so many that is not zero, and a chunk is none of these."""
+
+
+def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array, Array], Bytes]) -> Bytes | None:
+    """A chunk of words, uint32, written to `out`; None if a fourth of them are not zero, none is, or it gains nothing.
+
+    `encode` makes a chunk of float32 values in the memory that it is given.
+    """
+    if not LEAST <= words.size <= MOST:
+        return None
+    count = kernels.count_words(words)
+    if not count or DENSE * count >= words.size:
+        return None
+    shift = shift_of(words.size // count)
+    values = borrow("gradients-values", 4 * count).view(np.uint32)
+    gaps = borrow("gradients-gaps", count + words.size // kernels.LONG_GAP)
+    lows = borrow("gradients-lows", kernels.lows_bytes(count, shift))
+    number = kernels.split_sparse(words, shift, gaps, lows, values)
+    at = _append_stream(gaps[:number], level, out) + lows.size
+    out[at - lows.size : at] = lows
+    end = append(encode(values.view(np.float32), out[at:]), out, at)
+    out[0] = SPARSE
+    put_number(out, 1, count)
+    put_number(out, 5, number)
+    out[9] = shift
+    return out[:end].data if end <= words.nbytes else None
+
+
+def decode_sparse(data: Bytes, out: Array, decode: Callable[[Bytes, Array], None]) -> None:
+    """Fill words, uint32, from a chunk of mode 9. Raises `CodecError` if it is damaged.
+
+    `decode` fills float32 values from a chunk of any other mode.
+    """
+    count, number, size = take_number(data, 1), take_number(data, 5), take_number(data, HEAD + 1)
+    shift, begin = data[9], HEAD + ENTRY
+    if count > out.size or number > count + out.size // kernels.LONG_GAP or shift > kernels.MOST_SHIFT:
+        raise CodecError("there are more gaps or values than a chunk has room for")
+    middle = begin + size
+    end = middle + kernels.lows_bytes(count, shift)
+    if end > len(data):
+        raise CodecError("a chunk ends in its gaps")
+    source = np.frombuffer(data, np.uint8)
+    gaps = streams.read(source, [data[HEAD]], [begin, middle], [number], "gradients-gaps")[0]
+    values = borrow("gradients-values", 4 * count).view(np.uint32)
+    decode(data[end:], values.view(np.float32))
+    if not kernels.merge_sparse(gaps, shift, source[middle:end], values, out):
+        raise CodecError("gaps do not fit the values between them")
+
+
+def shift_of(mean: int) -> int:
+    """How many of the lowest bits of gaps, of this mean, are noise: all but three bits of the mean."""
+    return min(max(mean.bit_length() - 3, 0), kernels.MOST_SHIFT)
+
+
+def _append_stream(plane: Array, level: str, out: Array) -> int:
+    """Put a stream and its entry of a directory after the head; returns where it ends."""
+    area, effort = out[HEAD - 1 :], LEVELS[level]
+    area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
+    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], area)
