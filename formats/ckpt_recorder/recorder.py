@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.errors import CkptError, OutputError, Unsupported
-from ckpt_formats.gradients.codecs import gradient_codec
 from ckpt_formats.gradients.layout import EXACTNESS, Exactness
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken

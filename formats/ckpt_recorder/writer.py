@@ -22,8 +22,8 @@ import numpy as np
 
 from ckpt_codecs import Codec
 from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.codecs import gradient_codec
 from ckpt_formats.gradients.layout import RankLayout
 from ckpt_formats.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.gradients.segment import rank_file

@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 
 from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.gradients import gradient_codec
 from ckpt_codecs.stepping import OptimizerStep
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.coded import chunk_count
@@ -22,7 +23,6 @@ from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape, flat_boxes
-from ckpt_formats.gradients.codecs import gradient_codec
 from ckpt_formats.gradients.layout import CHUNK, ChunkRange, Piece, Vector
 from ckpt_formats.gradients.optimizers import step_of
 from ckpt_formats.gradients.record import MAX_CHUNK_OVERHEAD, Kind, Record, hash_values
