@@ -69,6 +69,11 @@ class Segment:
         """Why files do not end with a whole record, by file: what a killed writer or a dead machine leaves."""
         return {log.path: log.torn for log in self.logs if log.torn is not None}
 
+    @cached_property
+    def has_ended(self) -> bool:
+        """Did every rank close its log?"""
+        return all(any(record.kind is Kind.END for record in log.records) for log in self.logs)
+
     @property
     def nbytes(self) -> int:
         """Of all whole records."""
