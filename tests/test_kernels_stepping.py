@@ -42,7 +42,7 @@ def steps(name: str, states: int, optional: int, numbers: int, has_vectors: bool
         if name == "step_sgd":
             others[-1:-1] = [bool(random.random() < 0.3), bool(random.random() < 0.5)]
         if name == "step_adam_deepspeed":
-            others[0] = stepping.Decaying(random.integers(0, 3))
+            others[0] = stepping.Decaying(int(random.integers(0, 3)))
 
         def run(engine: Engine) -> Any:
             own = [None if array is None else array.copy() for array in arrays]
@@ -93,6 +93,11 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     for states in ([eight, eight, seven], [eight, seven, eight], [seven, eight, eight]):
         with pytest.raises(CodecError, match="one size"):
             stepping.step_adam(*states, None, eight, 8, *[1.0] * 9)
+        with pytest.raises(CodecError, match="one size"):
+            stepping.step_adam_deepspeed(*states, eight, 8, stepping.Decaying.NOTHING, *[1.0] * 8)
+        for step in (stepping.step_adagrad, stepping.step_lion):
+            with pytest.raises(CodecError, match="one size"):
+                step(*states, *[1.0] * 4)
     with pytest.raises(CodecError, match="one size"):
         stepping.step_sgd(eight, seven, eight, 8, 1, 0, 0.9, 1, False, False, 0.1)
     with pytest.raises(CodecError, match="a kernel needs"):

@@ -21,7 +21,7 @@ Where it was built for none of these, no element lies in a whole vector."""
 class DeepSpeedCpuAdam:
     """Adam, or AdamW if `adamw_mode`: the bits of `deepspeed.ops.adam.DeepSpeedCPUAdam` with float32 states.
 
-    The operator computes in float32 what torch computes in float64, the powers of the betas among it: each is the one of
+    The operator computes in float32 what torch computes in float64, the powers of the betas among it: each is that of
     the step before times beta. After a checkpoint was loaded it begins anew, with a power that is rounded once.
 
     Attributes:

@@ -13,8 +13,9 @@ AVERAGE = "exp_avg"
 class Lion:
     """Lion (Chen et al., arXiv 2302.06675), written with torch's operations: the same bits on CPUs.
 
-    Weights `p`, gradients `g`, the average `m`: `p.mul_(1 - lr * weight_decay).sub_(m.lerp(g, 1 - beta1).sign(), alpha=lr)`,
-    then `m.lerp_(g, 1 - beta2)`. All elements are rounded alike, whatever `vectors` is.
+    For the weights w, their gradient g and the average m these are `w.mul_(1 - lr * weight_decay)`,
+    `w.sub_(m.lerp(g, 1 - beta1).sign(), alpha=lr)` and `m.lerp_(g, 1 - beta2)`. All elements are rounded alike,
+    whatever `vectors` is.
     """
 
     lr: float
