@@ -191,12 +191,11 @@ def test_deepspeeds_adam_is_nearly_torchs_and_its_powers_begin_anew(decoupled: b
     for expected, state in train(optimizer, {"lr": 1e-3, **options}, step, 1003).values():
         np.testing.assert_allclose(state, expected, rtol=1e-4, atol=1e-6)
     ends = []
-    for begin in (0, 1, 700, 1000):
+    for begin in (0, 1, 30):
         states = {name: np.full(3, 0.25, np.float32) for name in step.states} | {"param": np.zeros(3, np.float32)}
-        replace(step, powers_from=begin).apply(states, np.ones(3, np.float32), 1000, 0)
+        replace(step, powers_from=begin).apply(states, np.ones(3, np.float32), 30, 0)
         ends.append(states["param"].tobytes())
-    assert ends[0] == ends[1]
-    assert len(set(ends)) > 1
+    assert ends[0] == ends[1] != ends[2]
 
 
 def test_vectors_are_counted_from_the_beginning_of_a_tensor_by_their_width() -> None:
