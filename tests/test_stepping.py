@@ -105,8 +105,8 @@ def test_gradient_descent_has_the_bits_of_every_implementation_of_torchs(
 @pytest.mark.parametrize("lr_decay", [0.0, 0.1])
 @pytest.mark.parametrize("initial", [0.0, 0.1])
 def test_adagrad_has_the_bits_of_torchs_fused_kernel(lr_decay: float, initial: float) -> None:
-    for decay, maximize in product((0.0, 0.1), (False, True)):
-        options: dict[str, Any] = {"lr_decay": lr_decay, "weight_decay": decay, "maximize": maximize}
+    for (decay, eps), maximize in product(((0.0, 1e-10), (0.1, 1e-6)), (False, True)):
+        options: dict[str, Any] = {"lr_decay": lr_decay, "weight_decay": decay, "eps": eps, "maximize": maximize}
         for size in EVERY_SIZE:
             given = {"lr": 1e-2, "fused": True, "initial_accumulator_value": initial, **options}
             assert differing(torch.optim.Adagrad, given, Adagrad(1e-2, **options), size) == 0, (options, size)

@@ -22,9 +22,9 @@ pytestmark = [
 SCRIPT = Path(__file__).parent / "stepping_jobs" / "cpu_adam.py"
 STEPS = 12
 OPTIONS = [
-    {"weight_decay": decay, "adamw_mode": decoupled, "bias_correction": corrected, "betas": betas}
-    for decay, decoupled, corrected, betas in product(
-        (0.0, 0.1), (True, False), (True, False), ((0.9, 0.95), (0.9, 0.999), (0.5, 0.9))
+    {"weight_decay": decay, "eps": eps, "adamw_mode": decoupled, "bias_correction": corrected, "betas": betas}
+    for (decay, eps), decoupled, corrected, betas in product(
+        ((0.0, 1e-8), (0.1, 1e-6)), (True, False), (True, False), ((0.9, 0.95), (0.9, 0.999), (0.5, 0.9))
     )
 ]
 SIZES = [*range(1, 101), 1003, 65_539]
