@@ -63,7 +63,9 @@ def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> li
 
     Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
     """
-    named = {one.folder for one in (*chain.members, *chain.segments)} if chain is not None else set()
+    named = set[str]()
+    if chain is not None:
+        named = {member.folder for member in chain.members} | {segment.folder for segment in chain.segments}
     found = []
     for entry in sorted(run.iterdir()):
         staged = _STAGED.fullmatch(entry.name)
