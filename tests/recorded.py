@@ -18,6 +18,7 @@ def differences(mine: Checkpoint, saved: Checkpoint) -> dict[str, str]:
 
 def _in_names(mine: Checkpoint, saved: Checkpoint) -> Iterator[tuple[str, str]]:
     names, others = ({p.name for p in one.parameters.values() if p.role != "extra"} for one in (mine, saved))
+    names |= mine.aliases.keys() & others  # DCP has the weights under both names
     for name in sorted(names ^ others):
         yield name, "not restored" if name in others else "not saved"
     if not names & others:
@@ -25,8 +26,10 @@ def _in_names(mine: Checkpoint, saved: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _in_values(mine: Checkpoint, saved: Checkpoint) -> Iterator[tuple[str, str]]:
-    for name in sorted(mine.parameters.keys() & saved.parameters.keys()):
-        states, others = _states(mine, name), _states(saved, name)
+    for name in sorted((mine.parameters.keys() | mine.aliases.keys()) & saved.parameters.keys()):
+        states, others = _states(mine, mine.aliases.get(name, name)), _states(saved, name)
+        if name in mine.aliases:  # its states are those of the other name
+            states = {MODEL: states[MODEL]}
         for state in sorted(states.keys() ^ others.keys()):
             if not _is_fresh({**states, **others}[state]):
                 yield f"{name}: {state}", "not restored" if state in others else "not saved"
@@ -37,18 +40,27 @@ def _in_values(mine: Checkpoint, saved: Checkpoint) -> Iterator[tuple[str, str]]
             elif a.tobytes() != b.tobytes():
                 unequal = a.reshape(-1).view(f"u{a.itemsize}") != b.reshape(-1).view(f"u{b.itemsize}")
                 yield f"{name}: {state}", f"{unequal.sum()} of {a.size} values differ"
-        steps = [one.parameters[name].values.get("step", 0) for one in (mine, saved)]
+        if name in mine.aliases:
+            continue
+        steps = [_count(one, name) for one in (mine, saved)]
         if steps[0] != steps[1]:
             yield f"{name}: step", f"{steps[0]}, saved {steps[1]}"
 
 
 def _states(checkpoint: Checkpoint, name: str) -> Mapping[str, Array]:
-    states = {state: read(tensor) for state, tensor in checkpoint.parameters[name].states.items()}
+    states = {state: read(held) for state, held in checkpoint.parameters[name].states.items() if state != "step"}
     master = states.get(MASTER)
     if master is not None and MODEL in states and states[MODEL].dtype == master.dtype:
         assert states.pop(MODEL).tobytes() == master.tobytes()
         states[MODEL] = states.pop(MASTER)
     return states
+
+
+def _count(checkpoint: Checkpoint, name: str) -> float:
+    """How many steps a parameter has taken: a value, or a tensor of one element; 0 if the optimizer does not count."""
+    parameter = checkpoint.parameters[name]
+    held = parameter.states.get("step")
+    return float(parameter.values.get("step", 0) if held is None else read(held).item())
 
 
 def _is_fresh(values: Array) -> bool:

@@ -54,7 +54,8 @@ class Run:
                 loss.backward()
                 losses.append(loss.detach())
             if self.scaler is None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=False)
+                if self.kind.tp == 1:  # tensors on several meshes have no norm in common
+                    nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=False)
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
