@@ -176,7 +176,7 @@ class RankRecording:
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
         vectors = self._copy_gradients(optimizer, self._slots[slot])
-        meta: dict[str, Any] = {"groups": self._groups_of(optimizer)}
+        meta: dict[str, Any] = {"groups": self._groups_of(number)}
         self._logged_groups[number] = meta["groups"]
         chunks = None
         if number:
@@ -237,10 +237,11 @@ class RankRecording:
 
     def _groups(self) -> list[Any]:
         """The options of all groups of all optimizers, as they are now."""
-        return [self._groups_of(optimizer) for optimizer in self._run.optimizers]
+        return [self._groups_of(number) for number in range(len(self._run.optimizers))]
 
-    def _groups_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        return encode([group_options(optimizer, group) for group in optimizer.param_groups])
+    def _groups_of(self, number: int) -> Any:
+        optimizer = self._run.optimizers[number]
+        return encode([group_options(optimizer, group) for group in self._run.groups_of(number)])
 
     def record_fingerprint(self, step: int) -> None:
         """The hash of each chunk of each state, as it is now."""

@@ -56,6 +56,8 @@ class TrackedRun:
     group_names: tuple[tuple[tuple[str, ...], ...], ...]
     """By optimizer and group: the names of the parameters, in order."""
     aliases: Mapping[str, str]
+    groups: tuple[list[dict[str, Any]], ...] | None = None
+    """The parameter groups by optimizer, where the engine shows its optimizer one at a time."""
     is_shared: bool = True
     """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
     parts: int = 1
@@ -66,6 +68,10 @@ class TrackedRun:
     """What the engine resumes with, besides what is recorded."""
     after_step: tuple[Any, str] | None = None
     """An object of the engine, and the name of its method, after which a step is done and `notes` are of it."""
+
+    def groups_of(self, number: int) -> list[dict[str, Any]]:
+        """The parameter groups of an optimizer, with the options that they have now."""
+        return self.optimizers[number].param_groups if self.groups is None else self.groups[number]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
