@@ -1,0 +1,108 @@
+"""Runs of real engines, recorded: every step is restored to the bit, and engines go on from it as if nothing had been."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_formats.registry import open_checkpoint
+from damage import ckpt
+from recorded import differences
+from recording_jobs import launch
+from recording_jobs.kinds import AFTER, KINDS, MIDDLE
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+CHAINS = ("based.chain", "bare.chain")
+APPROXIMATE = ("zero2_offload",)
+"""DeepSpeed's own Adam for CPUs has another arithmetic."""
+CLOSE = 1e-6
+"""Over other numbers of ranks, sums are made in another order."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from a restored state."""
+
+    kind: str
+    chain: str
+    written: tuple[object, ...]
+    """How `ckpt restore` is to write it."""
+    changes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.kind, self.chain.partition(".")[0], *self.written[1:], *self.changes.values())))
+
+
+DCP = ("--to", "dcp")
+RESUMED = [
+    Resumed("plain", "bare.chain", DCP),
+    Resumed("scaler_fused", "bare.chain", DCP),
+    Resumed("ddp", "based.chain", DCP),
+    Resumed("fsdp2", "bare.chain", DCP),
+    Resumed("fsdp2", "based.chain", DCP, {"shards": 3}),
+    Resumed("hsdp_2x2", "based.chain", DCP),
+    Resumed("fsdp2_tp_2x2", "bare.chain", DCP),
+    Resumed("zero1", "based.chain", ("--to", "deepspeed", "--dp", 2)),
+    Resumed("zero3", "bare.chain", ("--to", "deepspeed", "--dp", 2, "--zero", 3)),
+    Resumed("zero3", "based.chain", ("--to", "deepspeed", "--dp", 4, "--zero", 3), {"shards": 4}),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all recorded runs."""
+    out = tmp_path_factory.mktemp("recorded")
+    launch.train(KINDS, out)
+    return out
+
+
+def log_of(run: Path) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((run / "log.json").read_text())
+    return said
+
+
+@pytest.mark.parametrize("at", ["middle", "end"])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("kind", [name for name in KINDS if name not in APPROXIMATE])
+def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str, runs: Path, tmp_path: Path) -> None:
+    run = runs / kind
+    done = ckpt("restore", run / chain, tmp_path / "state", "--step", log_of(run)[at])
+    assert done.code == 0, done.err
+    assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
+
+
+@pytest.mark.parametrize("kind", APPROXIMATE)
+def test_a_step_with_another_arithmetic_is_called_approximate(kind: str, runs: Path, tmp_path: Path) -> None:
+    assert log_of(runs / kind)["exactness"] == "approximate"
+    done = ckpt("restore", runs / kind / "bare.chain", tmp_path / "state", "--step", MIDDLE)
+    assert done.code == 0, done.err
+    assert "approximate" in done.err
+
+
+@pytest.fixture(scope="module")
+def resumed(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses of all runs that go on, each from the middle step."""
+    out = tmp_path_factory.mktemp("resumed")
+    jobs = []
+    for one in RESUMED:
+        run, state = runs / one.kind, out / str(one)
+        done = ckpt("restore", run / one.chain, state, "--step", log_of(run)["middle"], *one.written)
+        assert done.code == 0, done.err
+        report = out / f"{one}.json"
+        jobs.append({"checkpoint": state, "kind": one.kind, "changes": one.changes, "report": report})
+    launch.resume_all(jobs, out)
+    return {str(one): json.loads((out / f"{one}.json").read_text()) for one in RESUMED}
+
+
+@pytest.mark.parametrize("one", RESUMED, ids=str)
+def test_losses_go_on_as_those_of_the_run_nobody_killed(
+    one: Resumed, runs: Path, resumed: dict[str, list[float]]
+) -> None:
+    expected = log_of(runs / one.kind)["losses"][MIDDLE : MIDDLE + AFTER]
+    if one.changes:
+        assert resumed[str(one)][:1] == pytest.approx(expected[:1], rel=CLOSE)
+    else:
+        assert resumed[str(one)] == expected
