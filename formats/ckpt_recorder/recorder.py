@@ -19,7 +19,7 @@ from ckpt_formats.gradients.layout import EXACTNESS, Exactness
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
-from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout, rank_part
+from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part
 from ckpt_recorder.run import TrackedRun, count_of, plain_run
 from ckpt_recorder.writer import Settings
 
@@ -157,28 +157,37 @@ class Recorder:
                 draft_layout(run, self._probed, parts, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        layout = segment.layout.ranks[self._rank]
-        options = self.options
+        problem = self._start(part, segment)
+        problems = [one for one in ranks.gather(problem) if one is not None]
+        if problems:
+            self._end(problems[0])
+            ranks.gather(None)  # all writers have ended
+            self._on_rank_0(lambda: segments.abandon(self.chain, segment))
+            raise OutputError(f"the log of gradients cannot be written: {problems[0]}", where=segment.path)
+        try:
+            self._on_rank_0(lambda: segments.publish(self.chain, segment))
+        except CkptError as error:
+            self._end(str(error))
+            raise
+        self.broken = None
+
+    def _start(self, part: RankPart, segment: segments.NewSegment) -> str | None:
+        """Have the writer write where the segment begins. Returns why it cannot be done."""
+        layout, options = segment.layout.ranks[self._rank], self.options
         settings = Settings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
             *(options.flush, options.flush_seconds),
         )
-        problem = None
         try:
-            self._recording = RankRecording(run, part, layout, settings, self._rank)
+            self._recording = RankRecording(self._run, part, layout, settings, self._rank)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
             self._recording.record_buffers(self.step, with_frozen=True)
             self._recording.record_fingerprint(self.step)
             self._recording.settle()
-        except WriterBroken as error:
-            problem = str(error)
-        problems = [one for one in ranks.gather(problem) if one is not None]
-        if problems:
-            self._end(problems[0])
-            raise OutputError(f"the log of gradients cannot be written: {problems[0]}", where=segment.path)
-        self._on_rank_0(lambda: segments.publish(self.chain, segment))
-        self.broken = None
+        except Exception as error:  # the other ranks wait to hear of it
+            return str(error) or type(error).__name__
+        return None
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """What rank 0 gets from `work`, on all ranks; or its error."""
@@ -188,6 +197,8 @@ class Recorder:
                 result = work()
             except CkptError as error:
                 result = error
+            except Exception as error:  # the other ranks wait to hear of it
+                result = OutputError(f"the log of gradients cannot be begun: {error}", where=self.chain)
         result = ranks.broadcast(result)
         if isinstance(result, CkptError):
             raise result
@@ -292,7 +303,7 @@ class Recorder:
         self._end(None)
         try:
             self._begin()
-        except (OutputError, Unsupported) as error:
+        except CkptError as error:
             self.broken = str(error)
             self._first = self.step
 
