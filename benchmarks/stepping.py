@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_codecs.stepping import Adam, OptimizerStep, Sgd, whole_vectors
+from ckpt_codecs.stepping import Adagrad, Adam, OptimizerStep, Sgd, whole_vectors
 
 CHUNK = 1 << 18
 """Elements of a chunk of a checkpoint: states are replayed so."""
@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], OptimizerStep
     "AdamW, amsgrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}, Adam(1e-3, weight_decay=0.01, amsgrad=True)),
     "SGD, momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, Sgd(1e-2, momentum=0.9)),
     "SGD": (torch.optim.SGD, {"lr": 1e-2}, Sgd(1e-2)),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}, Adagrad(1e-2)),
 }
 
 

@@ -23,7 +23,7 @@ from ckpt_formats.transfer import Transfer, as_bytes
 from ckpt_formats.universal.coded_state import flat
 from ckpt_formats.universal.replay import Replayed
 
-Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed"]
+Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed", "log", "replay"]
 
 
 @dataclass(frozen=True)

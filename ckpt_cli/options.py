@@ -80,6 +80,20 @@ class PlacesCommand(click.Command):
         return rest
 
 
+class LastSegments(click.ParamType[int]):
+    """`last:N`, or `all`, which is None."""
+
+    name = "segments"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "all":
+            return None  # type: ignore[return-value]
+        match = re.fullmatch(r"last:(\d{1,18})", str(value))
+        if match is None:
+            self.fail(f"{value!r} is not last:N or all", param, ctx)
+        return int(match[1])
+
+
 class Numbers(click.ParamType[tuple[int, ...]]):
     """Whole numbers with commas between them."""
 

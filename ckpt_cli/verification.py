@@ -15,12 +15,15 @@ from ckpt_formats.chain import index
 from ckpt_formats.errors import Corrupt, Incomplete
 
 
-def verify(path: Path, reading: Reading, effort: Effort, as_json: bool) -> bool:
-    """Check all that can be checked, with a bar, and say what was found. Is all well?"""
+def verify(path: Path, reading: Reading, effort: Effort, replay: bool, as_json: bool) -> bool:
+    """Check all that can be checked, with a bar, and say what was found. Is all well?
+
+    With `replay`, the steps that a chain's log of gradients has are done again, and compared with what the run had.
+    """
     began = time.monotonic()
     try:
         if (path / index.NAME).is_file():
-            return chains.verify(path, effort, as_json)
+            return chains.verify(path, effort, replay, as_json)
         return _verify(path, reading, effort, as_json)
     except (Corrupt, Incomplete) as error:
         report.unreadable(path, error, survey(path, error, effort), time.monotonic() - began, as_json)

@@ -28,7 +28,7 @@ def number(random: np.random.Generator) -> float:
     return float(random.choice([0.0, 1.0, 0.1, 0.5, 0.9, 1e-3, random.random()]))
 
 
-def steps(name: str, states: int, optional: int, numbers: int) -> None:
+def steps(name: str, states: int, optional: int, numbers: int, has_vectors: bool = True) -> None:
     """Register a step: so many states, of which the last ones may be missing, a gradient, and so many numbers."""
 
     @TRIALS.of(name)
@@ -36,14 +36,17 @@ def steps(name: str, states: int, optional: int, numbers: int) -> None:
         arrays: list[Array | None] = [values(random, n) for _ in range(states)]
         for i in range(states - optional, states):
             arrays[i] = None if random.random() < 0.3 else arrays[i]
-        gradients, vectors = values(random, n), int(random.integers(0, n + 1))
+        gradients = values(random, n)
+        vectors = [int(random.integers(0, n + 1))] if has_vectors else []
         others = [float(random.choice([1.0, -1.0])), *(number(random) for _ in range(numbers))]
         if name == "step_sgd":
             others[-1:-1] = [bool(random.random() < 0.3), bool(random.random() < 0.5)]
+        if name == "step_adam_deepspeed":
+            others[0] = stepping.Decaying(int(random.integers(0, 3)))
 
         def run(engine: Engine) -> Any:
             own = [None if array is None else array.copy() for array in arrays]
-            getattr(engine, name)(*own, gradients, vectors, *others)
+            getattr(engine, name)(*own, gradients, *vectors, *others)
             return [array for array in own if array is not None]
 
         return run
@@ -51,6 +54,9 @@ def steps(name: str, states: int, optional: int, numbers: int) -> None:
 
 steps("step_adam", 4, 1, 8)
 steps("step_sgd", 2, 1, 4)
+steps("step_adam_deepspeed", 3, 0, 8)
+steps("step_adagrad", 2, 0, 3, has_vectors=False)
+steps("step_lion", 2, 0, 3, has_vectors=False)
 
 
 def test_no_kernel_of_the_header_is_forgotten() -> None:
@@ -87,6 +93,11 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     for states in ([eight, eight, seven], [eight, seven, eight], [seven, eight, eight]):
         with pytest.raises(CodecError, match="one size"):
             stepping.step_adam(*states, None, eight, 8, *[1.0] * 9)
+        with pytest.raises(CodecError, match="one size"):
+            stepping.step_adam_deepspeed(*states, eight, 8, stepping.Decaying.NOTHING, *[1.0] * 8)
+        for step in (stepping.step_adagrad, stepping.step_lion):
+            with pytest.raises(CodecError, match="one size"):
+                step(*states, *[1.0] * 4)
     with pytest.raises(CodecError, match="one size"):
         stepping.step_sgd(eight, seven, eight, 8, 1, 0, 0.9, 1, False, False, 0.1)
     with pytest.raises(CodecError, match="a kernel needs"):

@@ -11,12 +11,23 @@ import torch
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
-from ckpt_codecs.stepping import Adam, OptimizerStep, Sgd, whole_vectors
+from ckpt_codecs.stepping import (
+    DEEPSPEED_VECTOR,
+    Adagrad,
+    Adam,
+    DeepSpeedCpuAdam,
+    Lion,
+    OptimizerStep,
+    Sgd,
+    whole_vectors,
+)
+from engines.lion import Lion as LionOfTorch
 
 SIZES = (1003, 64, 31, 7)
 """With whole vectors alone, with a rest, and with nothing else."""
 LARGE = 70_003
 """So many that torch divides them among its threads."""
+EVERY_SIZE = (*range(1, 34), 63, 100, 1003)
 STEPS = 6
 
 
@@ -32,7 +43,7 @@ def train(
     random = torch.Generator().manual_seed(size)
     weights = torch.nn.Parameter(torch.randn(size, generator=random) * 0.02)
     reference = optimizer([weights], **options)
-    states = {name: np.zeros(size, np.float32) for name in step.states}
+    states = {name: np.full(size, options.get("initial_accumulator_value", 0), np.float32) for name in step.states}
     states["param"][:] = weights.detach().numpy()
     for count in range(1, STEPS + 1):
         weights.grad = gradient(random, size)
@@ -90,6 +101,35 @@ def test_gradient_descent_has_the_bits_of_every_implementation_of_torchs(
             assert differing(torch.optim.SGD, given, Sgd(1e-2, **options), size) == 0, (options, size)
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("lr_decay", [0.0, 0.1])
+@pytest.mark.parametrize("initial", [0.0, 0.1])
+def test_adagrad_has_the_bits_of_torchs_fused_kernel(lr_decay: float, initial: float) -> None:
+    for (decay, eps), maximize in product(((0.0, 1e-10), (0.1, 1e-6)), (False, True)):
+        options: dict[str, Any] = {"lr_decay": lr_decay, "weight_decay": decay, "eps": eps, "maximize": maximize}
+        for size in EVERY_SIZE:
+            given = {"lr": 1e-2, "fused": True, "initial_accumulator_value": initial, **options}
+            assert differing(torch.optim.Adagrad, given, Adagrad(1e-2, **options), size) == 0, (options, size)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.5, 0.3)], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lion_has_the_bits_of_torchs_operations(betas: tuple[float, float], decay: float) -> None:
+    options: dict[str, Any] = {"betas": betas, "weight_decay": decay}
+    for size in EVERY_SIZE:
+        assert differing(LionOfTorch, {"lr": 1e-4, **options}, Lion(1e-4, **options), size) == 0, (options, size)
+
+
+def test_lion_moves_nothing_whose_direction_is_zero_or_no_number() -> None:
+    weights = torch.nn.Parameter(torch.tensor([-0.0, 0.0, 2.0, -0.0, 1.0, -1.0, 3.0] * 3))
+    weights.grad = torch.tensor([0.0, -0.0, 0.0, float("nan"), float("nan"), float("inf"), -float("inf")] * 3)
+    states = {"param": weights.detach().numpy().copy(), "exp_avg": np.zeros(21, np.float32)}
+    LionOfTorch([weights], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0).step()
+    Lion(0.1).apply(states, weights.grad.numpy(), 1, 21)
+    assert differing_bits(weights.detach().numpy(), states["param"]) == 0
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads: int) -> None:
@@ -103,6 +143,10 @@ def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads
         for how in IMPLEMENTATIONS:
             options = {"momentum": 0.9, "weight_decay": 0.1}
             assert differing(torch.optim.SGD, {"lr": 1e-2, **how, **options}, Sgd(1e-2, **options), LARGE) == 0, how
+        options = {"lr": 1e-2, "weight_decay": 0.1}
+        assert differing(torch.optim.Adagrad, {"fused": True, **options}, Adagrad(**options), LARGE) == 0
+        options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+        assert differing(LionOfTorch, options, Lion(**options), LARGE) == 0
     finally:
         torch.set_num_threads(before)
 
@@ -119,7 +163,7 @@ def test_without_fusing_the_moments_of_adam_are_the_same_and_the_weights_nearly(
 def test_what_is_no_step_is_refused() -> None:
     states = {name: np.zeros(8, np.float32) for name in Adam(1e-3, amsgrad=True).states}
     gradients = np.ones(8, np.float32)
-    for step in (Adam(1e-3), Sgd(1e-3, momentum=0.9)):
+    for step in (Adam(1e-3), Sgd(1e-3, momentum=0.9), Adagrad(1e-2), Lion(1e-4), DeepSpeedCpuAdam(1e-3)):
         with pytest.raises(CodecError, match="counted from 1"):
             step.apply(states, gradients, 0, 8)
         with pytest.raises(CodecError, match="needs the state"):
@@ -130,4 +174,31 @@ def test_what_is_no_step_is_refused() -> None:
         Adam(1e-3).apply(states, gradients, 1, 9)
     with pytest.raises(CodecError, match="no moments to correct"):
         Adam(1e-3, (1.0, 0.9)).apply(states, gradients, 1, 8)
+    with pytest.raises(CodecError, match="no moments to correct"):
+        DeepSpeedCpuAdam(1e-3, (1.0, 0.9)).apply(states, gradients, 1, 8)
+    for begin in (-1, 3):
+        with pytest.raises(CodecError, match="cannot be computed from"):
+            DeepSpeedCpuAdam(1e-3, powers_from=begin).apply(states, gradients, 2, 8)
     assert all(not state.any() for state in states.values())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_deepspeeds_adam_is_nearly_torchs_and_its_powers_begin_anew(decoupled: bool) -> None:
+    """Its bits are those of its operator: `test_stepping_engine.py`."""
+    options: dict[str, Any] = {"weight_decay": 0.1}
+    optimizer = torch.optim.AdamW if decoupled else torch.optim.Adam
+    step = DeepSpeedCpuAdam(1e-3, adamw_mode=decoupled, **options)
+    for expected, state in train(optimizer, {"lr": 1e-3, **options}, step, 1003).values():
+        np.testing.assert_allclose(state, expected, rtol=1e-4, atol=1e-6)
+    ends = []
+    for begin in (0, 1, 30):
+        states = {name: np.full(3, 0.25, np.float32) for name in step.states} | {"param": np.zeros(3, np.float32)}
+        replace(step, powers_from=begin).apply(states, np.ones(3, np.float32), 30, 0)
+        ends.append(states["param"].tobytes())
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_vectors_are_counted_from_the_beginning_of_a_tensor_by_their_width() -> None:
+    assert whole_vectors(37, 0, 37, is_fused=True, width=DEEPSPEED_VECTOR) == 32
+    assert whole_vectors(37, 30, 37, is_fused=True, width=DEEPSPEED_VECTOR) == 2
+    assert whole_vectors(15, 0, 15, is_fused=True, width=DEEPSPEED_VECTOR) == 0

@@ -26,7 +26,7 @@ class Anchors:
 
     def due(self, chain: Chain | None) -> bool:
         """Is the next member to stand alone?"""
-        if chain is None:
+        if chain is None or not chain.members:
             return True
         since = next(i for i, member in enumerate(reversed(chain.members), 1) if member.kind == "base")
         return self.every is not None and since >= self.every
@@ -50,7 +50,8 @@ def append(
             written = write_delta(source, run / name, step, earlier, run / last.folder, manner, effort)
             if written.member.kind == "base":
                 notes.note(f"nothing is less as a delta on step {last.step}: the state stands alone")
-        longer = Chain((*(chain.members if chain is not None else ()), written.member))
+        before = chain or Chain(())
+        longer = Chain((*before.members, written.member), before.segments)
         open_member(run, longer, written.member)  # what cannot be opened is not named
         folder.replace(run, longer)
     return written
@@ -88,7 +89,7 @@ def _step(source: Checkpoint, told: int | None, chain: Chain | None, run: Path) 
             f"the checkpoint says that its step is {source.origin.step}; in the chain it is {step}",
             weight=Weight.UNSURE,
         )
-    last = None if chain is None else chain.members[-1].step
+    last = chain.members[-1].step if chain is not None and chain.members else None
     if last is not None and step <= last:
         what = f"step {step} is there already" if step == last else f"step {step} comes before {last}, the chain's last"
         raise Unsupported(

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ckpt_cli.chains.segments import SegmentView
+from ckpt_cli.chains.segments import lines as segment_lines
+from ckpt_cli.chains.segments import to_json as segments_json
 from ckpt_cli.report import size
 from ckpt_formats.chain.index import Chain, Member
 
@@ -10,20 +13,29 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 80
 
 
-def to_json(chain: Chain) -> dict[str, Any]:
+def to_json(chain: Chain, segments: list[SegmentView]) -> dict[str, Any]:
     """All of it, for programs."""
     raw, stored = _sums(chain)
     return {
+        "last": max([member.step for member in chain.members] + [one.last for one in segments if one.last is not None]),
+        "segments": [segments_json(one) for one in segments],
         "steps": [_member_json(chain, member) for member in chain.members],
         "raw_nbytes": raw,
         "stored_nbytes": stored,
-        "ratio": round(raw / stored, 4),
+        "ratio": round(raw / max(stored, 1), 4),
         "exact": all(member.exact for member in chain.members),
     }
 
 
-def lines(chain: Chain) -> Iterator[str]:
+def lines(chain: Chain, segments: list[SegmentView]) -> Iterator[str]:
     """The same, for people."""
+    if chain.members:
+        yield from _member_lines(chain)
+        yield from [""] * bool(segments)
+    yield from segment_lines(segments)
+
+
+def _member_lines(chain: Chain) -> Iterator[str]:
     rows = [("step", "kind", "stored", "raw", "ratio", "to restore", "values", "codecs")]
     for member in chain.members:
         needed = chain.upto(member.step)

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from ckpt_cli import checks, notes, report, work
+from ckpt_cli.chains import replaying, segments
+from ckpt_cli.chains.segments import SegmentView
 from ckpt_cli.checks import Finding
 from ckpt_cli.pipeline import Effort, Moved
 from ckpt_cli.progress import progress
@@ -29,17 +31,22 @@ _Place = tuple[Path, int]
 """A file, and where in it chunks begin."""
 
 
-def verify(run: Path, effort: Effort, as_json: bool) -> bool:
-    """Check all of a chain, with a bar, and say what was found. Is all well?"""
+def verify(run: Path, effort: Effort, replay: bool, as_json: bool) -> bool:
+    """Check all of a chain, with a bar, and say what was found. Is all well? With `replay`, its logged steps, too."""
     chain = index.read(run)
     opened, findings = open_all(run, chain)
     work.load_kernels()
     began = time.monotonic()
     with progress("verifying", sum(map(checks.amount, opened))) as moved:
         findings += examine(opened, effort, moved)
+    views = segments.open_all(run, chain, check=True)
+    findings += _of_segments(views)
+    if replay:
+        findings += _replayed(run, chain, effort)
     findings += dict.fromkeys(finding for one in opened for finding in checks.changed(one))
     seconds = time.monotonic() - began
     _note_approximate(chain)
+    _note_torn(views)
     bad = _bad_steps(run, chain, findings)
     if as_json:
         report.data(_json(run, chain, findings, bad, seconds))
@@ -47,11 +54,44 @@ def verify(run: Path, effort: Effort, as_json: bool) -> bool:
         for finding in findings:
             click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}")
         checksums = sum(len(one.seals) for one in opened)
-        whole = f"{len(chain.members)} states whole, {checksums} checksums hold ({seconds:.1f} s)"
+        logged = sum(one.last - one.logged.first for one in views if one.last is not None)
+        steps = f", {logged} steps of gradients{' done again' if replay else ''}" if views else ""
+        whole = f"{len(chain.members)} states whole, {checksums} checksums hold{steps} ({seconds:.1f} s)"
         steps = _listed(bad)
         wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
         report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
     return not findings
+
+
+def _of_segments(views: list[SegmentView]) -> list[Finding]:
+    """Segments that cannot be read, or have fewer steps than the chain says."""
+    findings = []
+    for view in views:
+        if view.segment is None:
+            assert view.error is not None
+            findings.append(Finding("unreadable", view.error.what, view.error.where or view.logged.folder))
+        elif view.logged.step is not None and view.segment.last < view.logged.step:
+            lost = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in view.segment.torn.items())
+            findings.append(Finding("log", f"{lost}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
+    return findings
+
+
+def _note_torn(views: list[SegmentView]) -> None:
+    """Tails of logs that a killed run left: no damage, but what follows does not count."""
+    for view in views:
+        if view.segment is not None and view.logged.step is None:
+            for path, reason in view.segment.torn.items():
+                notes.note(f"{path.name}: what follows step {view.segment.last} does not count: {reason}")
+
+
+def _replayed(run: Path, chain: Chain, effort: Effort) -> list[Finding]:
+    try:
+        legs = list(replaying.legs(run, chain))
+    except CkptError as error:
+        return [Finding("replay", error.what, error.where or str(run))]
+    with progress("replaying", sum(leg.nbytes for leg in legs)) as moved:
+        return [finding for leg in legs for finding in replaying.check(leg, effort, moved)]
 
 
 def _note_approximate(chain: Chain) -> None:

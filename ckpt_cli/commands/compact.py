@@ -2,7 +2,7 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, as_json, common, effort, no_lock
+from ckpt_cli.options import LastSegments, Place, PlacesCommand, as_json, common, effort, no_lock
 
 
 @click.command(cls=PlacesCommand)
@@ -15,6 +15,15 @@ from ckpt_cli.options import Place, PlacesCommand, as_json, common, effort, no_l
     show_default=True,
     help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. May be given again.",
 )
+@click.option(
+    "--gradients",
+    type=LastSegments(),
+    metavar="last:N|all",
+    default="all",
+    show_default=True,
+    help="Segments of the log of gradients that stay: the last N, or all.",
+)
+@click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP.")
 @click.option("--anchor-every", type=click.IntRange(1), metavar="N", help="Store each Nth state that stays whole.")
 @click.option("--dry-run", is_flag=True, help="Say what would become of each state, write nothing.")
 @effort
@@ -24,6 +33,8 @@ from ckpt_cli.options import Place, PlacesCommand, as_json, common, effort, no_l
 def compact(
     chain: str,
     keep: tuple[str, ...],
+    gradients: int | None,
+    upto: int | None,
     anchor_every: int | None,
     dry_run: bool,
     workers: int | None,
@@ -38,25 +49,32 @@ def compact(
     that stays. Nothing is removed before all that stays is on the disk; interrupted,
     the chain is as it was.
 
+    A step that only the log of gradients has becomes a base if --keep names it.
+    --upto drops later steps, so that a run can go on from STEP into the same chain.
+
     \b
     Examples:
       ckpt compact run.chain --keep last:5 --keep every:1000
       ckpt compact run.chain --anchor-every 10
       ckpt compact run.chain --keep 1000,2000 --dry-run
+      ckpt compact run.chain --keep 1234 --gradients last:1
+      ckpt compact run.chain --upto 1500
     """
     from pathlib import Path
 
     from ckpt_cli import work
     from ckpt_cli.chains import compact as compacting
     from ckpt_cli.chains.append import Anchors
+    from ckpt_cli.chains.compact import Retention
     from ckpt_cli.chains.writing import Manner
     from ckpt_formats.chain import index
 
     run, anchors = Path(chain), Anchors(anchor_every)
+    retention = Retention(keep, gradients, upto)
     if dry_run:
         found = index.read(run)
-        kept = compacting.plan(run, found, keep, anchors)
+        kept = compacting.plan(run, found, retention, anchors)
         compacting.say_plan(found, kept, as_json)
         return
-    done = compacting.compact(run, keep, anchors, Manner.of(), work.effort_of(workers, memory, no_lock))
+    done = compacting.compact(run, retention, anchors, Manner.of(), work.effort_of(workers, memory, no_lock))
     compacting.say(done, as_json)

@@ -14,7 +14,8 @@ def log(chain: str, as_json: bool) -> None:
 
     For each step: what is stored for it, what it takes decoded, what must be read
     to restore it, and how far its values are from those that were saved. Errors do
-    not add up: each delta is made against what the chain gives back.
+    not add up: each delta is made against what the chain gives back. Then the steps
+    that its log of gradients has, also while a run goes on.
 
     \b
     Examples:
@@ -24,12 +25,14 @@ def log(chain: str, as_json: bool) -> None:
     from pathlib import Path
 
     from ckpt_cli import report
+    from ckpt_cli.chains import segments
     from ckpt_cli.chains.log import lines, to_json
     from ckpt_formats.chain import index
 
     found = index.read(Path(chain))
+    logged = segments.open_all(Path(chain), found)
     if as_json:
-        report.data(to_json(found))
+        report.data(to_json(found, logged))
         return
-    for line in lines(found):
+    for line in lines(found, logged):
         click.echo(line)

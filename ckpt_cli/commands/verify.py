@@ -7,11 +7,12 @@ from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, eff
 
 @click.command(cls=PlacesCommand)
 @click.argument("path", type=Place())
+@click.option("--replay", is_flag=True, help="Do all logged steps of a chain again, and compare with what the run had.")
 @effort
 @reading
 @as_json
 @common
-def verify(path: str, workers: int | None, memory: int, reading: Reading, as_json: bool) -> None:
+def verify(path: str, replay: bool, workers: int | None, memory: int, reading: Reading, as_json: bool) -> None:
     """Read all of the checkpoint at PATH and check everything that can be checked.
 
     That all ranks' files are there and belong together; that every tensor is
@@ -19,6 +20,9 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
     that it never reads); that replicas agree, and that the model's copies are
     their masters, rounded. Of a chain, every step. All damage is named, not only the
     first. Exit code 0 if all is well, 20 if not.
+
+    With --replay, the steps in a chain's log of gradients are done again: the first
+    step and tensor are named that differ from what the run had.
 
     \b
     Examples:
@@ -29,5 +33,5 @@ def verify(path: str, workers: int | None, memory: int, reading: Reading, as_jso
 
     from ckpt_cli import verification, work
 
-    if not verification.verify(Path(path), reading, work.effort_of(workers, memory), as_json):
+    if not verification.verify(Path(path), reading, work.effort_of(workers, memory), replay, as_json):
         raise SystemExit(20)

@@ -1,4 +1,4 @@
-/* Steps of optimizers as torch.optim does them on CPUs, to the last bit.
+/* Steps of optimizers as torch.optim and DeepSpeed do them on CPUs, to the last bit.
  *
  * The order of operations, and which of them are fused, was found by comparing with torch 2.13 (tests/test_stepping.py does
  * it again). Its fused kernels do whole vectors of 8 elements in one way, and what is left at the end of each tensor in
@@ -13,7 +13,21 @@
  *          b' = gain g' + momentum b                   the sum fused with the first product; at the end with the second
  *          w' = w + step_size b'                       or of g' + momentum b' (Nesterov), or of g'
  *
- * l2, momentum and step_size multiply in fused operations. IEEE 754 leaves the bits of a NaN open: every NaN becomes one.
+ *   adagrad  g' = g + l2 w;   s' = s + g' g'           fused
+ *          w' = w - (rate g') / (sqrt(s') + eps)
+ *   lion   w' = w weight_factor - rate sign(m + near_gain (g - m))
+ *          m' = m + far_gain (g - m)                   fused, and from either side, as Adam's
+ *
+ * l2, momentum and step_size multiply in fused operations. DeepSpeed's operator fuses more, and its vectors have 16 elements
+ * where it was built for AVX-512, 8 for AVX2:
+ *
+ *   adam   g' = g + l2 w
+ *          m' = first_gain g' + first_kept m           the sum fused with the first product; at the end with the second
+ *          v' = second_gain (g' g') + second_kept v    likewise
+ *          w' = w + decay w
+ *          w'' = w' + step_size (m' / (sqrt(v') bias2_scale + eps))
+ *
+ * IEEE 754 leaves the bits of a NaN open: every NaN becomes one.
  *
  * Safe because: all arrays have n elements, and every loop is one over them. */
 #include "stepping.h"
@@ -44,19 +58,22 @@ typedef struct {
 #define SMALL static __attribute__((noinline, cold))
 #endif
 
+/* m + gain (x - m), as torch's lerp: from the nearer end. */
+INLINE float lerp(float m, float x, float gain) {
+    bool is_near = gain < 0.5f;
+    return fused(x - m, is_near ? gain : gain - 1, is_near ? m : x);
+}
+
 /* The kinds of Adam's loops: each has a body without branches. */
 enum { HAS_L2 = 1, HAS_LARGEST = 2, IS_END = 4 };
 
 INLINE void step_range_adam(float *restrict w, float *restrict m, float *restrict v, float *restrict largest,
                             const float *restrict g, i64 begin, i64 end, Adam by, int kind) {
-    /* The lerp begins at the nearer end: m + gain (g - m), or g + (gain - 1) (g - m). */
-    bool is_near = by.first_gain < 0.5f;
-    float gain = is_near ? by.first_gain : by.first_gain - 1;
     for (i64 i = begin; i < end; i++) {
         float x = g[i] * by.gradient_sign;
         if (kind & HAS_L2) x = fused(w[i], by.l2, x);
         float moved = w[i] * by.weight_factor, gained = by.second_gain * x;
-        m[i] = canonical_nan(fused(x - m[i], gain, is_near ? m[i] : x));
+        m[i] = canonical_nan(lerp(m[i], x, by.first_gain));
         float second = canonical_nan(kind & IS_END ? fused(v[i], by.second_kept, gained * x)
                                                    : fused(gained, x, v[i] * by.second_kept));
         v[i] = second;
@@ -128,5 +145,72 @@ i64 API(step_sgd)(float *weights, float *buffer, const float *gradients, i64 n, 
     else if (is_nesterov) step_range_sgd(weights, buffer, gradients, 0, vectors, by, LATER_STEP, true, false);
     else step_range_sgd(weights, buffer, gradients, 0, vectors, by, LATER_STEP, false, false);
     step_end_sgd(weights, buffer, gradients, vectors, n, by, kind, is_nesterov != 0);
+    return 0;
+}
+
+typedef struct {
+    float decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps;
+} DeepSpeedAdam;
+
+INLINE void step_range_adam_deepspeed(float *restrict w, float *restrict m, float *restrict v, const float *restrict g,
+                                      i64 begin, i64 end, DeepSpeedAdam by, int decaying, bool is_end) {
+    for (i64 i = begin; i < end; i++) {
+        float x = g[i], y = w[i];
+        if (decaying == DECAYS_GRADIENT) x = fused(y, by.decay, x);
+        float first = is_end ? fused(m[i], by.first_kept, x * by.first_gain) : fused(x, by.first_gain, m[i] * by.first_kept);
+        float square = x * x;
+        float second = is_end ? fused(v[i], by.second_kept, square * by.second_gain)
+                              : fused(square, by.second_gain, v[i] * by.second_kept);
+        float moved = first / fused(__builtin_sqrtf(second), by.bias2_scale, by.eps);
+        if (decaying == DECAYS_WEIGHTS) y = fused(y, by.decay, y);
+        m[i] = canonical_nan(first);
+        v[i] = canonical_nan(second);
+        w[i] = canonical_nan(fused(moved, by.step_size, y));
+    }
+}
+
+SMALL void step_end_adam_deepspeed(float *w, float *m, float *v, const float *g, i64 begin, i64 end, DeepSpeedAdam by,
+                                   int decaying) {
+    step_range_adam_deepspeed(w, m, v, g, begin, end, by, decaying, true);
+}
+
+i64 API(step_adam_deepspeed)(float *weights, float *first, float *second, const float *gradients, i64 n, i64 vectors,
+                             int decaying, float decay, float first_kept, float first_gain, float second_kept,
+                             float second_gain, float step_size, float bias2_scale, float eps) {
+    if (!is_size(n) || vectors < 0 || vectors > n) return BAD_SIZE;
+    DeepSpeedAdam by = {decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps};
+    switch (decaying) {
+    case NO_DECAY: step_range_adam_deepspeed(weights, first, second, gradients, 0, vectors, by, NO_DECAY, false); break;
+    case DECAYS_GRADIENT:
+        step_range_adam_deepspeed(weights, first, second, gradients, 0, vectors, by, DECAYS_GRADIENT, false);
+        break;
+    default: step_range_adam_deepspeed(weights, first, second, gradients, 0, vectors, by, DECAYS_WEIGHTS, false);
+    }
+    step_end_adam_deepspeed(weights, first, second, gradients, vectors, n, by, decaying);
+    return 0;
+}
+
+i64 API(step_adagrad)(float *restrict weights, float *restrict sum, const float *restrict gradients, i64 n,
+                      float gradient_sign, float l2, float rate, float eps) {
+    if (!is_size(n)) return BAD_SIZE;
+    bool has_l2 = l2 != 0;
+    for (i64 i = 0; i < n; i++) {
+        float x = gradients[i] * gradient_sign;
+        if (has_l2) x = fused(weights[i], l2, x);
+        sum[i] = canonical_nan(fused(x, x, sum[i]));
+        weights[i] = canonical_nan(weights[i] - (rate * x) / (__builtin_sqrtf(sum[i]) + eps));
+    }
+    return 0;
+}
+
+i64 API(step_lion)(float *restrict weights, float *restrict average, const float *restrict gradients, i64 n, float near_gain,
+                   float far_gain, float weight_factor, float rate) {
+    if (!is_size(n)) return BAD_SIZE;
+    for (i64 i = 0; i < n; i++) {
+        float direction = lerp(average[i], gradients[i], near_gain);
+        float sign = (float)(direction > 0) - (float)(direction < 0); /* 0 of a NaN, too */
+        weights[i] = canonical_nan(weights[i] * weight_factor - rate * sign);
+        average[i] = canonical_nan(lerp(average[i], gradients[i], far_gain));
+    }
     return 0;
 }

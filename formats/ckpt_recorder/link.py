@@ -76,9 +76,14 @@ class WriterLink:
         meta: Mapping[str, Any],
         slot: int | None = None,
         chunks: Sequence[int] | None = None,
+        random: Any = None,
     ) -> None:
-        """A record of a slot that is filled, or without values. `chunks`: those that have values; None: all."""
-        self._send({"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks}, b"")
+        """A record of a slot that is filled, or without values.
+
+        `chunks`: those that have values; None: all. `random`: states of random number generators, as typed JSON.
+        """
+        fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks, "random": random}
+        self._send(fields, b"")
 
     def order_bytes(
         self, kind: int, step: int, meta: Mapping[str, Any], content: bytes, sizes: Sequence[tuple[int, int]]

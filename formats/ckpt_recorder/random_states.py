@@ -13,11 +13,11 @@ from ckpt_formats.values import Value
 def random_states() -> dict[str, Value]:
     """The states of torch's, NumPy's and Python's generators, as arrays: uint8 for torch, uint32 for the others."""
     states: dict[str, Value] = {"torch": torch.get_rng_state().numpy()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
     version, words, gauss = random.getstate()
     states["python"] = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     states["numpy"] = {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached}
     return states
 
@@ -29,6 +29,6 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([torch.as_tensor(np.asarray(state, np.uint8)) for state in states["cuda"]])
     python, numpy = states["python"], states["numpy"]
     random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
-    np.random.set_state(  # noqa: NPY002
+    np.random.set_state(
         (numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["cached"])
     )

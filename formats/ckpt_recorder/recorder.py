@@ -251,6 +251,8 @@ class Recorder:
             self._before_first_part()
         is_last = part == count - 1
         random = is_last and self.options.random_states
+        if is_last:  # before the gradients: a step that is there has its buffers
+            self._guarded(lambda recording: recording.record_buffers(self.step + 1))
         try:
             self._guarded(
                 lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random)
@@ -263,7 +265,6 @@ class Recorder:
         self._part = (part + 1) % count
         if is_last:
             self.step += 1
-            self._guarded(lambda recording: recording.record_buffers(self.step))
 
     def _before_first_part(self) -> None:
         """What is due between two steps: a fingerprint, or a new beginning where the recording broke."""

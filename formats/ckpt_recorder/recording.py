@@ -154,9 +154,8 @@ class RankRecording:
             chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
         if part[1] > 1:
             meta["part"] = list(part)
-        if with_random_states:
-            meta["random"] = encode(random_states())
-        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks)
+        random = encode(random_states()) if with_random_states else None
+        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks, random)
 
     def record_skipped(self, step: int, number: int) -> None:
         """A step that the optimizer leaves out."""

@@ -87,7 +87,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The model without the wrappers that put prefixes before its names."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "OptimizedModule":
         inner = getattr(model, "_orig_mod", None)
-        model = model.module if inner is None else inner
+        model = getattr(model, "module", model) if inner is None else inner
     return model
 
 
@@ -169,7 +169,9 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[
         return  # another rank records this copy
     local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if tuple(local_shape) != tuple(local(parameter).shape):
-        raise Unsupported(f"`{name}`: this rank's shard has shape {list(local(parameter).shape)}, not {list(local_shape)}")
+        raise Unsupported(
+            f"`{name}`: this rank's shard has shape {list(local(parameter).shape)}, not {list(local_shape)}"
+        )
     box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
     if box.size:
         yield LocalPiece(name, shape, dtype, box, 0, box.size, 0)

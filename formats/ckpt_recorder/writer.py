@@ -278,6 +278,10 @@ def _append(file: RankFile, encoder: Encoder, order: dict[str, Any], data: bytes
     kind, chunks, values = Kind(order["kind"]), list[Bytes](), list[int]()
     if order.get("slot") is not None:
         chunks, values = encoder.chunks(order)
+        if order.get("random") is not None:
+            text = json.dumps(order["random"], separators=(",", ":")).encode()
+            chunks.append(text)
+            values.append(hash_values(np.frombuffer(text, np.uint8)))
     elif data:
         chunks = list(buffer_chunks(data, order["sizes"]))
         values = [hash_values(np.frombuffer(chunk, np.uint8)) for chunk in chunks]

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
+from ckpt_codecs.native.stepping import Decaying
 
 F32 = np.float32
 NAN = F32(np.nan)
@@ -29,8 +30,8 @@ def step_adam(
     g = gradients * F32(gradient_sign)
     if l2:
         g = fused(weights, F32(l2), g)
-    moved, apart, gain = weights * F32(weight_factor), g - first, F32(first_gain)
-    first[:] = canonical(fused(apart, gain, first) if gain < 0.5 else fused(apart, gain - F32(1), g))
+    moved = weights * F32(weight_factor)
+    first[:] = canonical(lerp(first, g, F32(first_gain)))
     gained, kept = F32(second_gain) * g, F32(second_kept)
     in_vectors, at_the_end = fused(gained, g, second * kept), fused(second, kept, gained * g)
     second[:] = canonical(np.concatenate([in_vectors[:vectors], at_the_end[vectors:]]))
@@ -67,6 +68,67 @@ def step_sgd(
         buffer[:] = canonical(y)
         x = fused(y, F32(momentum), x) if is_nesterov else y
     weights[:] = canonical(fused(x, F32(step_size), weights))
+
+
+@np.errstate(all="ignore")
+def step_adam_deepspeed(
+    weights: Array,
+    first: Array,
+    second: Array,
+    gradients: Array,
+    vectors: int,
+    decaying: Decaying,
+    decay: float,
+    first_kept: float,
+    first_gain: float,
+    second_kept: float,
+    second_gain: float,
+    step_size: float,
+    bias2_scale: float,
+    eps: float,
+) -> None:
+    g = fused(weights, F32(decay), gradients) if decaying == Decaying.GRADIENT else gradients
+    decayed = fused(weights, F32(decay), weights) if decaying == Decaying.WEIGHTS else weights
+    for state, value, kept, gain in (
+        (first, g, F32(first_kept), F32(first_gain)),
+        (second, g * g, F32(second_kept), F32(second_gain)),
+    ):
+        in_vectors, at_the_end = fused(value, gain, state * kept), fused(state, kept, value * gain)
+        state[:] = canonical(np.concatenate([in_vectors[:vectors], at_the_end[vectors:]]))
+    under = fused(np.sqrt(second), F32(bias2_scale), np.full_like(second, eps))
+    weights[:] = canonical(fused(first / under, F32(step_size), decayed))
+
+
+@np.errstate(all="ignore")
+def step_adagrad(
+    weights: Array, total: Array, gradients: Array, gradient_sign: float, l2: float, rate: float, eps: float
+) -> None:
+    x = gradients * F32(gradient_sign)
+    if l2:
+        x = fused(weights, F32(l2), x)
+    total[:] = canonical(fused(x, x, total))
+    weights[:] = canonical(weights - (F32(rate) * x) / (np.sqrt(total) + F32(eps)))
+
+
+@np.errstate(all="ignore")
+def step_lion(
+    weights: Array,
+    average: Array,
+    gradients: Array,
+    near_gain: float,
+    far_gain: float,
+    weight_factor: float,
+    rate: float,
+) -> None:
+    direction = lerp(average, gradients, F32(near_gain))
+    sign = (direction > 0).astype(F32) - (direction < 0).astype(F32)
+    weights[:] = canonical(weights * F32(weight_factor) - F32(rate) * sign)
+    average[:] = canonical(lerp(average, gradients, F32(far_gain)))
+
+
+def lerp(a: Array, b: Array, gain: np.floating) -> Array:
+    """a + gain (b - a), as torch rounds it: from the nearer end."""
+    return fused(b - a, gain, a) if gain < 0.5 else fused(b - a, gain - F32(1), b)
 
 
 def fused(a: Array, b: Array | np.floating, c: Array) -> Array:

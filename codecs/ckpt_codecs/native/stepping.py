@@ -7,6 +7,8 @@ Raises:
     CodecError: Arrays have other dtypes or sizes: a mistake of ckpt's own.
 """
 
+from enum import IntEnum
+
 import numpy as np
 
 from ckpt_codecs.base import Array
@@ -16,10 +18,21 @@ from ckpt_codecs.native.library import ADDRESS, FLOAT, INT, INT64, address, bind
 SIGNATURES = {
     "step_adam": (INT64, *[ADDRESS] * 5, INT64, INT64, *[FLOAT] * 9),
     "step_sgd": (INT64, *[ADDRESS] * 3, INT64, INT64, *[FLOAT] * 4, INT, INT, FLOAT),
+    "step_adam_deepspeed": (INT64, *[ADDRESS] * 4, INT64, INT64, INT, *[FLOAT] * 8),
+    "step_adagrad": (INT64, *[ADDRESS] * 3, INT64, *[FLOAT] * 4),
+    "step_lion": (INT64, *[ADDRESS] * 3, INT64, *[FLOAT] * 4),
 }
 kernels = bind(SIGNATURES)
 
 FLOAT32 = np.dtype(np.float32)
+
+
+class Decaying(IntEnum):
+    """What multiples of the weights are added to: NO_DECAY, ... of `stepping.h`."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    WEIGHTS = 2
 
 
 def step_adam(
@@ -67,6 +80,59 @@ def step_sgd(
         *(address(weights, FLOAT32, writable=True), optional_address(buffer, FLOAT32, writable=True)),
         *(address(gradients, FLOAT32), weights.size, vectors),
         *(gradient_sign, l2, momentum, gain, is_first, is_nesterov, step_size),
+    )
+
+
+def step_adam_deepspeed(
+    weights: Array,
+    first: Array,
+    second: Array,
+    gradients: Array,
+    vectors: int,
+    decaying: Decaying,
+    decay: float,
+    first_kept: float,
+    first_gain: float,
+    second_kept: float,
+    second_gain: float,
+    step_size: float,
+    bias2_scale: float,
+    eps: float,
+) -> None:
+    """Adam and AdamW of DeepSpeed's operator for CPUs. Numbers are rounded to float32."""
+    _check_sizes(weights, first, second, gradients)
+    kernels.step_adam_deepspeed(
+        *(address(state, FLOAT32, writable=True) for state in (weights, first, second)),
+        *(address(gradients, FLOAT32), weights.size, vectors, int(decaying)),
+        *(decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps),
+    )
+
+
+def step_adagrad(
+    weights: Array, total: Array, gradients: Array, gradient_sign: float, l2: float, rate: float, eps: float
+) -> None:
+    """Adagrad. `total` is the sum of squares. Numbers are rounded to float32."""
+    _check_sizes(weights, total, gradients)
+    kernels.step_adagrad(
+        *(address(state, FLOAT32, writable=True) for state in (weights, total)),
+        *(address(gradients, FLOAT32), weights.size, gradient_sign, l2, rate, eps),
+    )
+
+
+def step_lion(
+    weights: Array,
+    average: Array,
+    gradients: Array,
+    near_gain: float,
+    far_gain: float,
+    weight_factor: float,
+    rate: float,
+) -> None:
+    """Lion. Numbers are rounded to float32."""
+    _check_sizes(weights, average, gradients)
+    kernels.step_lion(
+        *(address(state, FLOAT32, writable=True) for state in (weights, average)),
+        *(address(gradients, FLOAT32), weights.size, near_gain, far_gain, weight_factor, rate),
     )
 
 

@@ -35,15 +35,16 @@ class OptimizerStep(Protocol):
         """
 
 
-def whole_vectors(size: int, start: int, stop: int, is_fused: bool) -> int:
-    """How many elements of the range of a tensor of `size` elements lie in whole vectors of torch's kernel.
+def whole_vectors(size: int, start: int, stop: int, is_fused: bool, width: int = VECTOR) -> int:
+    """How many elements of the range of a tensor of `size` elements lie in whole vectors of the optimizer's kernel.
 
-    Only its fused implementations know vectors; in others all elements are rounded alike.
+    Only torch's fused implementations know vectors; in others all elements are rounded alike. DeepSpeed's operators are
+    fused, too, and have vectors of their own `width`. Its blocks, tiles and threads change nothing.
 
     >>> whole_vectors(21, 8, 21, is_fused=True), whole_vectors(21, 0, 8, is_fused=True)
     (8, 8)
     """
-    end = size - size % VECTOR if is_fused else size
+    end = size - size % width if is_fused else size
     return min(max(end - start, 0), stop - start)
 
 

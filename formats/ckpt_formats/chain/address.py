@@ -1,4 +1,4 @@
-"""Names of single states of a chain, wherever a path is taken: `run.chain@1234`, `run.chain@last`, `run.chain@last~10`."""
+"""Names of single states of a chain, wherever a path is taken: `run.chain@1234`, `@last`, `@last~10`."""
 
 import re
 from dataclasses import dataclass

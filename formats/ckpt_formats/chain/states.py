@@ -1,6 +1,5 @@
 """All states of a chain by their steps: those that are stored, and those that follow from the log of gradients."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, identified
@@ -41,7 +40,7 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
         raise _no_step(run, chain, step)
     member = nearest_base(chain, logged, step)
     base = None if member is None else Base(member.step, members.open_member(run, chain, member))
-    return identified(lambda: replace(checkpoint_at(segment, step, base), path=run))
+    return identified(lambda: checkpoint_at(segment, step, base))
 
 
 def nearest_base(chain: Chain, logged: LoggedSteps, step: int) -> Member | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import Adam, OptimizerStep, Sgd
+from ckpt_codecs.stepping import Adagrad, Adam, Lion, OptimizerStep, Sgd
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.gradients.layout import LoggedOptimizer
 from ckpt_formats.values import Value
@@ -39,7 +39,24 @@ def _sgd(options: Options) -> OptimizerStep:
     )
 
 
-METHODS: dict[str, Make] = {"adam-fused": _adam, "sgd": _sgd}
+def _adagrad(options: Options) -> OptimizerStep:
+    return Adagrad(
+        lr=float(options["lr"]),
+        lr_decay=float(options["lr_decay"]),
+        eps=float(options["eps"]),
+        weight_decay=float(options["weight_decay"]),
+        maximize=bool(options.get("maximize", False)),
+    )
+
+
+def _lion(options: Options) -> OptimizerStep:
+    beta1, beta2 = options["betas"]
+    return Lion(
+        lr=float(options["lr"]), betas=(float(beta1), float(beta2)), weight_decay=float(options["weight_decay"])
+    )
+
+
+METHODS: dict[str, Make] = {"adam-fused": _adam, "sgd": _sgd, "adagrad-fused": _adagrad, "lion": _lion}
 """By the name that `layout.json` gives them. These need no torch."""
 
 

@@ -55,7 +55,7 @@ class Kind(IntEnum):
 
 
 KINDS = frozenset(Kind)
-LARGE = ("notes", "random")
+LARGE = ("notes",)
 """What of a record's text is read again when it is needed, rather than held for thousands of steps."""
 
 

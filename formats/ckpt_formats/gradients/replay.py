@@ -370,9 +370,7 @@ class ParameterReplay:
                     self._copy(rank, number, piece, common, box, out[:, offset : offset + box.size], reader)
         return out
 
-    def _copy(
-        self, rank: int, number: int, piece: Piece, common: Box, box: Box, out: Array, reader: Reader
-    ) -> None:
+    def _copy(self, rank: int, number: int, piece: Piece, common: Box, box: Box, out: Array, reader: Reader) -> None:
         """Fill of a block `box` what a piece has of the part `common`."""
         layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
         low, high = _flat_ends(common.within(piece.box), block)

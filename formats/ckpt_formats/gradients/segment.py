@@ -1,5 +1,6 @@
 """A segment of the log: the files of all ranks, and the steps that all of them have whole."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from ckpt_formats.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.files import Reader, read_whole
 from ckpt_formats.gradients import layout as layouts
 from ckpt_formats.gradients.layout import Layout
-from ckpt_formats.gradients.record import FileHead, Kind, RankLog, Record, scan
+from ckpt_formats.gradients.record import FileHead, Kind, RankLog, Record, hash_values, scan
 from ckpt_formats.identity import unrecorded
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.typed_json import decode
@@ -20,6 +21,7 @@ FOLDER = "gradients-{:010d}"
 LOSSY = ("bf16", "int8")
 """Codecs that store gradients rounded."""
 _MAX_LAYOUT = 1 << 30
+_MAX_RANDOM = 1 << 24
 
 
 def rank_file(rank: int) -> str:
@@ -69,6 +71,11 @@ class Segment:
         """Why files do not end with a whole record, by file: what a killed writer or a dead machine leaves."""
         return {log.path: log.torn for log in self.logs if log.torn is not None}
 
+    @cached_property
+    def has_ended(self) -> bool:
+        """Did every rank close its log?"""
+        return all(any(record.kind is Kind.END for record in log.records) for log in self.logs)
+
     @property
     def nbytes(self) -> int:
         """Of all whole records."""
@@ -110,10 +117,20 @@ class Segment:
         for rank, steps in enumerate(self.updates):
             if step > self.first and steps[step - self.first - 1]:
                 record = steps[step - self.first - 1][-1].record
-                random = record.read_meta(self.path(rank), reader).get("random")
-                if random is not None:
-                    states[f"rank-{rank:05d}"] = decode(random, self.path(rank))
+                if record.count > self.layout.ranks[rank].chunk_count:
+                    states[f"rank-{rank:05d}"] = self._random(record, rank, reader)
         return states
+
+    def _random(self, record: Record, rank: int, reader: Reader) -> Value:
+        """What follows the chunks of gradients: typed JSON."""
+        path = self.path(rank)
+        data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
+        if hash_values(data) != digest:
+            raise Corrupt(f"step {record.step}: the states of its random number generators are damaged", where=path)
+        try:
+            return decode(json.loads(data.tobytes()), path)
+        except (ValueError, RecursionError):
+            raise Corrupt(f"step {record.step}: its random states are no JSON", where=path) from None
 
     def _steps(self, log: RankLog) -> Iterator[tuple[Update, ...]]:
         updates: list[Update] = []
@@ -149,7 +166,7 @@ class Segment:
         options = decode(groups, log.path)
         if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
             raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=log.path)
-        if record.count != rank.chunk_count:
+        if not 0 <= record.count - rank.chunk_count <= 1:
             raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
         vectors = record.meta.get("vectors")
         if vectors is not None:

@@ -54,9 +54,10 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
     parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
     parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
     extras = dict(source.extras) if source is not None else {}
-    extras |= notes | ({"random_states": random} if random else {})
+    noted = notes | ({"random_states": random} if random else {})
+    extras |= noted
     return Checkpoint(
-        segment.folder.parent,
+        segment.folder,
         _origin(segment, step, source),
         parameters,
         tuple(_groups(replay, source)),
@@ -64,7 +65,7 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
         source.aliases if source is not None else dict(segment.layout.aliases),
         () if source is None else source.shards,
         () if source is None else source.seals,
-        (*(() if source is None else source.notices), *_notices(replay, source, notes)),
+        (*(() if source is None else source.notices), *_notices(replay, source, noted)),
         losses=_losses(replay, source),
         saved_as=_saved_as(source),
     )
@@ -93,9 +94,9 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
     layout = replay.segment.layout
     pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts = [0] * len(layout.tensors)
-    for rank, one in enumerate(layout.ranks):
+    for rank, of_rank in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
-        for number, piece in enumerate(one.pieces):
+        for number, piece in enumerate(of_rank.pieces):
             pieces[piece.tensor].append((rank, number))
             counts[piece.tensor] = int(now[piece.vector])
     for number, tensor in enumerate(layout.tensors):
@@ -120,9 +121,7 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
                 f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.start.step}, which the log does not step",
                 where=replay.segment.folder,
             )
-        one = ParameterReplay(
-            replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, tuple(pieces[number])
-        )
+        one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, tuple(pieces[number]))
         stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names}
         if master == MASTER and (before is None or MODEL in states):
             dtype = model if before is None else states[MODEL].dtype
@@ -172,7 +171,8 @@ def _losses(replay: SegmentReplay, base: Checkpoint | None) -> dict[tuple[str, s
     if replay.step > replay.start.step:
         for optimizer in segment.layout.optimizers:
             if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
-                loss = {"replayed_steps": replay.step - replay.start.step, "codec": segment.layout.codec, **optimizer.figures}
+                steps = replay.step - replay.start.step
+                loss = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
                 losses |= {(name, WEIGHTS): loss for names in optimizer.groups for name in names}
     return losses
 
@@ -183,7 +183,8 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         return
     approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
     if approximate:
-        yield Notice(f"approximate: the steps of {approximate[0]} are done again with other rounding", weight=Weight.LOST)
+        text = f"approximate: the steps of {approximate[0]} are done again with other rounding"
+        yield Notice(text, weight=Weight.LOST)
     if segment.layout.codec in LOSSY:
         yield Notice(f"approximate: the gradients were logged as {segment.layout.codec}", weight=Weight.LOST)
     same = [one.type for one in segment.layout.optimizers if one.exactness == "same library"]
@@ -192,9 +193,7 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         yield Notice(f"exact on a machine like the run's: {same[0]} itself does its steps again ({versions})")
     stale = [name for name in base.extras if name not in notes] if base is not None else []
     if stale:
-        yield Notice(
-            f"of step {start}, since the run did not note them at step {step}: the extras", tuple(stale)
-        )
+        yield Notice(f"of step {start}, since the run did not note them at step {step}: the extras", tuple(stale))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""`ckpt verify --replay`: do the steps of the log lead to what the run had, and to the states that the chain stores?"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_cli.checks import Finding
+from ckpt_cli.executors import results
+from ckpt_cli.pipeline import Effort, Moved
+from ckpt_formats.base import Parameter
+from ckpt_formats.chain.index import Chain
+from ckpt_formats.chain.members import member_at, open_member
+from ckpt_formats.chain.states import open_steps
+from ckpt_formats.errors import CkptError
+from ckpt_formats.files import Reader
+from ckpt_formats.gradients.replay import SegmentReplay, Start
+from ckpt_formats.gradients.segment import Segment
+from ckpt_formats.gradients.state import Base, checkpoint_at, replay_to
+
+_SIZE = 4
+"""Bytes of a gradient."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Steps of a segment from one known state to the next one that the chain has, or to its end."""
+
+    replay: SegmentReplay
+    arrival: Start | None
+    """The state that the chain stores where the leg ends."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all gradients, decoded."""
+        return (self.replay.step - self.replay.start.step) * self.replay.segment.layout.numel * _SIZE
+
+
+def legs(run: Path, chain: Chain) -> Iterator[Leg]:
+    """All legs of all segments that can be read. Raises as `open_steps`."""
+    for number, logged in enumerate(chain.segments):
+        segment = open_steps(run, logged)
+        stops: dict[int, Start] = {}
+        for member in chain.members:
+            if segment.first < member.step <= segment.last and member.exact:
+                stops[member.step] = Start(member.step, open_member(run, chain, member).parameters)
+        following = chain.segments[number + 1] if number + 1 < len(chain.segments) else None
+        if following is not None and following.parent is None and segment.first < following.first <= segment.last:
+            stops[following.first] = Start(following.first, _own_start(open_steps(run, following)))
+        base: Base | None = None
+        if logged.parent is not None:
+            base = Base(logged.first, open_member(run, chain, member_at(run, chain, logged.first)))
+        start = replay_to(segment, segment.first, base).start
+        for step in sorted({*stops, segment.last}):
+            yield Leg(SegmentReplay(segment, step, start), stops.get(step))
+            start = stops.get(step, start)
+
+
+def _own_start(segment: Segment) -> dict[str, Parameter]:
+    return dict(checkpoint_at(segment, segment.first, None).parameters)
+
+
+def check(leg: Leg, effort: Effort, moved: Moved) -> list[Finding]:
+    """Do all steps of a leg again, and compare with fingerprints and with the state where it ends."""
+    layout = leg.replay.segment.layout
+    chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
+    arrived = None
+    if leg.arrival is not None:
+        arrived = SegmentReplay(leg.replay.segment, leg.replay.step, leg.arrival)
+
+    def check_chunk(chunk: tuple[int, int]) -> Finding | None:
+        with Reader(check=False) as reader:
+            finding = _check_chunk(leg, arrived, *chunk, reader)
+        low, high = layout.ranks[chunk[0]].chunk_bounds(chunk[1])
+        moved((high - low) * _SIZE * (leg.replay.step - leg.replay.start.step))
+        return finding
+
+    with ThreadPoolExecutor(effort.workers) as pool:
+        found = list(results(pool, check_chunk, chunks, 2 * effort.workers))
+    return list(dict.fromkeys(finding for finding in found if finding is not None))
+
+
+def _check_chunk(leg: Leg, arrived: SegmentReplay | None, rank: int, index: int, reader: Reader) -> Finding | None:
+    segment = leg.replay.segment
+    try:
+        states = leg.replay.chunk(rank, index, reader)
+        if arrived is None or not segment.is_exact:
+            return None
+        stored = arrived.chunk(rank, index, reader)
+    except CkptError as error:
+        return Finding("replay", error.what, error.where or str(segment.folder))
+    for name, values in states.items():
+        if name not in stored:
+            continue
+        unequal = values.view(np.uint32) != stored[name].view(np.uint32)
+        if unequal.any():
+            first = int(unequal.argmax())
+            tensor = next(
+                segment.layout.tensors[one.piece.tensor].name
+                for one in segment.layout.ranks[rank].ranges(index)
+                if one.offset <= first < one.offset + one.size
+            )
+            what = (
+                f"step {leg.replay.step}: {name!r} of `{tensor}` is stored otherwise than the log gives it: "
+                f"{int(unequal.sum()):,} of {unequal.size:,} values of a chunk differ"
+            )
+            return Finding("replay", what, str(segment.folder), (tensor,))
+    return None
