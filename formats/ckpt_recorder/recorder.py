@@ -86,6 +86,7 @@ class Recorder:
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
         self._part = 0
+        self._asked = -1
         self._run = self._tracked()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
@@ -206,6 +207,7 @@ class Recorder:
 
     def _attach(self) -> None:
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._run.optimizers]
+        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._run.optimizers]
         if self._run.after_step is not None and self._unwrap is None:
             self._wrap_step(*self._run.after_step)
 
@@ -248,7 +250,7 @@ class Recorder:
             return
         part, count = self._part, self._run.parts
         if part == 0:
-            self._before_first_part()
+            self._record_due_fingerprint()
         is_last = part == count - 1
         random = is_last and self.options.random_states
         if is_last:  # before the gradients: a step that is there has its buffers
@@ -266,15 +268,19 @@ class Recorder:
         if is_last:
             self.step += 1
 
-    def _before_first_part(self) -> None:
-        """What is due between two steps: a fingerprint, or a new beginning where the recording broke."""
-        done = self.step - self._first
-        every = self.options.fingerprint
+    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
+        """Begin anew where the recording broke, now that all states are those of one step."""
+        done, every = self.step - self._first, self.options.retry
+        if self._part or not every or not done or done % every or self.step == self._asked:
+            return
+        self._asked = self.step  # once, of several optimizers or a skipped step
+        if any(ranks.gather(self.broken is not None)):
+            self._retry()
+
+    def _record_due_fingerprint(self) -> None:
+        done, every = self.step - self._first, self.options.fingerprint
         if every and done and done % every == 0:
             self._guarded(lambda recording: recording.record_fingerprint(self.step))
-        if self.options.retry and done and done % self.options.retry == 0:
-            if any(ranks.gather(self.broken is not None)):
-                self._retry()
 
     def _guarded(self, work: Callable[[RankRecording], None]) -> None:
         """Have something recorded, if recording goes on; if it breaks, say so once."""
