@@ -125,6 +125,7 @@ class RankRecording:
 
     def record_start(self, step: int) -> None:
         """The states themselves."""
+        groups = [[group_options(one, group) for group in one.param_groups] for one in self._run.optimizers]
         for name in state_names(self._run):
             slot = self._link.acquire_slot()
             for number, places in enumerate(self._places):
@@ -135,7 +136,8 @@ class RankRecording:
                         target.zero_()
                     else:
                         target.copy_(values[offset : offset + size])
-            self._link.order(Kind.STATE, step, {"state": name}, slot)
+            meta = {"state": name} | ({"groups": encode(groups)} if name == "param" else {})
+            self._link.order(Kind.STATE, step, meta, slot)
 
     def record_gradients(
         self, step: int, number: int, part: tuple[int, int], with_random_states: bool

@@ -96,6 +96,18 @@ class Segment:
             for log in self.logs
         )
 
+    @cached_property
+    def start_options(self) -> list[tuple[Mapping[str, Value], ...]]:
+        """The options of all optimizers' groups where the segment begins, if it holds that state itself."""
+        optimizers = self.layout.optimizers
+        for record in self.records(0, Kind.STATE):
+            if "groups" in record.meta:
+                said = decode(record.meta["groups"], self.path(0))
+                if not isinstance(said, list) or len(said) != len(optimizers):
+                    raise Corrupt(f"it has not the options of {len(optimizers)} optimizers", where=self.path(0))
+                return [self._options(one, i, record, self.path(0)) for i, one in enumerate(said)]
+        return []
+
     def records(self, rank: int, kind: Kind) -> Iterator[Record]:
         """The records of a kind of a rank, in order."""
         return (record for record in self.logs[rank].records if record.kind is kind)
@@ -162,10 +174,7 @@ class Segment:
         groups = record.meta.get("groups")
         if not natural(optimizer) or optimizer >= len(self.layout.optimizers):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
-        count = len(self.layout.optimizers[optimizer].groups)
-        options = decode(groups, log.path)
-        if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
-            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=log.path)
+        options = self._options(decode(groups, log.path), optimizer, record, log.path)
         if not 0 <= record.count - rank.chunk_count <= 1:
             raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
         vectors = record.meta.get("vectors")
@@ -173,7 +182,13 @@ class Segment:
             if not (isinstance(vectors, list) and all(natural(v) and v < len(rank.vectors) for v in vectors)):
                 raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
             vectors = frozenset(vectors)
-        return Update(record, optimizer, vectors, tuple(options))
+        return Update(record, optimizer, vectors, options)
+
+    def _options(self, said: Value, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
+        count = len(self.layout.optimizers[optimizer].groups)
+        if not isinstance(said, list) or len(said) != count or not all(isinstance(one, dict) for one in said):
+            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
+        return tuple(said)
 
 
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:

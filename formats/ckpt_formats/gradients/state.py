@@ -149,7 +149,7 @@ def _origin(segment: Segment, step: int, base: Checkpoint | None) -> Origin:
 def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
     """The groups of the base with the options of the step; those of the log if there is no base, or it has none."""
     segment = replay.segment
-    options: dict[int, tuple[Mapping[str, Value], ...]] = {}
+    options = dict(enumerate(segment.start_options))
     for updates in segment.updates[0][: replay.step - segment.first]:
         options.update((update.optimizer, update.groups) for update in updates)
     logged = [
