@@ -109,10 +109,11 @@ def small_log(steps: int = 3, seed: int = 1) -> Log:
     }
     truth = [deepcopy(state)]
     ranks: list[list[Entry]] = [[], []]
+    ranks[0].append(Entry(Kind.NOTES, 0, {"notes": {}, "groups": [encode(OPTIONS)]}))
     for rank, entries in enumerate(ranks):
         for name in STATES:
             values = vector(layout, rank, {tensor: held[name] for tensor, held in state.items()})
-            entries.append(coded(layout, rank, Kind.STATE, 0, {"state": name, "groups": encode([OPTIONS])}, values))
+            entries.append(coded(layout, rank, Kind.STATE, 0, {"state": name}, values))
         entries.append(fingerprint(layout, rank, 0, state))
     for step in range(1, steps + 1):
         gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}

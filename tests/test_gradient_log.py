@@ -255,11 +255,11 @@ def test_with_a_bit_flipped_no_step_has_another_value(small: Log, written: Path)
 def test_a_start_that_is_not_whole_is_not_zeros(small: Log, written: Path) -> None:
     path = written / rank_file(0)
     content, ends = path.read_bytes(), ends_of(scan(path, head_of(written, 0)))
-    for at in (10, 64, 100, *ends[:3], ends[3] - 1):
+    for at in (10, 64, 100, *ends[:4], ends[4] - 1):
         path.write_bytes(content[:at])
         with pytest.raises(Incomplete, match="state at step 0"):
             restored(written.parent, 0)
-    path.write_bytes(content[: ends[3]])
+    path.write_bytes(content[: ends[4]])
     assert same(values_of(restored(written.parent, 0)), small.truth[0])
 
 

@@ -24,7 +24,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
     if hasattr(zero, "single_partition_of_fp32_groups"):
         tensors = _stages_1_and_2(zero, rank)
         groups = _group_names(zero.bit16_groups, zero.param_names)
-        parts = 1
+        parts = len(zero.bit16_groups)  # a step of the optimizer for each group, which has no other meanwhile
     elif hasattr(zero, "fp32_partitioned_groups_flat"):
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
@@ -44,6 +44,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         tuple(tensors),
         (groups,),
         aliases,
+        (inner.param_groups,),
         is_shared=False,
         parts=parts,
         step=int(engine.global_steps),

@@ -19,7 +19,14 @@ from ckpt_formats.gradients.layout import EXACTNESS, Exactness
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
-from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part
+from ckpt_recorder.recording import (
+    RankPart,
+    RankRecording,
+    UnknownTensor,
+    draft_layout,
+    rank_part,
+    without_copies,
+)
 from ckpt_recorder.run import TrackedRun, count_of, plain_run
 from ckpt_recorder.writer import Settings
 
@@ -138,19 +145,22 @@ class Recorder:
     def _first_step(self) -> int:
         if self._run.step is not None:
             return self._run.step
-        return max((count_of(self._run, number) for number in range(len(self._run.tensors))), default=0)
+        counts = [0 for _ in self._run.optimizers]
+        for number, one in enumerate(self._run.tensors):
+            counts[one.optimizer] = max(counts[one.optimizer], count_of(self._run, number))
+        return sum(counts)  # each call of an optimizer is a step, as it is to Lightning
 
     def _begin(self) -> None:
         """Begin a segment with the state that the run has now. All ranks do so together."""
         run = self._run
         _check_types(run)
-        part = rank_part(run, self._probed, self._world)
-        parts = ranks.gather(part)
+        parts = ranks.gather(rank_part(run, self._probed, self._world))
         if len({one.weights for one in parts}) > 1:
             raise Unsupported(
                 "the ranks hold different weights under the same names: the run is not data parallel",
                 hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
             )
+        parts = without_copies(parts)
         self._first = self.step
         segment = self._on_rank_0(
             lambda: segments.begin(
@@ -158,7 +168,7 @@ class Recorder:
                 draft_layout(run, self._probed, parts, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        problem = self._start(part, segment)
+        problem = self._start(parts[self._rank], segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
             self._end(problems[0])
@@ -181,9 +191,11 @@ class Recorder:
         )
         try:
             self._recording = RankRecording(self._run, part, layout, settings, self._rank)
+            self._recording.record_notes(self.step, {})
+            self._recording.record_buffers(self.step)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
-            self._recording.record_buffers(self.step, with_frozen=True)
+                self._recording.record_frozen(self.step)
             self._recording.record_fingerprint(self.step)
             self._recording.settle()
         except Exception as error:  # the other ranks wait to hear of it
@@ -213,7 +225,7 @@ class Recorder:
 
     def _wrap_step(self, engine: Any, name: str) -> None:
         """Note what the engine resumes with after each of its steps."""
-        method = getattr(engine, name)
+        method, own = getattr(engine, name), vars(engine).get(name)
 
         def step(*arguments: Any, **named: Any) -> Any:
             before = self.step
@@ -222,8 +234,16 @@ class Recorder:
                 self.note(**self._run.notes())
             return result
 
+        def unwrap() -> None:
+            if vars(engine).get(name) is not step:
+                return  # somebody has wrapped it again: `step` does nothing more from now on
+            if own is None:
+                delattr(engine, name)
+            else:
+                setattr(engine, name, own)
+
         setattr(engine, name, step)
-        self._unwrap = lambda: delattr(engine, name)
+        self._unwrap = unwrap
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
         """Gradients are there now; or, as under Lightning, not before the closure has run: then that is wrapped."""

@@ -1,7 +1,7 @@
 """One segment as one rank records it: what it copies into the ring, and what it has its writer write."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import xxhash
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.stepping import whole_vectors
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.geometry import Box
 from ckpt_formats.gradients.layout import ALONE, Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
 from ckpt_formats.gradients.record import Kind
 from ckpt_formats.typed_json import encode
@@ -23,16 +25,22 @@ from ckpt_recorder.run import (
     content_of,
     count_of,
     dtype_name,
+    frozen_tensors,
     local,
+    persistent_buffers,
     state_names,
     state_of,
-    unstepped_tensors,
+    whole,
 )
 from ckpt_recorder.writer import Settings
 
 
 class UnknownTensor(Exception):
     """The optimizer steps a tensor that it did not have when the segment began."""
+
+
+Block = tuple[str, Box]
+"""Of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class RankPart:
     """The number of the vector, the piece, and how many of its elements are in whole SIMD vectors."""
     weights: str
     """A hash of the weights of which each rank records a share: all ranks must have the same."""
+    shards: Mapping["Block", int]
+    """A hash of the weights of each shard. Whoever else has that block of the parameter must have the same."""
 
 
 def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart:
@@ -56,7 +66,28 @@ def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart
             pieces.append((number, piece, whole))
     pieces.sort(key=lambda item: item[1].size < ALONE)
     vectors = tuple(Vector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
-    return RankPart(vectors, tuple(pieces), _shared_digest(run) if world > 1 else "")
+    if world == 1:
+        return RankPart(vectors, tuple(pieces), "", {})
+    return RankPart(vectors, tuple(pieces), _shared_digest(run), _shard_digests(run))
+
+
+def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
+    """Each shard by one rank: those that hold the same block of a parameter take turns. Raises `Unsupported`."""
+    holders: dict[Block, list[int]] = {}
+    for rank, part in enumerate(parts):
+        for block, digest in part.shards.items():
+            others = holders.setdefault(block, [])
+            if others and parts[others[0]].shards[block] != digest:
+                raise Unsupported(
+                    f"ranks {others[0]} and {rank} hold different weights of `{block[0]}`: the run is not data parallel",
+                    hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
+                )
+            others.append(rank)
+    owners = {block: ranks[turn % len(ranks)] for turn, (block, ranks) in enumerate(holders.items())}
+    return [
+        replace(part, pieces=tuple(row for row in part.pieces if owners.get((row[1].name, row[1].box), rank) == rank))
+        for rank, part in enumerate(parts)
+    ]
 
 
 def draft_layout(
@@ -100,6 +131,7 @@ class RankRecording:
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
         ]
         self._buffer_hashes: dict[str, int] = {}
+        self._logged_groups: list[Any] = [None for _ in run.optimizers]
         self._ring = Ring(settings.slot_nbytes, settings.slots)
         self._slots = [
             torch.from_numpy(self._ring.slot(i)[: layout.size * 4].view(np.float32)) for i in range(settings.slots)
@@ -125,7 +157,6 @@ class RankRecording:
 
     def record_start(self, step: int) -> None:
         """The states themselves."""
-        groups = [[group_options(one, group) for group in one.param_groups] for one in self._run.optimizers]
         for name in state_names(self._run):
             slot = self._link.acquire_slot()
             for number, places in enumerate(self._places):
@@ -136,8 +167,7 @@ class RankRecording:
                         target.zero_()
                     else:
                         target.copy_(values[offset : offset + size])
-            meta = {"state": name} | ({"groups": encode(groups)} if name == "param" else {})
-            self._link.order(Kind.STATE, step, meta, slot)
+            self._link.order(Kind.STATE, step, {"state": name}, slot)
 
     def record_gradients(
         self, step: int, number: int, part: tuple[int, int], with_random_states: bool
@@ -146,7 +176,8 @@ class RankRecording:
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
         vectors = self._copy_gradients(optimizer, self._slots[slot])
-        meta: dict[str, Any] = {"groups": encode([group_options(optimizer, one) for one in optimizer.param_groups])}
+        meta: dict[str, Any] = {"groups": self._groups_of(number)}
+        self._logged_groups[number] = meta["groups"]
         chunks = None
         if number:
             meta["optimizer"] = number
@@ -164,26 +195,53 @@ class RankRecording:
         self._link.order(Kind.SKIPPED, step, {"optimizer": number})
 
     def record_notes(self, step: int, notes: Mapping[str, Any]) -> None:
-        """What else resumes with a step: values that `typed_json` takes."""
-        self._link.order(Kind.NOTES, step, {"notes": encode(dict(notes))})
+        """What else resumes with a step: values that `typed_json` takes; and the groups' options, if they changed."""
+        meta = {"notes": encode(dict(notes))}
+        groups = self._groups()
+        if groups != self._logged_groups:  # a schedule has set the rates of the next step
+            meta["groups"] = groups
+        self._link.order(Kind.NOTES, step, meta)
 
-    def record_buffers(self, step: int, with_frozen: bool = False) -> None:
-        """Tensors that no optimizer steps, where they have changed; by rank 0 alone."""
+    def record_frozen(self, step: int) -> None:
+        """Parameters that no optimizer steps: by rank 0, to which all ranks bring what they have of them."""
+        broken = None
+        for name, tensor in frozen_tensors(self._run):
+            gathered = whole(tensor)
+            if self._rank == 0 and broken is None:
+                try:
+                    self._order_tensors(step, [(name, "frozen", gathered, content_of(gathered))])
+                except WriterBroken as error:
+                    broken = error  # the other ranks still wait for this one
+        if broken is not None:
+            raise broken
+
+    def record_buffers(self, step: int) -> None:
+        """Buffers, where they have changed; by rank 0 alone."""
         if self._rank:
             return
-        rows, sizes, contents = [], [], []
-        for name, role, tensor in unstepped_tensors(self._run):
-            if role == "frozen" and not with_frozen:
-                continue
+        rows = []
+        for name, tensor in persistent_buffers(self._run):
             content = content_of(tensor)
             digest = xxhash.xxh3_64_intdigest(content)
             if self._buffer_hashes.get(name) != digest:
                 self._buffer_hashes[name] = digest
-                rows.append([name, role, dtype_name(tensor.dtype), list(tensor.shape)])
-                sizes.append((len(content), tensor.element_size()))
-                contents.append(content)
+                rows.append((name, "buffer", tensor, content))
         if rows:
-            self._link.order_bytes(Kind.BUFFERS, step, {"tensors": rows}, b"".join(contents), sizes)
+            self._order_tensors(step, rows)
+
+    def _order_tensors(self, step: int, rows: Sequence[tuple[str, str, torch.Tensor, bytes]]) -> None:
+        listed = [[name, role, dtype_name(tensor.dtype), list(tensor.shape)] for name, role, tensor, _ in rows]
+        sizes = [(len(content), tensor.element_size()) for _, _, tensor, content in rows]
+        content = b"".join(content for _, _, _, content in rows)
+        self._link.order_bytes(Kind.BUFFERS, step, {"tensors": listed}, content, sizes)
+
+    def _groups(self) -> list[Any]:
+        """The options of all groups of all optimizers, as they are now."""
+        return [self._groups_of(number) for number in range(len(self._run.optimizers))]
+
+    def _groups_of(self, number: int) -> Any:
+        optimizer = self._run.optimizers[number]
+        return encode([group_options(optimizer, group) for group in self._run.groups_of(number)])
 
     def record_fingerprint(self, step: int) -> None:
         """The hash of each chunk of each state, as it is now."""
@@ -257,5 +315,14 @@ def _shared_digest(run: TrackedRun) -> str:
         if run.is_shared and not hasattr(one.tensor, "placements"):
             digest.update(content_of(one.tensor))
     return digest.hexdigest()
+
+
+def _shard_digests(run: TrackedRun) -> dict[Block, int]:
+    return {
+        (piece.name, piece.box): xxhash.xxh3_64_intdigest(content_of(local(one.tensor)))
+        for one in run.tensors
+        if hasattr(one.tensor, "placements")
+        for piece in one.pieces
+    }
 
 

@@ -42,7 +42,7 @@ class TrackedTensor:
     optimizer: int
     group: int
     pieces: tuple[LocalPiece, ...]
-    """What this rank records of it: nothing, where another rank does."""
+    """What this rank has of it; of what all ranks have, its share."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class TrackedRun:
     group_names: tuple[tuple[tuple[str, ...], ...], ...]
     """By optimizer and group: the names of the parameters, in order."""
     aliases: Mapping[str, str]
+    groups: tuple[list[dict[str, Any]], ...] | None = None
+    """The parameter groups by optimizer, where the engine shows its optimizer one at a time."""
     is_shared: bool = True
     """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
     parts: int = 1
@@ -66,6 +68,10 @@ class TrackedRun:
     """What the engine resumes with, besides what is recorded."""
     after_step: tuple[Any, str] | None = None
     """An object of the engine, and the name of its method, after which a step is done and `notes` are of it."""
+
+    def groups_of(self, number: int) -> list[dict[str, Any]]:
+        """The parameter groups of an optimizer, with the options that they have now."""
+        return self.optimizers[number].param_groups if self.groups is None else self.groups[number]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -163,10 +169,6 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
         raise Unsupported(f"`{name}` is a sum over ranks that is not done yet")
-    coordinate = mesh.get_coordinate()
-    replica = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
-    if any(replica):
-        return  # another rank records this copy
     local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if tuple(local_shape) != tuple(local(parameter).shape):
         raise Unsupported(
@@ -205,17 +207,33 @@ def count_of(run: TrackedRun, number: int) -> int:
     return int(step.item() if isinstance(step, torch.Tensor) else step)
 
 
-def unstepped_tensors(run: TrackedRun) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Persistent buffers, and parameters that no optimizer steps: name, role, tensor. Those that are sharded are left out."""
+def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model's checkpoint has beside its parameters, by name. Those that are sharded are left out."""
+    for prefix, module in run.model.named_modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
+                yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
+
+
+def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that no optimizer steps, by name; on every rank the same, in the same order."""
     stepped = {name for groups in run.group_names for names in groups for name in names}
-    buffers = dict(run.model.named_buffers())
-    persistent = {name for name in run.model.state_dict() if name in buffers} if buffers else set()
-    for name, tensor in buffers.items():
-        if name in persistent and not _is_sharded(tensor):
-            yield clean_name(name), "buffer", tensor
     for name, parameter in run.model.named_parameters():
-        if clean_name(name) not in stepped and not _is_sharded(parameter) and not hasattr(parameter, "ds_numel"):
-            yield clean_name(name), "frozen", parameter
+        if clean_name(name) not in stepped:
+            yield clean_name(name), parameter
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on all ranks, which call it together."""
+    if hasattr(tensor, "full_tensor"):
+        full: torch.Tensor = tensor.full_tensor()
+        return full
+    if hasattr(tensor, "ds_numel"):  # ZeRO 3 has cut it
+        from deepspeed import zero
+
+        with zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor
 
 
 def clean_name(name: str) -> str:

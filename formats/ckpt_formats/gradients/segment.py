@@ -96,18 +96,6 @@ class Segment:
             for log in self.logs
         )
 
-    @cached_property
-    def start_options(self) -> list[tuple[Mapping[str, Value], ...]]:
-        """The options of all optimizers' groups where the segment begins, if it holds that state itself."""
-        optimizers = self.layout.optimizers
-        for record in self.records(0, Kind.STATE):
-            if "groups" in record.meta:
-                said = decode(record.meta["groups"], self.path(0))
-                if not isinstance(said, list) or len(said) != len(optimizers):
-                    raise Corrupt(f"it has not the options of {len(optimizers)} optimizers", where=self.path(0))
-                return [self._options(one, i, record, self.path(0)) for i, one in enumerate(said)]
-        return []
-
     def records(self, rank: int, kind: Kind) -> Iterator[Record]:
         """The records of a kind of a rank, in order."""
         return (record for record in self.logs[rank].records if record.kind is kind)
@@ -122,6 +110,25 @@ class Segment:
             if record.step == step:
                 notes.update(_typed(record.read_meta(self.path(0), reader).get("notes", {}), self.path(0)))
         return notes
+
+    def group_options(self, step: int) -> dict[int, tuple[Mapping[str, Value], ...]]:
+        """The options of all groups as they were after a step, by optimizer: those that a schedule set for the next."""
+        options: dict[int, tuple[Mapping[str, Value], ...]] = {}
+        steps = self.updates[0]
+        for updates in steps[: step - self.first]:
+            options.update((update.optimizer, update.groups) for update in updates)
+        noted = [record for record in self.records(0, Kind.NOTES) if record.step == step]
+        if not noted:
+            # Nobody said what they were: what the next step was done with is nearer than what the last was.
+            for updates in steps[step - self.first : step - self.first + 1]:
+                options.update((update.optimizer, update.groups) for update in updates)
+        for record in noted:
+            groups = record.meta.get("groups", [])
+            if not isinstance(groups, list):
+                raise Corrupt(f"step {step}: its notes are damaged", where=self.path(0))
+            for number, of_one in enumerate(groups):
+                options[number] = self._options(of_one, number, record, self.path(0))
+        return options
 
     def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
         """The states of random number generators at a step, by rank: arrays of bytes or words, by generator."""
@@ -168,13 +175,24 @@ class Segment:
             raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
         return part[0], part[1]
 
+    def _options(
+        self, groups: Any, optimizer: int, record: Record, where: Path
+    ) -> tuple[Mapping[str, Value], ...]:
+        """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
+        if optimizer >= len(self.layout.optimizers):
+            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)
+        count = len(self.layout.optimizers[optimizer].groups)
+        options = decode(groups, where)
+        if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
+            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
+        return tuple(options)
+
     def _update(self, record: Record, log: RankLog) -> Update:
         rank = self.layout.ranks[self.logs.index(log)]
         optimizer = record.meta.get("optimizer", 0)
-        groups = record.meta.get("groups")
-        if not natural(optimizer) or optimizer >= len(self.layout.optimizers):
+        if not natural(optimizer):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
-        options = self._options(decode(groups, log.path), optimizer, record, log.path)
+        options = self._options(record.meta.get("groups"), optimizer, record, log.path)
         if not 0 <= record.count - rank.chunk_count <= 1:
             raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
         vectors = record.meta.get("vectors")
@@ -183,12 +201,6 @@ class Segment:
                 raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
             vectors = frozenset(vectors)
         return Update(record, optimizer, vectors, options)
-
-    def _options(self, said: Value, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
-        count = len(self.layout.optimizers[optimizer].groups)
-        if not isinstance(said, list) or len(said) != count or not all(isinstance(one, dict) for one in said):
-            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
-        return tuple(said)
 
 
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:

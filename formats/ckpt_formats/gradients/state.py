@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from ckpt_codecs.rounded import Rounded
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
 from ckpt_formats.coded import read_chunks
@@ -11,17 +13,19 @@ from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape
+from ckpt_formats.gradients.layout import LoggedOptimizer
 from ckpt_formats.gradients.record import Kind, Record, hash_values
 from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay, Start
 from ckpt_formats.gradients.segment import LOSSY, Segment
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.tensor import Array, Decoded, Raw, Tensor
+from ckpt_formats.tensor import Array, Decoded, Held, Raw, Tensor
 from ckpt_formats.universal.replay import Replayed
 from ckpt_formats.values import Value
 
 BUFFER_CHUNK = 1 << 20
 """Bytes of a chunk of a buffer at most."""
+_COUNT = "step"
 _ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
 
 
@@ -53,6 +57,7 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
     parameters = dict(source.parameters) if source is not None else {}
     parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
     parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
+    parameters |= {parameter.name: parameter for parameter in _tied(parameters, segment.layout.aliases)}
     extras = dict(source.extras) if source is not None else {}
     noted = notes | ({"random_states": random} if random else {})
     extras |= noted
@@ -93,12 +98,13 @@ def _saved_as(source: Checkpoint | None) -> SavedAs | None:
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
     layout = replay.segment.layout
     pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
-    counts = [0] * len(layout.tensors)
+    counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
     for rank, of_rank in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
         for number, piece in enumerate(of_rank.pieces):
             pieces[piece.tensor].append((rank, number))
             counts[piece.tensor] = int(now[piece.vector])
+            optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
     for number, tensor in enumerate(layout.tensors):
         before = parameters.get(tensor.name)
         if before is not None and before.weight.shape != tensor.shape:
@@ -116,27 +122,52 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
                 where=replay.segment.folder,
             )
         names = {master: WEIGHTS} | {name: name for name in replay.states if name != WEIGHTS}
-        if stale := [name for name in states if name not in names and name != MODEL]:
+        counted = {name: _counted(held, counts[number]) for name, held in states.items() if _is_count(name, held)}
+        if stale := [name for name in states if name not in names and name not in counted and name != MODEL]:
             raise Unsupported(
                 f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.start.step}, which the log does not step",
                 where=replay.segment.folder,
             )
         one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, tuple(pieces[number]))
-        stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names}
+        stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names} | counted
         if master == MASTER and (before is None or MODEL in states):
             dtype = model if before is None else states[MODEL].dtype
             stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
         order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
-        values = _values(before, counts[number], len(names) > 1)
+        counts_steps = len(names) > 1 and not counted and _counts_steps(layout.optimizers[optimizers[number]], states)
+        values = _values(before, counts[number], counts_steps)
         yield Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
 
 
-def _values(before: Parameter | None, count: int, has_states: bool) -> dict[str, Value]:
+def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> Iterator[Parameter]:
+    """What a base has under the other names of stepped tensors: DCP has the weights twice."""
+    for alias, name in aliases.items():
+        if alias in parameters and name in parameters:
+            weight = parameters[name].weight
+            yield replace(parameters[alias], states={**parameters[alias].states, MODEL: weight})
+
+
+def _is_count(name: str, held: Tensor) -> bool:
+    """Is it the count of steps, which torch keeps as a tensor of its own?"""
+    return name == _COUNT and prod(held.shape) == 1
+
+
+def _counted(held: Tensor, count: int) -> Tensor:
+    return Tensor.of(Held(np.full(held.shape, count, held.dtype)))
+
+
+def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
+    """Does the optimizer keep a count for each tensor? If the base has states of it without one, it does not."""
+    has_states = any(name not in (MODEL, MASTER) for name in states)
+    return not has_states and optimizer.type.rpartition(".")[2] != "SGD"
+
+
+def _values(before: Parameter | None, count: int, counts_steps: bool) -> dict[str, Value]:
     values = {} if before is None else dict(before.values)
-    if "step" in values:
-        values["step"] = type(values["step"])(count)
-    elif has_states and count:
-        values["step"] = float(count)
+    if _COUNT in values:
+        values[_COUNT] = type(values[_COUNT])(count)
+    elif counts_steps and count:
+        values[_COUNT] = float(count)
     return values
 
 
@@ -149,9 +180,7 @@ def _origin(segment: Segment, step: int, base: Checkpoint | None) -> Origin:
 def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
     """The groups of the base with the options of the step; those of the log if there is no base, or it has none."""
     segment = replay.segment
-    options = dict(enumerate(segment.start_options))
-    for updates in segment.updates[0][: replay.step - segment.first]:
-        options.update((update.optimizer, update.groups) for update in updates)
+    options = segment.group_options(replay.step)
     logged = [
         (names, options[number][i] if number in options else {})
         for number, optimizer in enumerate(segment.layout.optimizers)

@@ -1,0 +1,59 @@
+"""The kinds of runs that are recorded with real engines, as data. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WARM_UP, MIDDLE, END = 3, 7, 15
+"""Steps before the recording begins, until an extra checkpoint, and until it ends."""
+AFTER = 3
+"""Steps of a run that goes on from a restored state."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a small model is trained. Torch's wrappers save as DCP, DeepSpeed in its own format."""
+
+    name: str
+    engine: Literal["plain", "ddp", "fsdp2", "deepspeed"] = "plain"
+    shards: int = 1
+    """Ranks over which the batch is divided, and every parameter but under DDP."""
+    replicas: int = 1
+    tp: int = 1
+    stage: int = 0
+    offload: bool = False
+    optimizer: Literal["adamw-fused", "adamw", "sgd", "cpu-adam"] = "adamw-fused"
+    scaler: bool = False
+    """fp16's: two of the recorded steps are skipped."""
+    tied: bool = False
+    threads: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.shards * self.replicas
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("plain", tied=True, threads=2),
+        Kind("scaler_fused", scaler=True),
+        Kind("scaler_sgd", scaler=True, optimizer="sgd"),
+        Kind("ddp", "ddp", 2, tied=True),
+        Kind("ddp_scaler", "ddp", 2, scaler=True, optimizer="adamw"),
+        Kind("fsdp2", "fsdp2", 2),
+        Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
+        Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
+        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw"),
+        Kind("zero1", "deepspeed", 2, stage=1),
+        Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
+        Kind("zero3", "deepspeed", 2, stage=3, threads=2),
+        Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam"),
+        Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True),
+    )
+}

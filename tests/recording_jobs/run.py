@@ -1,0 +1,214 @@
+"""A live training of a kind: two micro-batches a step, clipping, a schedule, two groups with their own weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from recording_jobs.kinds import Kind
+from recording_jobs.model import Decoder, batch
+
+RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
+SKIPPED = (5, 10)
+"""The steps at which fp16 overflows, where there is a scaler."""
+_CUT = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "out": RowwiseParallel} | {
+    "up": ColwiseParallel,
+    "down": RowwiseParallel,
+}
+
+
+@dataclass
+class Run:
+    """By torch's own wrappers."""
+
+    kind: Kind
+    model: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    scaler: torch.amp.GradScaler | None
+    step: int = 0
+    """How many batches were taken, those whose step was skipped among them."""
+
+    def train(self, steps: int) -> list[float]:
+        """Train on the batches that follow; the losses, averaged over the ranks."""
+        losses = []
+        for _ in range(steps):
+            for number, part in enumerate(_share(self.step, self.kind)):
+                if isinstance(self.model, DistributedDataParallel):
+                    self.model.require_backward_grad_sync = number == MICRO_BATCHES - 1
+                loss = self.model(part, self.step % 2 == 0) / MICRO_BATCHES
+                if self.scaler is not None:
+                    overflow = float("inf") if self.step in SKIPPED else 1.0
+                    loss = self.scaler.scale(loss * overflow)
+                loss.backward()
+                losses.append(loss.detach())
+            if self.scaler is None:
+                if self.kind.tp == 1:  # tensors on several meshes have no norm in common
+                    nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=False)
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+        return _means(losses)
+
+    def notes(self) -> dict[str, Any]:
+        """What else resumes with a step."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler}
+        return {"scheduler": self.scheduler, "step": self.step, **scaler}
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._tree(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        tree = self._tree()
+        dcp.load(tree, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"]
+        )
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **tree["scheduler"]})
+        self.step = tree["step"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(tree["scaler"])
+
+    def _tree(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        notes = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self.notes().items()}
+        return {"model": model, "optimizer": optimizer, **notes}
+
+
+@dataclass
+class EngineRun:
+    """By DeepSpeed."""
+
+    kind: Kind
+    model: Any
+    optimizer: None = None
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            step = self.model.global_steps
+            for part in _share(step, self.kind):
+                loss = self.model(part, step % 2 == 0)
+                self.model.backward(loss)
+                self.model.step()
+                losses.append(loss.detach() / MICRO_BATCHES)
+        return _means(losses)
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, folder: Path) -> None:
+        self.model.save_checkpoint(str(folder), tag=f"global_step{self.model.global_steps}")
+
+    def load(self, folder: Path) -> None:
+        loaded, _ = self.model.load_checkpoint(str(folder))
+        assert loaded is not None
+
+
+def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
+    """Build it all; another `seed` gives other weights, frozen ones and buffers included."""
+    torch.set_num_threads(kind.threads)
+    torch.manual_seed(seed)
+    model = Decoder(kind.tied)
+    if seed:
+        model.drift.zero_()
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    if kind.engine == "deepspeed":
+        return EngineRun(kind, _engine(kind, model, matrices))
+    wrapped = _wrapped(kind, model)
+    optimizer = _optimizer(kind, _groups(model, matrices))
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4) if kind.scaler else None
+    return Run(kind, wrapped, optimizer, scheduler, scaler)
+
+
+def _share(step: int, kind: Kind) -> tuple[Tensor, ...]:
+    """The micro-batches of a step for this rank."""
+    mine = batch(step).chunk(kind.dp)[distributed.get_rank() // kind.tp % kind.dp]
+    return mine.chunk(MICRO_BATCHES)
+
+
+def _means(losses: list[Tensor]) -> list[float]:
+    """Of each step, over micro-batches and ranks."""
+    sums = torch.stack(losses).double().reshape(-1, MICRO_BATCHES).sum(1)
+    distributed.all_reduce(sums)
+    return (sums / distributed.get_world_size()).tolist()
+
+
+def _groups(model: nn.Module, matrices: set[str]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (DECAY, 0.0)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name not in matrices]["params"].append(parameter)
+    return groups
+
+
+def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if kind.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=False)
+    if kind.optimizer == "cpu-adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=RATE, betas=BETAS)
+    fused = {"fused": True} if kind.optimizer == "adamw-fused" else {"foreach": False}
+    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, **fused)
+
+
+def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
+    if kind.engine == "plain":
+        return model
+    if kind.engine == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    sizes = {"replicas": kind.replicas, "shards": kind.shards, "tp": kind.tp}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+    mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
+    if kind.tp > 1:
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {name: style() for name, style in _CUT.items()})
+    data = mesh[("replicas", "shards")] if kind.replicas > 1 else mesh["shards"]
+    for block in model.blocks:
+        fully_shard(block, mesh=data)
+    return fully_shard(model, mesh=data)
+
+
+def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
+    import deepspeed
+
+    zero: dict[str, Any] = {"stage": kind.stage}
+    if kind.stage == 3:
+        # Several parts a step; small parameters stay whole on every rank, large ones do not.
+        zero |= {"sub_group_size": 20_000, "stage3_param_persistence_threshold": 100}
+    if kind.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 24 // kind.dp // MICRO_BATCHES,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**6,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": RATE / 10, "warmup_max_lr": RATE, "warmup_num_steps": 10},
+        },
+    }
+    optimizer = _optimizer(kind, _groups(model, matrices))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine

@@ -1,0 +1,82 @@
+"""Record real runs: `python tests/recording_jobs/train.py OUT KIND...` (all if none is named).
+
+Each kind trains `WARM_UP` steps, saves its own checkpoint, OUT/KIND/base, and is recorded from there into two chains:
+`based.chain`, which has that checkpoint, and `bare.chain`, which has none. OUT/KIND/middle and OUT/KIND/end are what the
+engine saves on the way. OUT/KIND/log.json has the losses of all steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torch import distributed
+
+from ckpt_recorder import Recorder
+from damage import ckpt
+from engines import ranks
+from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
+from recording_jobs.run import start
+
+
+def train(kind: Kind, out: Path) -> None:
+    """Train, record and save; called in every rank."""
+    run = start(kind)
+    losses = run.train(WARM_UP)
+    run.save(out / "base")
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        done = ckpt("diff", "--into", out / "based.chain", out / "base", "--step", WARM_UP)
+        assert done.code == 0, done.err
+    distributed.barrier()
+    with ExitStack() as stack:
+        recorders = [
+            stack.enter_context(Recorder(run.model, run.optimizer, out / name, step=WARM_UP, fingerprint=5))
+            for name in ("based.chain", "bare.chain")
+        ]
+        for step in range(WARM_UP, END):
+            if step == MIDDLE:
+                run.save(out / "middle")
+                middle = recorders[0].step  # steps that fp16 skips are none
+            losses += run.train(1)
+            for recorder in recorders:
+                recorder.note(**run.notes())
+        assert all(recorder.broken is None for recorder in recorders)
+        steps, exactness = recorders[0].step, recorders[0].exactness
+    run.save(out / "end")
+    if distributed.get_rank() == 0:
+        log = {"losses": losses, "middle": middle, "end": steps, "exactness": exactness}
+        (out / "log.json").write_text(json.dumps(log, indent=1))
+
+
+def main() -> int:
+    out, failed = Path(sys.argv[1]).resolve(), []
+    for kind in [KINDS[name] for name in sys.argv[2:] or KINDS]:
+        began = time.monotonic()
+        try:
+            ranks.run(kind.world, lambda kind=kind: train(kind, out / kind.name), out / kind.name, join=joining(kind))
+            print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            failed.append(kind.name)
+            print(f"{kind.name} FAILED: {error}", flush=True)
+    return 1 if failed else 0
+
+
+def joining(kind: Kind):  # type: ignore[no-untyped-def]
+    """How its ranks join; operators that DeepSpeed compiles are loaded first."""
+    if kind.engine != "deepspeed":
+        return ranks.join_torch
+    from engines.compiled import load
+    from engines.kinds import Kind as EngineKind
+
+    load(EngineKind(kind.name, optimizer="cpu-adamw" if kind.optimizer == "cpu-adam" else "torch-adamw"))
+    return ranks.join_deepspeed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
