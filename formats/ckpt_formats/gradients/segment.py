@@ -89,8 +89,12 @@ class Segment:
 
     @cached_property
     def has_start(self) -> bool:
-        """Does every rank have the state where the segment begins?"""
-        return all(any(record.kind is Kind.STATE for record in log.records) for log in self.logs)
+        """Does every rank have the state where the segment begins? Its fingerprint follows when all of it is there."""
+        return all(
+            any(record.kind is Kind.STATE for record in log.records)
+            and any(record.kind is Kind.FINGERPRINT and record.step == self.first for record in log.records)
+            for log in self.logs
+        )
 
     def records(self, rank: int, kind: Kind) -> Iterator[Record]:
         """The records of a kind of a rank, in order."""
