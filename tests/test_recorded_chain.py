@@ -285,7 +285,7 @@ def test_a_chain_is_made_shorter(
     recorded: tuple[Path, list[dict[str, torch.Tensor]], list[float]],
     run: Path,
 ) -> None:
-    before = digest_of(run)
+    before, nbytes = digest_of(run), sum(path.stat().st_size for path in run.rglob("*.ckg"))
     planned = ckpt("compact", run, *options, "--dry-run", "--json")
     assert planned.code == 0, planned.err
     assert digest_of(run) == before
@@ -293,6 +293,8 @@ def test_a_chain_is_made_shorter(
     chain = index.load(run / index.NAME)
     assert [member.step for member in chain.members] == steps
     assert [(one.first, one.step) for one in chain.segments] == segments
+    if "--upto" in options:
+        assert sum(path.stat().st_size for path in run.rglob("*.ckg")) < 0.8 * nbytes
     fates = {row["step"]: row["becomes"] for row in json.loads(planned.out)["steps"]}
     assert sorted(step for step, fate in fates.items() if fate != "removed") == steps
     last = max([*steps, *(STEPS if end is None else end for _, end in segments)])

@@ -11,7 +11,7 @@ from ckpt_formats.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.files import Reader, read_whole
 from ckpt_formats.gradients import layout as layouts
 from ckpt_formats.gradients.layout import Layout
-from ckpt_formats.gradients.record import FileHead, Kind, RankLog, Record, hash_values, scan
+from ckpt_formats.gradients.record import HEAD, FileHead, Kind, RankLog, Record, hash_values, scan
 from ckpt_formats.identity import unrecorded
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.typed_json import decode
@@ -103,6 +103,11 @@ class Segment:
     def path(self, rank: int) -> Path:
         return self.folder / rank_file(rank)
 
+    def nbytes_upto(self, rank: int, step: int) -> int:
+        """How much of a rank's file is needed for the steps up to one."""
+        later = (record.begin for record in self.logs[rank].records if record.step > step)
+        return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
+
     def notes(self, step: int, reader: Reader) -> dict[str, Value]:
         """What was noted at a step; of rank 0 what several ranks noted alike."""
         notes: dict[str, Value] = {}
@@ -175,9 +180,7 @@ class Segment:
             raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
         return part[0], part[1]
 
-    def _options(
-        self, groups: Any, optimizer: int, record: Record, where: Path
-    ) -> tuple[Mapping[str, Value], ...]:
+    def _options(self, groups: Any, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
         """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
         if optimizer >= len(self.layout.optimizers):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)
