@@ -1,5 +1,6 @@
 """`ckpt compact`: fewer members, and deltas folded into bases, without losing a state that is kept."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -119,7 +120,18 @@ def compact(run: Path, retention: Retention, anchors: Anchors, manner: Manner, e
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))
+            _drop_later_records(run, after)
     return Compacted(chain, after)
+
+
+def _drop_later_records(run: Path, chain: Chain) -> None:
+    """Free what follows the end of a segment. The list says already that it does not count."""
+    for one in chain.segments:
+        if one.step is not None:
+            segment = open_steps(run, one)
+            for rank, log in enumerate(segment.logs):
+                if segment.nbytes_upto(rank, one.step) < log.path.stat().st_size:
+                    os.truncate(log.path, segment.nbytes_upto(rank, one.step))
 
 
 def _cut(run: Path, chain: Chain, upto: int | None) -> Chain:

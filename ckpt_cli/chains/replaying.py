@@ -25,21 +25,21 @@ _SIZE = 4
 
 
 @dataclass(frozen=True)
-class Leg:
-    """Steps of a segment from one known state to the next one that the chain has, or to its end."""
+class Course:
+    """A segment, the state where it begins, and the states that the chain stores on its way."""
 
-    replay: SegmentReplay
-    arrival: Start | None
-    """The state that the chain stores where the leg ends."""
+    segment: Segment
+    start: Start
+    stops: tuple[Start, ...]
 
     @property
     def nbytes(self) -> int:
         """Of all gradients, decoded."""
-        return (self.replay.step - self.replay.start.step) * self.replay.segment.layout.numel * _SIZE
+        return (self.segment.last - self.start.step) * self.segment.layout.numel * _SIZE
 
 
-def legs(run: Path, chain: Chain) -> Iterator[Leg]:
-    """All legs of all segments that can be read. Raises as `open_steps`."""
+def courses(run: Path, chain: Chain) -> Iterator[Course]:
+    """All segments with their states. Raises as `open_steps`."""
     for number, logged in enumerate(chain.segments):
         segment = open_steps(run, logged)
         stops: dict[int, Start] = {}
@@ -48,33 +48,42 @@ def legs(run: Path, chain: Chain) -> Iterator[Leg]:
                 stops[member.step] = Start(member.step, open_member(run, chain, member).parameters)
         following = chain.segments[number + 1] if number + 1 < len(chain.segments) else None
         if following is not None and following.parent is None and segment.first < following.first <= segment.last:
-            stops[following.first] = Start(following.first, _own_start(open_steps(run, following)))
+            stops.setdefault(following.first, Start(following.first, _own_start(open_steps(run, following))))
         base: Base | None = None
         if logged.parent is not None:
             base = Base(logged.first, open_member(run, chain, member_at(run, chain, logged.first)))
         start = replay_to(segment, segment.first, base).start
-        for step in sorted({*stops, segment.last}):
-            yield Leg(SegmentReplay(segment, step, start), stops.get(step))
-            start = stops.get(step, start)
+        yield Course(segment, start, tuple(stop for _, stop in sorted(stops.items())))
 
 
 def _own_start(segment: Segment) -> dict[str, Parameter]:
     return dict(checkpoint_at(segment, segment.first, None).parameters)
 
 
-def check(leg: Leg, effort: Effort, moved: Moved) -> list[Finding]:
-    """Do all steps of a leg again, and compare with fingerprints and with the state where it ends."""
-    layout = leg.replay.segment.layout
+def check(course: Course, effort: Effort, moved: Moved) -> list[Finding]:
+    """Do all steps of a segment again, and compare with its fingerprints and with the states on its way.
+
+    A state that is as the log has it is where the next steps begin; from any other nothing follows.
+    """
+    findings: list[Finding] = []
+    start = course.start
+    for stop in course.stops:
+        found = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, effort, moved)
+        findings += found
+        start = start if found else stop
+    return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, effort, moved)
+
+
+def _check_leg(replay: SegmentReplay, arrival: Start | None, effort: Effort, moved: Moved) -> list[Finding]:
+    layout = replay.segment.layout
     chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
-    arrived = None
-    if leg.arrival is not None:
-        arrived = SegmentReplay(leg.replay.segment, leg.replay.step, leg.arrival)
+    stored = None if arrival is None else SegmentReplay(replay.segment, replay.step, arrival)
 
     def check_chunk(chunk: tuple[int, int]) -> Finding | None:
         with Reader(check=False) as reader:
-            finding = _check_chunk(leg, arrived, *chunk, reader)
+            finding = _check_chunk(replay, stored, *chunk, reader)
         low, high = layout.ranks[chunk[0]].chunk_bounds(chunk[1])
-        moved((high - low) * _SIZE * (leg.replay.step - leg.replay.start.step))
+        moved((high - low) * _SIZE * (replay.step - replay.start.step))
         return finding
 
     with ThreadPoolExecutor(effort.workers) as pool:
@@ -82,13 +91,15 @@ def check(leg: Leg, effort: Effort, moved: Moved) -> list[Finding]:
     return list(dict.fromkeys(finding for finding in found if finding is not None))
 
 
-def _check_chunk(leg: Leg, arrived: SegmentReplay | None, rank: int, index: int, reader: Reader) -> Finding | None:
-    segment = leg.replay.segment
+def _check_chunk(
+    replay: SegmentReplay, arrival: SegmentReplay | None, rank: int, index: int, reader: Reader
+) -> Finding | None:
+    segment = replay.segment
     try:
-        states = leg.replay.chunk(rank, index, reader)
-        if arrived is None or not segment.is_exact:
+        states = replay.chunk(rank, index, reader)
+        if arrival is None or not segment.is_exact:
             return None
-        stored = arrived.chunk(rank, index, reader)
+        stored = arrival.chunk(rank, index, reader)
     except CkptError as error:
         return Finding("replay", error.what, error.where or str(segment.folder))
     for name, values in states.items():
@@ -103,7 +114,7 @@ def _check_chunk(leg: Leg, arrived: SegmentReplay | None, rank: int, index: int,
                 if one.offset <= first < one.offset + one.size
             )
             what = (
-                f"step {leg.replay.step}: {name!r} of `{tensor}` is stored otherwise than the log gives it: "
+                f"step {replay.step}: {name!r} of `{tensor}` is stored otherwise than the log gives it: "
                 f"{int(unequal.sum()):,} of {unequal.size:,} values of a chunk differ"
             )
             return Finding("replay", what, str(segment.folder), (tensor,))

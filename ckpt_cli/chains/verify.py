@@ -87,11 +87,11 @@ def _note_torn(views: list[SegmentView]) -> None:
 
 def _replayed(run: Path, chain: Chain, effort: Effort) -> list[Finding]:
     try:
-        legs = list(replaying.legs(run, chain))
+        courses = list(replaying.courses(run, chain))
     except CkptError as error:
         return [Finding("replay", error.what, error.where or str(run))]
-    with progress("replaying", sum(leg.nbytes for leg in legs)) as moved:
-        return [finding for leg in legs for finding in replaying.check(leg, effort, moved)]
+    with progress("replaying", sum(course.nbytes for course in courses)) as moved:
+        return [finding for course in courses for finding in replaying.check(course, effort, moved)]
 
 
 def _note_approximate(chain: Chain) -> None:

@@ -8,9 +8,8 @@ import sys
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from ckpt_recorder import Recorder
+from ckpt_recorder import Recorder, resume
 
 chain, restored = sys.argv[1], sys.argv[2:]
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -19,9 +18,7 @@ model = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 first = 0
 if restored:
-    state = torch.load(restored[0])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    first = state["extras"]["step"]
+    first = resume(restored[0], model, optimizer).step
 
 data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))
 loader = torch.utils.data.DataLoader(data[2 * first :], batch_size=None)
@@ -36,5 +33,4 @@ with Recorder(model, optimizer, chain, step=first) as recorder:
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            recorder.note(step=recorder.step)
             print(f"step {recorder.step}: loss {loss.item()!r}")

@@ -7,9 +7,8 @@ import sys
 
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from ckpt_recorder import Recorder
+from ckpt_recorder import Recorder, resume
 
 chain, restored = sys.argv[1], sys.argv[2:]
 distributed.init_process_group("gloo")
@@ -19,18 +18,15 @@ model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 50), nn.
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 first = 0
 if restored:
-    state = torch.load(restored[0])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    first = state["extras"]["step"]
+    first = resume(restored[0], model, optimizer).step
 
 data = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(2))
-with Recorder(model, optimizer, chain, step=first) as recorder:  # each rank records its share
+with Recorder(model, optimizer, chain, step=first):  # each rank records its share
     for step in range(first, 12):
         mine = data[step].chunk(world)[rank]
         loss = nn.functional.mse_loss(model(mine).squeeze(-1), mine.sum(-1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        recorder.note(step=step + 1)
         print(f"step {step + 1}: loss {loss.item()!r}")
 distributed.destroy_process_group()

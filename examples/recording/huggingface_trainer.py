@@ -7,10 +7,9 @@ import sys
 import tempfile
 
 import torch
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_recorder import HuggingFace
+from ckpt_recorder import HuggingFace, resume
 
 chain, restored, first = sys.argv[1], sys.argv[2:], 0
 torch.manual_seed(1)
@@ -19,10 +18,9 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=509, **sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 if restored:
-    state = torch.load(restored[0])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    scheduler.load_state_dict({**scheduler.state_dict(), **state["extras"]["scheduler"]})
-    first = scheduler.last_epoch
+    resumed = resume(restored[0], model, optimizer)
+    scheduler.load_state_dict({**scheduler.state_dict(), **resumed.notes["scheduler"]})
+    first = resumed.step
 
 
 class Data(torch.utils.data.IterableDataset):

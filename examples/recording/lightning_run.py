@@ -8,7 +8,6 @@ import sys
 import lightning
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import ckpt_recorder
 
@@ -30,9 +29,7 @@ chain, restored, first = sys.argv[1], sys.argv[2:], 0
 torch.manual_seed(1)
 model = Model()
 if restored:
-    state = torch.load(restored[0])
-    set_state_dict(model, model.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    first = state["extras"]["ckpt"]["origin"]["step"]
+    first = ckpt_recorder.resume(restored[0], model, model.optimizer).step
 data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))[2 * first :]
 recording = ckpt_recorder.Lightning(chain, step=first)
 options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False}

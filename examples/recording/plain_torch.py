@@ -7,9 +7,8 @@ import sys
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from ckpt_recorder import Recorder, restore_random_states
+from ckpt_recorder import Recorder, resume
 
 chain, restored = sys.argv[1], sys.argv[2:]
 torch.manual_seed(1)
@@ -18,11 +17,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 first = 0
 if restored:
-    state = torch.load(restored[0])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    scheduler.load_state_dict(state["extras"]["scheduler"])
-    restore_random_states(state["extras"]["random_states"]["rank-00000"])
-    first = state["extras"]["step"]
+    resumed = resume(restored[0], model, optimizer)  # random states, too
+    scheduler.load_state_dict(resumed.notes["scheduler"])
+    first = resumed.step
 
 data = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(2))
 with Recorder(model, optimizer, chain, step=first) as recorder:
@@ -33,5 +30,5 @@ with Recorder(model, optimizer, chain, step=first) as recorder:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        recorder.note(scheduler=scheduler, step=step + 1)  # what else resumes with this step
+        recorder.note(scheduler=scheduler)  # what else resumes with this step
         print(f"step {step + 1}: loss {loss.item()!r}")

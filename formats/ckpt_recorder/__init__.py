@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from ckpt_recorder.callbacks import HuggingFace, Lightning
     from ckpt_recorder.random_states import restore_random_states
     from ckpt_recorder.recorder import Recorder, RecorderWarning
+    from ckpt_recorder.resumption import Resumed, resume
 
-__all__ = ["HuggingFace", "Lightning", "Recorder", "RecorderWarning", "restore_random_states"]
+__all__ = ["HuggingFace", "Lightning", "Recorder", "RecorderWarning", "Resumed", "restore_random_states", "resume"]
 
 _MODULES = {
     "HuggingFace": "callbacks",
     "Lightning": "callbacks",
     "Recorder": "recorder",
     "RecorderWarning": "recorder",
+    "Resumed": "resumption",
     "restore_random_states": "random_states",
+    "resume": "resumption",
 }
 
 

@@ -7,13 +7,16 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.writer import Settings
 
+WRITER = "ckpt_recorder.writer"
+"""The module that the process runs."""
 _START_SECONDS = 120.0
 _END_SECONDS = 600.0
 _PIPE_NBYTES = 1 << 20
@@ -27,30 +30,32 @@ class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` once it has failed or is gone."""
 
     def __init__(self, settings: Settings, ring: Ring) -> None:
-        reads, status = os.pipe()
-        os.set_blocking(reads, False)
-        command = [sys.executable, "-m", "ckpt_recorder.writer", str(ring.file), str(status)]
-        path = os.pathsep.join(part for part in sys.path if part)
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        self._poll = select.poll()
+        self._poll.register(self._status, select.POLLIN)
+        self._text = b""
+        self._free, self._slots, self._next = settings.slots, settings.slots, 0
+        self._is_ready, self._flushes = False, 0
+        self._reason: str | None = None
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                pass_fds=(ring.file, status),
-                start_new_session=True,  # Ctrl-C and the end of the trainer's group are not for it
-                env={**os.environ, "PYTHONPATH": path},
-            )
+            self._process = _start(ring.file, status)
+        except OSError as error:
+            os.close(self._status)
+            raise WriterBroken(f"the process that writes the log cannot be started: {error.strerror}") from None
         finally:
             os.close(status)
         assert self._process.stdin is not None
         self._orders = self._process.stdin
-        fcntl.fcntl(self._orders.fileno(), getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_NBYTES)
-        self._status = reads
-        self._text = b""
-        self._free, self._slots, self._next = settings.slots, settings.slots, 0
-        self._is_ready = False
-        self._reason: str | None = None
-        self._write(json.dumps(asdict(settings)).encode() + b"\n")
-        self._wait(lambda: self._is_ready, _START_SECONDS, "it did not start")
+        with suppress(OSError):  # more than the system grants
+            fcntl.fcntl(self._orders.fileno(), getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_NBYTES)
+        try:
+            self._write(json.dumps(asdict(settings)).encode() + b"\n")
+            self._wait(lambda: self._is_ready, _START_SECONDS, "it did not start")
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -88,8 +93,10 @@ class WriterLink:
         self._send(fields, content)
 
     def settle(self) -> None:
-        """Wait until everything that was ordered with a slot is written."""
-        self._wait(lambda: self._free == self._slots, None, "")
+        """Wait until everything that was ordered is on the disk."""
+        before = self._flushes
+        self._send({"flush": True}, b"")
+        self._wait(lambda: self._flushes > before, None, "")
 
     def check(self) -> None:
         """Raise `WriterBroken` if the writer has said so, or is gone."""
@@ -99,16 +106,17 @@ class WriterLink:
 
     def close(self) -> None:
         """Let the writer end: what it has is written and flushed."""
+        with suppress(WriterBroken):
+            self._write(b'{"end":true}\n')  # children of the trainer may hold the pipe open
+        self._orders.close()
         try:
-            self._orders.close()
-        except BrokenPipeError:
-            pass
-        deadline = time.monotonic() + _END_SECONDS
-        try:
-            self._process.wait(max(deadline - time.monotonic(), 0))
+            code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._reason = self._reason or "it did not end"
-        self._listen(0)
+        else:
+            self._listen(0)
+            if code:
+                self._reason = self._reason or "the process that writes the log is gone"
         os.close(self._status)
 
     @property
@@ -121,14 +129,19 @@ class WriterLink:
         self._write(json.dumps(fields, separators=(",", ":")).encode() + b"\n" + content)
 
     def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
         try:
-            self._orders.write(data)
-            self._orders.flush()
-        except (BrokenPipeError, ValueError, OSError):
+            while rest:
+                rest = rest[os.write(self._orders.fileno(), rest) :]
+        except (OSError, ValueError):
             self._reason = self._reason or "the process that writes the log is gone"
             raise WriterBroken(self._reason) from None
+        except BaseException:  # Ctrl-C: what follows half an order would be taken for the rest of it
+            self._reason = "it was interrupted"
+            self._orders.close()
+            raise
 
-    def _wait(self, is_done: Any, seconds: float | None, reason: str) -> None:
+    def _wait(self, is_done: Callable[[], bool], seconds: float | None, reason: str) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         while not is_done():
             if self._reason is not None:
@@ -140,14 +153,12 @@ class WriterLink:
 
     def _listen(self, seconds: float) -> None:
         """Take in what the writer has said, waiting for at most so long."""
-        if not select.select([self._status], [], [], seconds)[0]:
+        if not self._poll.poll(seconds * 1000):
             return
-        try:
-            data = os.read(self._status, 1 << 16)
-        except BlockingIOError:
-            return
+        data = os.read(self._status, 1 << 16)
         if not data:
-            self._reason = self._reason or "the process that writes the log is gone"
+            if self._process.poll() != 0:
+                self._reason = self._reason or "the process that writes the log is gone"
             return
         *lines, self._text = (self._text + data).split(b"\n")
         for line in lines:
@@ -156,5 +167,19 @@ class WriterLink:
                 self._free += 1
             elif word == "ready":
                 self._is_ready = True
+            elif word == "flushed":
+                self._flushes += 1
             elif word == "broken":
                 self._reason = self._reason or rest
+
+
+def _start(ring_file: int, status: int) -> "subprocess.Popen[bytes]":
+    path = os.pathsep.join(part for part in sys.path if part)
+    return subprocess.Popen(
+        [sys.executable, "-m", WRITER, str(ring_file), str(status), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=(ring_file, status),
+        start_new_session=True,  # Ctrl-C and the end of the trainer's group are not for it
+        env={**os.environ, "PYTHONPATH": path},
+    )

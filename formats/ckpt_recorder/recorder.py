@@ -19,7 +19,14 @@ from ckpt_formats.gradients.layout import EXACTNESS, Exactness
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
-from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
+from ckpt_recorder.recording import (
+    RankPart,
+    RankRecording,
+    UnknownTensor,
+    draft_layout,
+    rank_part,
+    without_copies,
+)
 from ckpt_recorder.run import TrackedRun, count_of, plain_run
 from ckpt_recorder.writer import Settings
 
@@ -86,6 +93,7 @@ class Recorder:
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
         self._part = 0
+        self._asked = -1
         self._run = self._tracked()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
@@ -160,15 +168,29 @@ class Recorder:
                 draft_layout(run, self._probed, parts, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        layout = segment.layout.ranks[self._rank]
-        options = self.options
+        problem = self._start(parts[self._rank], segment)
+        problems = [one for one in ranks.gather(problem) if one is not None]
+        if problems:
+            self._end(problems[0])
+            ranks.gather(None)  # all writers have ended
+            self._on_rank_0(lambda: segments.abandon(self.chain, segment))
+            raise OutputError(f"the log of gradients cannot be written: {problems[0]}", where=segment.path)
+        try:
+            self._on_rank_0(lambda: segments.publish(self.chain, segment))
+        except CkptError as error:
+            self._end(str(error))
+            raise
+        self.broken = None
+
+    def _start(self, part: RankPart, segment: segments.NewSegment) -> str | None:
+        """Have the writer write where the segment begins. Returns why it cannot be done."""
+        layout, options = segment.layout.ranks[self._rank], self.options
         settings = Settings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
             *(options.flush, options.flush_seconds),
         )
-        problem = None
         try:
-            self._recording = RankRecording(run, parts[self._rank], layout, settings, self._rank)
+            self._recording = RankRecording(self._run, part, layout, settings, self._rank)
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step)
             if segment.layout.parent is None:
@@ -176,14 +198,9 @@ class Recorder:
                 self._recording.record_frozen(self.step)
             self._recording.record_fingerprint(self.step)
             self._recording.settle()
-        except WriterBroken as error:
-            problem = str(error)
-        problems = [one for one in ranks.gather(problem) if one is not None]
-        if problems:
-            self._end(problems[0])
-            raise OutputError(f"the log of gradients cannot be written: {problems[0]}", where=segment.path)
-        self._on_rank_0(lambda: segments.publish(self.chain, segment))
-        self.broken = None
+        except Exception as error:  # the other ranks wait to hear of it
+            return str(error) or type(error).__name__
+        return None
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """What rank 0 gets from `work`, on all ranks; or its error."""
@@ -193,6 +210,8 @@ class Recorder:
                 result = work()
             except CkptError as error:
                 result = error
+            except Exception as error:  # the other ranks wait to hear of it
+                result = OutputError(f"the log of gradients cannot be begun: {error}", where=self.chain)
         result = ranks.broadcast(result)
         if isinstance(result, CkptError):
             raise result
@@ -200,6 +219,7 @@ class Recorder:
 
     def _attach(self) -> None:
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._run.optimizers]
+        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._run.optimizers]
         if self._run.after_step is not None and self._unwrap is None:
             self._wrap_step(*self._run.after_step)
 
@@ -250,9 +270,11 @@ class Recorder:
             return
         part, count = self._part, self._run.parts
         if part == 0:
-            self._before_first_part()
+            self._record_due_fingerprint()
         is_last = part == count - 1
         random = is_last and self.options.random_states
+        if is_last:  # before the gradients: a step that is there has its buffers
+            self._guarded(lambda recording: recording.record_buffers(self.step + 1))
         try:
             self._guarded(
                 lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random)
@@ -265,17 +287,20 @@ class Recorder:
         self._part = (part + 1) % count
         if is_last:
             self.step += 1
-            self._guarded(lambda recording: recording.record_buffers(self.step))
 
-    def _before_first_part(self) -> None:
-        """What is due between two steps: a fingerprint, or a new beginning where the recording broke."""
-        done = self.step - self._first
-        every = self.options.fingerprint
+    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
+        """Begin anew where the recording broke, now that all states are those of one step."""
+        done, every = self.step - self._first, self.options.retry
+        if self._part or not every or not done or done % every or self.step == self._asked:
+            return
+        self._asked = self.step  # once, of several optimizers or a skipped step
+        if any(ranks.gather(self.broken is not None)):
+            self._retry()
+
+    def _record_due_fingerprint(self) -> None:
+        done, every = self.step - self._first, self.options.fingerprint
         if every and done and done % every == 0:
             self._guarded(lambda recording: recording.record_fingerprint(self.step))
-        if self.options.retry and done and done % self.options.retry == 0:
-            if any(ranks.gather(self.broken is not None)):
-                self._retry()
 
     def _guarded(self, work: Callable[[RankRecording], None]) -> None:
         """Have something recorded, if recording goes on; if it breaks, say so once."""
@@ -305,7 +330,7 @@ class Recorder:
         self._end(None)
         try:
             self._begin()
-        except (OutputError, Unsupported) as error:
+        except CkptError as error:
             self.broken = str(error)
             self._first = self.step
 

@@ -1,7 +1,7 @@
 """Memory that the trainer fills and the writer empties, slot by slot.
 
-It is a memfd: it has no name, so nothing of it is left whoever dies first. (`multiprocessing.shared_memory` would remove
-what others still use: CPython #82300.)
+It is a memfd: it has no name, so nothing of it is left whoever dies first. (`multiprocessing.shared_memory` would
+remove what others still use: CPython #82300.)
 """
 
 import mmap

@@ -2,17 +2,19 @@
 
 import fcntl
 import os
+import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from ckpt_formats.chain import folder, index, states
 from ckpt_formats.chain.index import Chain, LoggedSteps
-from ckpt_formats.errors import Incomplete, Locked, Unsupported
+from ckpt_formats.errors import CkptError, Incomplete, Locked, Unsupported
 from ckpt_formats.gradients import layout as layouts
 from ckpt_formats.gradients.layout import Layout
-from ckpt_formats.gradients.segment import FOLDER, rank_file
+from ckpt_formats.gradients.segment import FOLDER
 from ckpt_formats.locking import unwritable
 
 _DRAIN_SECONDS = 120.0
@@ -24,40 +26,69 @@ class NewSegment:
 
     path: Path
     layout: Layout
+    lock: int
+    """Rank 0's descriptor of its layout, which is locked, so that nobody takes the folder for what a crash left."""
 
 
 def begin(run: Path, draft: Layout) -> NewSegment:
     """Make the folder and write the layout, which stands on the chain's state at its first step if there is one.
 
+    What recorders that died left in the chain is removed. `publish` or `abandon` has to follow.
+
     Raises `Unsupported` if the chain has later steps, `Locked` if another run records into it, `OutputError`.
     """
+    _wait_for_others(run)
     with folder.locked(run, create=True) as chain:
         chain = _ended(run, chain or Chain(()), draft.first)
+        folder.remove([one for one in folder.leftovers(run, chain) if index.SEGMENT_FOLDER.fullmatch(one.name)])
         parent = next((one.content for one in chain.members if one.step == draft.first), None)
         layout = replace(draft, parent=parent)
         path = _free(run, draft.first)
         try:
             path.mkdir()
-            content = layouts.dump(layout)
-            with (path / layouts.NAME).open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            folder.flush(path)
+            lock = _write_layout(path, layout)
         except OSError as error:
             raise unwritable(error, path) from error
-    return NewSegment(path, layout)
+    return NewSegment(path, layout, lock)
 
 
 def publish(run: Path, segment: NewSegment) -> None:
     """Name the segment in the chain: from then on it can be restored from."""
     layout = segment.layout
-    with folder.locked(run, create=True) as chain:
-        chain = _ended(run, chain or Chain(()), layout.first)
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
-        folder.flush(segment.path)
-        folder.replace(run, Chain(chain.members, (*chain.segments, line)))
+    try:
+        with folder.locked(run, create=True) as chain:
+            chain = _ended(run, chain or Chain(()), layout.first)
+            now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
+            folder.flush(segment.path)
+            folder.replace(run, Chain(chain.members, (*chain.segments, line)))
+    finally:
+        os.close(segment.lock)
+
+
+def abandon(run: Path, segment: NewSegment) -> None:
+    """Remove a segment that could not be begun. What cannot be removed now, the next recorder removes."""
+    os.close(segment.lock)
+    with suppress(CkptError, OSError):
+        shutil.rmtree(segment.path)
+        with folder.locked(run, create=True):
+            pass  # of a chain that is yet to begin, nothing is left
+
+
+def _write_layout(path: Path, layout: Layout) -> int:
+    """The descriptor, locked until it is closed."""
+    file = os.open(path / layouts.NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rest = memoryview(layouts.dump(layout))
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+        folder.flush(path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def _ended(run: Path, chain: Chain, first: int) -> Chain:
@@ -65,7 +96,8 @@ def _ended(run: Path, chain: Chain, first: int) -> Chain:
     last = max((member.step for member in chain.members), default=first)
     segments = chain.segments
     if segments and segments[-1].step is None:
-        _wait_for_writers(run / segments[-1].folder)
+        if folder.is_growing(run / segments[-1].folder):
+            raise _taken(run / segments[-1].folder)
         try:
             end = states.open_steps(run, segments[-1]).last
         except Incomplete:
@@ -82,21 +114,19 @@ def _ended(run: Path, chain: Chain, first: int) -> Chain:
     return Chain(chain.members, segments)
 
 
-def _wait_for_writers(path: Path) -> None:
+def _wait_for_others(run: Path) -> None:
     """Writers of a run that was killed end soon. Raises `Locked` if they do not: that run goes on."""
+    chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else Chain(())
     deadline = time.monotonic() + _DRAIN_SECONDS
-    for file in sorted(path.glob(rank_file(0).replace("00000", "*"))):
-        with file.open("rb") as opened:
-            while True:
-                try:
-                    fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise Locked(
-                            "another run is recording into this chain", where=file, hint="Record into another chain."
-                        ) from None
-                    time.sleep(0.1)
+    for segment in chain.segments[-1:]:
+        while folder.is_growing(run / segment.folder):
+            if time.monotonic() > deadline:
+                raise _taken(run / segment.folder)
+            time.sleep(0.1)
+
+
+def _taken(path: Path) -> Locked:
+    return Locked("another run is recording into this chain", where=path, hint="Record into another chain.")
 
 
 def _free(run: Path, first: int) -> Path:

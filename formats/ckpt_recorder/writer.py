@@ -1,27 +1,31 @@
 """The process beside each rank: it encodes what the trainer copied into the ring, and appends it to the rank's file.
 
-It is started with `python -m ckpt_recorder.writer RING STATUS`, two descriptors, and reads orders from its standard input:
-first the settings, then a line of JSON for each record. It outlives a killed trainer: what is in the ring is written,
-flushed, and the file is left whole. It needs no torch.
+It is started with `python -m ckpt_recorder.writer RING STATUS TRAINER`, two descriptors and a process id, and reads
+orders from its standard input: first the settings, then a line of JSON for each record, `{"flush":true}` or
+`{"end":true}`. It outlives a killed trainer: what is in the ring is written, flushed, and the file is left whole. It
+needs no torch.
 
-To the trainer it sends lines: `ready`, `free` for each slot that may be used again, and `broken REASON`.
+To the trainer it sends lines: `ready`, `free` for each slot that may be used again, `flushed`, and `broken REASON`.
 """
 
 import errno
 import fcntl
 import json
 import os
+import select
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from ckpt_codecs import Codec
-from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.base import Bytes
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.gradients import layout as layouts
 from ckpt_formats.gradients.layout import RankLayout
@@ -32,6 +36,8 @@ from ckpt_recorder.ring import Ring
 
 _MAX_PARTS = 512
 """Parts of one `writev`; the system takes 1,024."""
+_IDLE_SECONDS = 1.0
+"""After so long without an order, the writer looks whether its trainer lives, and whether it is time to flush."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class RankFile:
         self.layout = layouts.load(folder / layouts.NAME)
         path = folder / rank_file(rank)
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells others that this run goes on
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # tells others that this run goes on; who looks holds it for a moment
         head = FileHead(rank, len(self.layout.ranks), self.layout.first, layouts.identity(content)).dump()
         self._end, self._flushed, self._previous = 0, 0, int.from_bytes(head[56:], "little")
         self._write([head])
@@ -137,37 +143,135 @@ def buffer_chunks(data: bytes, sizes: Sequence[tuple[int, int]]) -> Iterator[mem
         at += nbytes
 
 
-def write_log(orders: BinaryIO, ring_file: int, status: int) -> None:
-    """Do all orders, until there are no more."""
-    settings = Settings(**json.loads(orders.readline()))
-    ring = Ring(settings.slot_nbytes, settings.slots, ring_file)
-    file: RankFile | None = None
-    try:
-        file = RankFile(Path(settings.folder), settings.rank)
-        encoder = Encoder(file.layout.ranks[settings.rank], gradient_codec(settings.codec), ring)
-        file.flush()
-        _send(status, "ready")
-    except Exception as error:
-        _send(status, f"broken {_reason(error)}")
-    unflushed, flushed_at = 0, time.monotonic()
-    for line in orders:
-        order = json.loads(line)
-        data = orders.read(order.get("nbytes", 0))
-        if file is not None:
-            try:
-                _append(file, encoder, order, data)
-                unflushed += order["kind"] == Kind.GRADIENTS
-                late = time.monotonic() - flushed_at >= settings.flush_seconds
-                if unflushed >= settings.flush_steps or late or order["kind"] == Kind.END:
-                    file.flush()
-                    unflushed, flushed_at = 0, time.monotonic()
-            except Exception as error:
-                file = None  # from here on, slots are only emptied
-                _send(status, f"broken {_reason(error)}")
+class OrdersEnd(Exception):
+    """No more orders come."""
+
+
+class Orders:
+    """What the trainer orders. They end where the trainer does, though children that it forked hold the pipe open."""
+
+    def __init__(self, file: int, trainer: int) -> None:
+        """`file`: where to read. `trainer`: the id of the process that orders."""
+        self._file, self._trainer = file, trainer
+        self._text = bytearray()
+        self._poll = select.poll()
+        self._poll.register(file, select.POLLIN)
+
+    def next(self, seconds: float) -> tuple[dict[str, Any], bytes] | None:
+        """An order, and the bytes that belong to it; None if none begins within so many seconds.
+
+        Raises `OrdersEnd`; what a killed trainer sent of half an order is none.
+        """
+        seen = 0
+        while (end := self._text.find(b"\n", seen)) < 0:
+            seen = len(self._text)
+            if not self._more(seconds) and not seen:
+                return None
+        order: dict[str, Any] = json.loads(self._text[:end])
+        stop = end + 1 + order.get("nbytes", 0)
+        while len(self._text) < stop:
+            self._more(_IDLE_SECONDS)
+        data = bytes(self._text[end + 1 : stop])
+        del self._text[:stop]
+        return order, data
+
+    def _more(self, seconds: float) -> bool:
+        """Has more come within so many seconds?"""
+        if not self._poll.poll(seconds * 1000):
+            if os.getppid() == self._trainer or self._poll.poll(0):
+                return False
+            raise OrdersEnd
+        part = os.read(self._file, 1 << 20)
+        if not part:
+            raise OrdersEnd
+        self._text += part
+        return True
+
+
+class LogWriter:
+    """Does orders until something fails; from then on it only empties slots."""
+
+    def __init__(self, settings: Settings, ring: Ring, status: int) -> None:
+        self._settings, self._ring, self._status = settings, ring, status
+        self._file: RankFile | None = None
+        self._encoder: Encoder | None = None
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._guarded(self._begin)
+
+    def do(self, order: dict[str, Any], data: bytes) -> None:
+        """An order, and the bytes that belong to it."""
+        if "flush" in order:
+            self._guarded(self._flush)
+            self._send("flushed")
+            return
+        self._guarded(lambda: self._append(order, data))
         if order.get("slot") is not None:
-            _send(status, "free")
-    if file is not None:
-        file.flush()
+            self._send("free")
+
+    def idle(self) -> None:
+        """Nothing was ordered for a while."""
+        if time.monotonic() - self._flushed_at >= self._settings.flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring to the disk what was written."""
+        self._guarded(self._flush)
+
+    def _begin(self) -> None:
+        file = RankFile(Path(self._settings.folder), self._settings.rank)
+        layout = file.layout.ranks[self._settings.rank]
+        self._encoder = Encoder(layout, gradient_codec(self._settings.codec), self._ring)
+        self._file = file
+        self._flush()
+        self._send("ready")
+
+    def _append(self, order: dict[str, Any], data: bytes) -> None:
+        if self._file is None or self._encoder is None:
+            return
+        _append(self._file, self._encoder, order, data)
+        self._unflushed += order["kind"] == Kind.GRADIENTS
+        late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
+        if self._unflushed >= self._settings.flush_steps or late or order["kind"] == Kind.END:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._file = None
+            self._send(f"broken {_reason(error)}")
+
+    def _send(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # the trainer is gone: what it ordered is written all the same
+            os.write(self._status, line.encode() + b"\n")
+
+
+def write_log(orders: Orders, ring_file: int, status: int) -> None:
+    """Do all orders, until there are no more."""
+    try:
+        while (first := orders.next(_IDLE_SECONDS)) is None:
+            pass
+        settings = Settings(**first[0])
+        writer = LogWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status)
+    except OrdersEnd:
+        return
+    try:
+        while True:
+            order = orders.next(_IDLE_SECONDS)
+            if order is None:
+                writer.idle()
+            elif "end" in order[0]:
+                break
+            else:
+                writer.do(*order)
+    except OrdersEnd:
+        pass
+    writer.flush()
 
 
 def _append(file: RankFile, encoder: Encoder, order: dict[str, Any], data: bytes) -> None:
@@ -189,16 +293,11 @@ def _reason(error: Exception) -> str:
     return " ".join(str(text).split())[:500]
 
 
-def _send(status: int, line: str) -> None:
-    try:
-        os.write(status, line.encode() + b"\n")
-    except BrokenPipeError:
-        pass  # the trainer is gone: what it ordered is written all the same
-
-
 def main() -> None:
-    ring_file, status = map(int, sys.argv[1:3])
-    write_log(sys.stdin.buffer, ring_file, status)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to all of a job when it ends; the writer ends after its trainer
+    ring_file, status, trainer = map(int, sys.argv[1:4])
+    write_log(Orders(sys.stdin.fileno(), trainer), ring_file, status)
 
 
 if __name__ == "__main__":

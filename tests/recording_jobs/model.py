@@ -20,9 +20,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (
-            part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)
-        )
+        q, k, v = (part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))

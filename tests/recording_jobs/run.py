@@ -76,9 +76,7 @@ class Run:
     def load(self, folder: Path) -> None:
         tree = self._tree()
         dcp.load(tree, checkpoint_id=folder)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **tree["scheduler"]})
         self.step = tree["step"]
         if self.scaler is not None:

@@ -1,5 +1,6 @@
 """The folder of a chain: its lock, what crashes left in it, and how its list is replaced."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -63,17 +64,40 @@ def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> li
 
     Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
     """
-    named = set[str]()
-    if chain is not None:
-        named = {member.folder for member in chain.members} | {segment.folder for segment in chain.segments}
-    found = []
-    for entry in sorted(run.iterdir()):
-        staged = _STAGED.fullmatch(entry.name)
-        ours = index.FOLDER.fullmatch(entry.name) or index.SEGMENT_FOLDER.fullmatch(entry.name)
-        stray = ours and entry.name not in named
-        if stray or (staged and staged[1] != going_on) or entry.name == _DRAFT:
-            found.append(entry)
-    return found
+    named = {going_on and f".{going_on}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
+    named |= {one.folder for one in (chain.segments if chain else ())}
+    ours = (entry for entry in sorted(run.iterdir()) if _is_ours(entry.name) and entry.name not in named)
+    return [entry for entry in ours if not is_growing(entry)]
+
+
+def _is_ours(name: str) -> bool:
+    """May it be part of a chain, or what is left of one?"""
+    patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED)
+    return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def is_growing(segment: Path) -> bool:
+    """Does a run record into the folder of a segment? It holds locks of files there while it does."""
+    try:
+        return any(map(_is_locked, segment.iterdir()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        os.close(opened)
+    return False
 
 
 def remove(paths: list[Path]) -> None:
@@ -121,8 +145,7 @@ def _make(run: Path) -> bool:
 def _check_empty(run: Path) -> None:
     if not run.is_dir():
         raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
-    ours = {LOCK, *(path.name for path in leftovers(run, None))}
-    others = sorted(entry.name for entry in run.iterdir() if entry.name not in ours)
+    others = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_ours(entry.name))
     if others:
         raise OutputError(
             f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."

@@ -36,6 +36,13 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
     if logged is None:
         raise _no_step(run, chain, step)
     segment = open_steps(run, logged)
+    if step > segment.last and segment.torn:
+        path, reason = next(iter(segment.torn.items()))
+        raise Corrupt(
+            f"step {step} cannot be restored: {reason}",
+            where=path,
+            hint=f"Steps up to {segment.last} do without it: `--step {segment.last}`.",
+        )
     if step > segment.last:
         raise _no_step(run, chain, step)
     member = nearest_base(chain, logged, step)

@@ -15,11 +15,18 @@ ENTRY_POINTS = "ckpt.optimizers"
 """Where other packages offer a method: a function of the optimizer's class, by name, and a group's options."""
 
 
+def _beta(value: Value) -> float:
+    beta = float(value)
+    if not 0 <= beta < 1:
+        raise ValueError(f"a beta of {beta}")
+    return beta
+
+
 def _adam(options: Options) -> OptimizerStep:
     beta1, beta2 = options["betas"]
     return Adam(
         lr=float(options["lr"]),
-        betas=(float(beta1), float(beta2)),
+        betas=(_beta(beta1), _beta(beta2)),
         eps=float(options["eps"]),
         weight_decay=float(options["weight_decay"]),
         decoupled_weight_decay=bool(options["decoupled_weight_decay"]),
@@ -52,7 +59,7 @@ def _adagrad(options: Options) -> OptimizerStep:
 def _lion(options: Options) -> OptimizerStep:
     beta1, beta2 = options["betas"]
     return Lion(
-        lr=float(options["lr"]), betas=(float(beta1), float(beta2)), weight_decay=float(options["weight_decay"])
+        lr=float(options["lr"]), betas=(_beta(beta1), _beta(beta2)), weight_decay=float(options["weight_decay"])
     )
 
 

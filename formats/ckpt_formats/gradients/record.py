@@ -1,7 +1,7 @@
 """The records of a rank's file: how they are written, and which of them count.
 
     head 64 B | record | record | ...
-    record = head 64 B | meta (typed JSON, filled with spaces to 8) | directory, 16 B for each chunk | chunks, zeros to 8
+    record = head 64 B | meta (typed JSON, filled with spaces to 8) | directory, 16 B a chunk | chunks, zeros to 8
 
 A head has the hashes of what follows it and of the head before it. A record counts when it is whole, its hashes fit,
 and the one before it is the one that it names; a reader cuts the file at the first that does not. docs/format.md.
@@ -125,7 +125,8 @@ def record_parts(
 ) -> tuple[list[Bytes], int]:
     """A record's bytes in parts, and the hash of its head, which the next record names.
 
-    `meta`: JSON, typed where values are not JSON's own (`typed_json.encode`). `values`: the XXH3-64 of each chunk's values. `previous`: the hash of the head before; of the file's, for the first.
+    `meta`: JSON, typed where values are not JSON's own (`typed_json.encode`). `values`: the XXH3-64 of each chunk's
+    values. `previous`: the hash of the head before; of the file's, for the first.
     """
     text = json.dumps(dict(meta), separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)

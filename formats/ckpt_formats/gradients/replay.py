@@ -125,11 +125,11 @@ class SegmentReplay:
             part = {name: states[name][start:stop] for name in step.states}
             try:
                 step.apply(part, gradients[start:stop], count, whole)
-            except CodecError as error:
+            except (CodecError, ArithmeticError) as error:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
     def _step(self, update: Update, group: int) -> OptimizerStep:
-        key = (update.optimizer, json.dumps(update.groups[group], sort_keys=True, default=repr))
+        key = (update.optimizer, json.dumps(update.record.meta["groups"][group], sort_keys=True))
         if key not in self._steps:
             optimizer = self.segment.layout.optimizers[update.optimizer]
             self._steps[key] = step_of(optimizer, update.groups[group], self.segment.folder)

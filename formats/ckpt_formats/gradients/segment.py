@@ -11,7 +11,7 @@ from ckpt_formats.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.files import Reader, read_whole
 from ckpt_formats.gradients import layout as layouts
 from ckpt_formats.gradients.layout import Layout
-from ckpt_formats.gradients.record import FileHead, Kind, RankLog, Record, hash_values, scan
+from ckpt_formats.gradients.record import HEAD, FileHead, Kind, RankLog, Record, hash_values, scan
 from ckpt_formats.identity import unrecorded
 from ckpt_formats.safetensors_file import natural
 from ckpt_formats.typed_json import decode
@@ -89,8 +89,12 @@ class Segment:
 
     @cached_property
     def has_start(self) -> bool:
-        """Does every rank have the state where the segment begins?"""
-        return all(any(record.kind is Kind.STATE for record in log.records) for log in self.logs)
+        """Does every rank have the state where the segment begins? Its fingerprint follows when all of it is there."""
+        return all(
+            any(record.kind is Kind.STATE for record in log.records)
+            and any(record.kind is Kind.FINGERPRINT and record.step == self.first for record in log.records)
+            for log in self.logs
+        )
 
     def records(self, rank: int, kind: Kind) -> Iterator[Record]:
         """The records of a kind of a rank, in order."""
@@ -98,6 +102,11 @@ class Segment:
 
     def path(self, rank: int) -> Path:
         return self.folder / rank_file(rank)
+
+    def nbytes_upto(self, rank: int, step: int) -> int:
+        """How much of a rank's file is needed for the steps up to one."""
+        later = (record.begin for record in self.logs[rank].records if record.step > step)
+        return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
 
     def notes(self, step: int, reader: Reader) -> dict[str, Value]:
         """What was noted at a step; of rank 0 what several ranks noted alike."""
@@ -171,9 +180,7 @@ class Segment:
             raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
         return part[0], part[1]
 
-    def _options(
-        self, groups: Any, optimizer: int, record: Record, where: Path
-    ) -> tuple[Mapping[str, Value], ...]:
+    def _options(self, groups: Any, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
         """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
         if optimizer >= len(self.layout.optimizers):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)

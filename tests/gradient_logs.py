@@ -1,0 +1,229 @@
+"""Logs of gradients written by hand, record by record, with the states that must be restored from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_codecs.gradients import gradient_codec
+from ckpt_codecs.stepping import Adam
+from ckpt_formats.base import Checkpoint
+from ckpt_formats.chain import index, states
+from ckpt_formats.chain.index import Chain, LoggedSteps
+from ckpt_formats.geometry import Box
+from ckpt_formats.gradients import layout as layouts
+from ckpt_formats.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.gradients.record import FileHead, Kind, hash_values, record_parts
+from ckpt_formats.gradients.segment import rank_file
+from ckpt_formats.tensor import Array, read
+from ckpt_formats.typed_json import encode
+
+SHAPES = {"w": (3, 4), "b": (5,), "v": (2, 3, 2)}
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.0, "decoupled_weight_decay": False},
+]
+GROUPS = (("w", "v"), ("b",))
+STATES = ("param", "exp_avg", "exp_avg_sq")
+TIME = "2026-01-01T00:00:00Z"
+
+
+@dataclass
+class Entry:
+    """A record that is yet to be written."""
+
+    kind: int
+    step: int
+    meta: dict[str, Any]
+    chunks: list[bytes] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    """The XXH3-64 of each chunk's values."""
+
+
+@dataclass
+class Log:
+    """A segment in a chain, as it will be written, and what must be restored from it."""
+
+    layout: Layout
+    ranks: list[list[Entry]]
+    truth: list[dict[str, dict[str, Array]]]
+    """By step: tensors' states."""
+
+    def copy(self) -> Log:
+        return Log(self.layout, deepcopy(self.ranks), self.truth)
+
+    def write(self, run: Path, layout: bytes | None = None, chain: bytes | None = None) -> Path:
+        """A chain of this segment alone, all sealed; its folder. The bytes of layout and list may be others."""
+        folder = run / f"gradients-{self.layout.first:010d}"
+        folder.mkdir(parents=True)
+        layout = layouts.dump(self.layout) if layout is None else layout
+        (folder / layouts.NAME).write_bytes(layout)
+        for rank, entries in enumerate(self.ranks):
+            (folder / rank_file(rank)).write_bytes(self.content(rank, entries, layout))
+        line = LoggedSteps(folder.name, self.layout.run, self.layout.first, None, self.layout.parent, TIME)
+        (run / index.NAME).write_bytes(index.dump(Chain((), (line,))) if chain is None else chain)
+        return folder
+
+    def content(self, rank: int, entries: Sequence[Entry], layout: bytes) -> bytes:
+        """The bytes of a rank's file."""
+        head = FileHead(rank, len(self.ranks), self.layout.first, layouts.identity(layout)).dump()
+        content, previous = [head], int.from_bytes(head[56:], "little")
+        for one in entries:
+            parts, previous = record_parts(one.kind, one.step, one.meta, one.chunks, one.values, previous)  # type: ignore[arg-type]
+            content += map(bytes, parts)
+        return b"".join(content)
+
+
+def small_layout(first: int = 0) -> Layout:
+    """Three tensors on two ranks, one of them cut, in two groups."""
+    tensors = tuple(LoggedTensor(name, "float32", shape) for name, shape in SHAPES.items())
+    w, b = Box.whole(SHAPES["w"]), Box.whole(SHAPES["b"])
+    vectors = (Vector(0, 0, first), Vector(0, 1, first), Vector(0, 0, first))
+    ranks = (
+        RankLayout(vectors, (Piece(0, 0, 0, 7, 7, w), Piece(2, 2, 0, 6, 6, Box((0, 0, 0), (1, 3, 2))))),
+        RankLayout(
+            vectors,
+            (Piece(0, 0, 7, 12, 5, w), Piece(1, 1, 0, 5, 5, b), Piece(2, 2, 0, 6, 6, Box((1, 0, 0), (2, 3, 2)))),
+        ),
+    )
+    optimizer = LoggedOptimizer("torch.optim.adamw.AdamW", "adam-fused", "exact", {"values": 5}, GROUPS)
+    return Layout("run", first, "exact", tensors, (optimizer,), ranks, {"other": "w"}, {"torch": "2.13"}, None)
+
+
+def small_log(steps: int = 3, seed: int = 1) -> Log:
+    """A run of Adam with notes and fingerprints."""
+    random = np.random.default_rng(seed)
+    layout = small_layout()
+    state: dict[str, dict[str, Array]] = {
+        name: {
+            "param": random.standard_normal(shape).astype(np.float32),
+            "exp_avg": _zeros(shape),
+            "exp_avg_sq": _zeros(shape),
+        }
+        for name, shape in SHAPES.items()
+    }
+    truth = [deepcopy(state)]
+    ranks: list[list[Entry]] = [[], []]
+    ranks[0].append(Entry(Kind.NOTES, 0, {"notes": {}, "groups": [encode(OPTIONS)]}))
+    for rank, entries in enumerate(ranks):
+        for name in STATES:
+            values = vector(layout, rank, {tensor: held[name] for tensor, held in state.items()})
+            entries.append(coded(layout, rank, Kind.STATE, 0, {"state": name}, values))
+        entries.append(fingerprint(layout, rank, 0, state))
+    for step in range(1, steps + 1):
+        gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+        for name, held in state.items():
+            group = next(i for i, names in enumerate(GROUPS) if name in names)
+            flat = {key: values.reshape(-1) for key, values in held.items()}
+            Adam(**OPTIONS[group]).apply(flat, gradients[name].reshape(-1), step, gradients[name].size)
+        truth.append(deepcopy(state))
+        for rank, entries in enumerate(ranks):
+            meta = {"groups": encode(OPTIONS)}
+            entries.append(coded(layout, rank, Kind.GRADIENTS, step, meta, vector(layout, rank, gradients)))
+            if rank == 0:
+                entries.append(Entry(Kind.NOTES, step, {"notes": encode({"seen": step, "shape": (1, 2)})}))
+    for rank, entries in enumerate(ranks):
+        entries.append(fingerprint(layout, rank, steps, state))
+        entries.append(Entry(Kind.END, steps, {}))
+    return Log(layout, ranks, truth)
+
+
+def _zeros(shape: tuple[int, ...]) -> Array:
+    return np.zeros(shape, np.float32)
+
+
+def vector(layout: Layout, rank: int, tensors: Mapping[str, Array]) -> Array:
+    """What a rank has of whole tensors."""
+    parts = [
+        tensors[layout.tensors[piece.tensor].name][piece.box.index].reshape(-1)[piece.start : piece.stop]
+        for piece in layout.ranks[rank].pieces
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def coded(layout: Layout, rank: int, kind: Kind, step: int, meta: dict[str, Any], values: Array) -> Entry:
+    """A record of a rank's vector."""
+    parts = [values[slice(*layout.ranks[rank].chunk_bounds(i))] for i in range(layout.ranks[rank].chunk_count)]
+    codec = gradient_codec("exact")
+    return Entry(kind, step, meta, [bytes(codec.encode(part, None)) for part in parts], list(map(hash_values, parts)))
+
+
+def fingerprint(layout: Layout, rank: int, step: int, state: Mapping[str, Mapping[str, Array]]) -> Entry:
+    """A record of the hashes of a rank's states."""
+    digests = {}
+    for name in next(iter(state.values())):
+        values = vector(layout, rank, {tensor: held[name] for tensor, held in state.items()})
+        one = layout.ranks[rank]
+        digests[name] = [hash_values(values[slice(*one.chunk_bounds(i))]) for i in range(one.chunk_count)]
+    return Entry(Kind.FINGERPRINT, step, {"digests": digests})
+
+
+def restored(run: Path, step: int) -> Checkpoint:
+    """The state at a step of a chain."""
+    return states.open_state(run, index.load(run / index.NAME), step)
+
+
+def values_of(checkpoint: Checkpoint) -> dict[str, dict[str, Array]]:
+    """All tensors' states."""
+    return {
+        name: {state: read(tensor) for state, tensor in parameter.states.items()}
+        for name, parameter in checkpoint.parameters.items()
+    }
+
+
+def same(found: Mapping[str, Mapping[str, Array]], wanted: Mapping[str, Mapping[str, Array]]) -> bool:
+    """Are they alike in every bit?"""
+    return {(n, s): v.tobytes() for n, held in found.items() for s, v in held.items()} == {
+        (n, s): v.tobytes() for n, held in wanted.items() for s, v in held.items()
+    }
+
+
+HOSTILE: list[Any] = [
+    *(-1, 0, 1, 7, 1 << 31, 1 << 53, 1 << 62, 1 << 80, 0.5, 1e308, float("nan")),
+    *(True, None, "", "x", "../x", "\ud800", [], {}, [[]], [1], [5, 1], ["x"], [None], {"$tuple": [0.9]}, {"$exec": 1}),
+    *({"$array": {"dtype": "<f8", "data": "", "shape": [1 << 60]}}, {"x": 1}, {"$dict": [[{"$tuple": [1]}, 2]]}),
+]
+
+
+def mutants(said: Any) -> Iterable[tuple[str, Any]]:
+    """Copies of some JSON, each with one place that is otherwise, and which place that is."""
+    for path in _places(said):
+        shown = ".".join(map(str, path))
+        for value in HOSTILE:
+            yield (
+                f"{shown} = {value!r:.30}",
+                _changed(said, path, lambda holder, key, value=value: holder.__setitem__(key, value)),
+            )
+        yield f"{shown} missing", _changed(said, path, lambda holder, key: holder.__delitem__(key))
+        if isinstance(_at(said, path), list):
+            yield f"{shown} twice", _changed(said, path, lambda holder, key: holder.__setitem__(key, holder[key] * 2))
+            yield f"{shown} reversed", _changed(said, path, lambda holder, key: holder[key].reverse())
+        if isinstance(_at(said, path), (list, str)):
+            yield (
+                f"{shown} longer",
+                _changed(said, path, lambda holder, key: holder.__setitem__(key, holder[key] + holder[key][:1])),
+            )
+
+
+def _places(said: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
+    keys = said if isinstance(said, dict) else range(len(said)) if isinstance(said, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from _places(said[key], (*path, key))
+
+
+def _at(said: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        said = said[key]
+    return said
+
+
+def _changed(said: Any, path: tuple[Any, ...], change: Any) -> Any:
+    copy = deepcopy(said)
+    change(_at(copy, path[:-1]), path[-1])
+    return copy

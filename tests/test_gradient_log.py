@@ -1,0 +1,608 @@
+"""The log of gradients: layouts and records go round; what is cut, damaged, swapped or forged is never a value."""
+
+import json
+import os
+import random
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_formats import sealed_json
+from ckpt_formats.chain import index
+from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.files import Reader
+from ckpt_formats.geometry import Box
+from ckpt_formats.gradients import layout as layouts
+from ckpt_formats.gradients.layout import (
+    ALONE,
+    CHUNK,
+    EXACTNESS,
+    Layout,
+    LoggedOptimizer,
+    LoggedTensor,
+    Piece,
+    RankLayout,
+    Vector,
+)
+from ckpt_formats.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
+from ckpt_formats.gradients.segment import open_segment, rank_file
+from damage import BROKEN, NOT_FOUND, OUTPUT, UNSAFE, UNSUPPORTED, ckpt
+from effort import TIMES
+from gradient_logs import Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
+from held import folder
+
+MUTATIONS = 350 * TIMES
+MOST_MEMORY = 32 << 20
+"""Bytes that reading a log of a few kilobytes may take."""
+REFUSED = (NOT_FOUND, BROKEN, UNSAFE, UNSUPPORTED, OUTPUT)
+
+
+# Layouts
+
+SIZES = st.one_of(
+    st.integers(1, 40), st.sampled_from([ALONE - 1, ALONE, ALONE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
+)
+
+
+def rank_of(sizes: list[int]) -> RankLayout:
+    pieces = [Piece(i, 0, 0, size, size, Box((0,), (size,))) for i, size in enumerate(sizes)]
+    return RankLayout((Vector(0, 0, 0),), tuple(pieces))
+
+
+@given(st.lists(SIZES, max_size=60))
+def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> None:
+    rank = rank_of(sizes)
+    at, found = 0, list[tuple[int, int, int]]()
+    for chunk in range(rank.chunk_count):
+        start, stop = rank.chunk_bounds(chunk)
+        assert start == at < stop <= start + CHUNK
+        assert {rank.chunk_of(start), rank.chunk_of((start + stop) // 2), rank.chunk_of(stop - 1)} == {chunk}
+        offset, ranges = 0, list(rank.ranges(chunk))
+        for one in ranges:
+            assert one.offset == offset
+            assert one.whole == one.size
+            offset += one.size
+            found.append((one.piece.tensor, one.start, one.stop))
+        assert offset == stop - start
+        if any(one.piece.size >= ALONE for one in ranges):
+            assert len(ranges) == 1
+        at = stop
+    assert at == rank.size == sum(sizes)
+    ends = dict[int, int]()
+    for tensor, start, stop in found:
+        assert ends.get(tensor, 0) == start < stop
+        ends[tensor] = stop
+    assert ends == dict(enumerate(sizes))
+
+
+def test_a_rank_may_have_nothing() -> None:
+    assert (rank_of([]).chunk_count, rank_of([]).size) == (0, 0)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+
+
+@st.composite
+def some_layouts(draw: st.DrawFn) -> Layout:
+    names = draw(st.lists(TEXT, min_size=1, max_size=5, unique=True))
+    tensors = [
+        LoggedTensor(
+            name, draw(st.sampled_from(["float32", "bfloat16"])), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        )
+        for name in names
+    ]
+    world = draw(st.integers(1, 3))
+    pieces: list[list[Piece]] = [[] for _ in range(world)]
+    for number, tensor in enumerate(tensors):
+        for box in _halves(draw, Box.whole(tensor.shape)):
+            cuts = sorted({0, box.size, *draw(st.lists(st.integers(0, box.size), max_size=3))})
+            for start, stop in pairwise(cuts):
+                whole = draw(st.integers(0, stop - start))
+                pieces[draw(st.integers(0, world - 1))].append(Piece(number, 0, start, stop, whole, box))
+    count = draw(st.integers(0, 1 << 40))
+    options = st.dictionaries(TEXT, st.one_of(st.integers(), st.floats(allow_nan=False), TEXT), max_size=2)
+    optimizer = LoggedOptimizer(
+        draw(TEXT), draw(TEXT), draw(st.sampled_from(EXACTNESS)), draw(options), (tuple(names[:1]), tuple(names[1:]))
+    )
+    ranks = tuple(RankLayout((Vector(0, 1, count),), tuple(one)) for one in pieces)
+    return Layout(
+        draw(TEXT), draw(st.integers(0, 1 << 60)), draw(TEXT), tuple(tensors), (optimizer,), ranks,
+        draw(st.dictionaries(TEXT, TEXT, max_size=2)), draw(options), draw(st.none() | TEXT),
+    )  # fmt: skip
+
+
+def _halves(draw: st.DrawFn, box: Box) -> Iterator[Box]:
+    if not box.size:
+        return
+    if not box.start or not draw(st.booleans()):
+        yield box
+        return
+    axis = draw(st.integers(0, len(box.start) - 1))
+    at = draw(st.integers(box.start[axis], box.stop[axis]))
+    for low, high in ((box.start[axis], at), (at, box.stop[axis])):
+        start = (*box.start[:axis], low, *box.start[axis + 1 :])
+        yield from _halves(draw, Box(start, (*box.stop[:axis], high, *box.stop[axis + 1 :]))) if low < high else ()
+
+
+@given(some_layouts())
+def test_a_layout_goes_round(layout: Layout) -> None:
+    with folder() as at:
+        (at / layouts.NAME).write_bytes(layouts.dump(layout))
+        assert layouts.load(at / layouts.NAME) == layout
+
+
+# Records
+
+META = st.dictionaries(
+    st.sampled_from(["groups", "random", "notes", "state", "x"]),
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(-(1 << 60), 1 << 60), TEXT),
+        lambda inner: st.lists(inner, max_size=3),
+    ),
+)
+RECORDS = st.lists(
+    st.tuples(st.sampled_from(Kind), st.integers(0, (1 << 64) - 1), META, st.lists(st.binary(max_size=20), max_size=4)),
+    max_size=6,
+)
+
+
+@given(RECORDS)
+def test_records_go_round(wanted: list[tuple[Kind, int, dict[str, Any], list[bytes]]]) -> None:
+    head = FileHead(2, 5, 7, bytes(range(16)))
+    content = head.dump()
+    previous = int.from_bytes(content[56:], "little")
+    for kind, step, meta, chunks in wanted:
+        hashes = [hash_values(np.frombuffer(chunk, np.uint8)) for chunk in chunks]
+        parts, previous = record_parts(kind, step, meta, chunks, hashes, previous)
+        content += b"".join(map(bytes, parts))
+        assert len(content) % 8 == 0
+    with folder() as at, Reader(check=False) as reader:
+        path = at / "rank"
+        path.write_bytes(content)
+        log = scan(path, head, check=True)
+        assert (log.end, log.last_hash, log.torn) == (len(content), previous, None)
+        for record, (kind, step, meta, chunks) in zip(log.records, wanted, strict=True):
+            assert (record.kind, record.step, record.count) == (kind, step, len(chunks))
+            assert record.read_meta(path, reader) == meta
+            for i, chunk in enumerate(chunks):
+                data, digest = record.read_chunk(path, i, 20, reader)
+                assert (data.tobytes(), digest) == (chunk, hash_values(data))
+
+
+@pytest.fixture(scope="module")
+def small() -> Log:
+    return small_log()
+
+
+@pytest.fixture
+def written(small: Log, tmp_path: Path) -> Path:
+    """The folder of the segment of a chain, `run`."""
+    return small.write(tmp_path / "run")
+
+
+def head_of(segment: Path, rank: int) -> FileHead:
+    return FileHead(rank, 2, 0, layouts.identity((segment / layouts.NAME).read_bytes()))
+
+
+def ends_of(log: RankLog) -> list[int]:
+    """Where each record ends."""
+    return [*(record.begin - 64 for record in log.records[1:]), log.end]
+
+
+def test_every_step_is_that_of_the_run(small: Log, written: Path) -> None:
+    for step, truth in enumerate(small.truth):
+        assert same(values_of(restored(written.parent, step)), truth)
+        assert restored(written.parent, step).extras.get("seen") == (step or None)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 63, 64, 500])
+def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Path) -> None:
+    path = written / rank_file(1)
+    content, head = path.read_bytes(), head_of(written, 1)
+    whole = scan(path, head)
+    for at in range(0, len(content) + 1, 1 if zeros in (0, 64) else 7):
+        kept = content[:at] + bytes(zeros)
+        path.write_bytes(kept)
+        # What is cut may have been zeros.
+        count = sum(len(kept) >= end and kept[:end] == content[:end] for end in ends_of(whole))
+        if at < 64 and any(kept[:64]) and len(kept) >= 64 and kept[:64] != content[:64]:
+            with pytest.raises(Corrupt, match="its head is damaged"):
+                scan(path, head)
+            continue
+        for check in (False, True):
+            assert scan(path, head, check).records == whole.records[:count], at
+
+
+def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: Path) -> None:
+    path, head, rng = written / rank_file(1), head_of(written, 1), random.Random(1)
+    content, whole = path.read_bytes(), scan(path, head_of(written, 1))
+    for byte in range(len(content)):
+        bit = rng.randrange(8)
+        for flipped in range(8) if byte % 16 == 0 or TIMES > 1 else (bit,):
+            path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << flipped]) + content[byte + 1 :])
+            if byte < 64:
+                with pytest.raises(Corrupt):
+                    scan(path, head)
+                continue
+            count = sum(end <= byte for end in ends_of(whole))
+            assert scan(path, head, check=True).records == whole.records[:count]
+            assert scan(path, head).records in (whole.records[:count], whole.records)
+
+
+def test_with_a_bit_flipped_no_step_has_another_value(small: Log, written: Path) -> None:
+    path, rng = written / rank_file(0), random.Random(2)
+    content = path.read_bytes()
+    for _ in range(250 * TIMES):
+        byte, bit = rng.randrange(len(content)), rng.randrange(8)
+        path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << bit]) + content[byte + 1 :])
+        for step, truth in enumerate(small.truth):
+            try:
+                found = values_of(restored(written.parent, step))
+            except CkptError:
+                continue
+            assert same(found, truth), (byte, bit, step)
+
+
+def test_a_start_that_is_not_whole_is_not_zeros(small: Log, written: Path) -> None:
+    path = written / rank_file(0)
+    content, ends = path.read_bytes(), ends_of(scan(path, head_of(written, 0)))
+    for at in (10, 64, 100, *ends[:4], ends[4] - 1):
+        path.write_bytes(content[:at])
+        with pytest.raises(Incomplete, match="state at step 0"):
+            restored(written.parent, 0)
+    path.write_bytes(content[: ends[4]])
+    assert same(values_of(restored(written.parent, 0)), small.truth[0])
+
+
+def _refused(segment: Path, *words: str, step: int = 2) -> None:
+    with pytest.raises(CkptError) as refused:
+        values_of(restored(segment.parent, step))
+    assert all(word in f"{refused.value} {refused.value.hint}" for word in words), refused.value
+
+
+def test_files_of_other_ranks_and_runs_are_refused_by_name(small: Log, written: Path, tmp_path: Path) -> None:
+    first, second = (written / rank_file(rank) for rank in range(2))
+    mine = [first.read_bytes(), second.read_bytes()]
+    first.write_bytes(mine[1])
+    second.write_bytes(mine[0])
+    _refused(written, "rank-00000.ckg", "another run, rank or step")
+    first.write_bytes(mine[0])
+    other = small.copy()
+    other.layout = Layout("foreign", *[getattr(other.layout, name) for name in list(Layout.__dataclass_fields__)[1:]])
+    foreign = other.write(tmp_path / "foreign")
+    shutil.copy(foreign / rank_file(1), second)
+    _refused(written, "rank-00001.ckg", "another run, rank or step")
+    shutil.copytree(foreign, written, dirs_exist_ok=True)
+    _refused(written, "another log is in the place of this one")
+    second.unlink()
+    _refused(written, "rank-00001.ckg", "missing")
+
+
+def test_records_of_another_file_do_not_follow(small: Log, written: Path, tmp_path: Path) -> None:
+    other = small_log(seed=2)
+    foreign = other.write(tmp_path / "other")
+    assert (foreign / layouts.NAME).read_bytes() == (written / layouts.NAME).read_bytes()
+    path, theirs = written / rank_file(1), foreign / rank_file(1)
+    log, content, alien = scan(path, head_of(written, 1)), path.read_bytes(), theirs.read_bytes()
+    for number, end in enumerate(ends_of(log)):
+        end_there = ends_of(scan(theirs, head_of(written, 1)))[number]
+        path.write_bytes(content[:end] + alien[end_there:])
+        found = scan(path, head_of(written, 1))
+        assert found.records == log.records[: number + 1]
+        assert (found.torn is None) == (number + 1 == len(log.records))
+        path.write_bytes(content[:end] + content[64:])  # its own, twice
+        assert scan(path, head_of(written, 1)).records == log.records[: number + 1]
+
+
+def _entries(small: Log, change: Any, run: Path) -> Path:
+    log = small.copy()
+    change(log.ranks)
+    return log.write(run)
+
+
+def test_steps_that_are_missing_twice_or_in_disorder_are_refused(small: Log, tmp_path: Path) -> None:
+    at = [i for i, one in enumerate(small.ranks[1]) if one.kind is Kind.GRADIENTS]
+
+    def swap(ranks: list[list[Entry]]) -> None:
+        ranks[1][at[0]], ranks[1][at[1]] = ranks[1][at[1]], ranks[1][at[0]]
+
+    _refused(
+        _entries(small, lambda ranks: ranks[1].pop(at[1]), tmp_path / "gap"), "steps are missing", "rank-00001", step=3
+    )
+    _refused(
+        _entries(small, lambda ranks: ranks[1].insert(at[1], ranks[1][at[1]]), tmp_path / "twice"), "steps", step=3
+    )
+    _refused(_entries(small, swap, tmp_path / "swapped"), "steps are missing", "rank-00001", step=3)
+
+
+def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) -> None:
+    import torch
+
+    good = {"w": torch.zeros(3, 4), "b": torch.zeros(5), "v": torch.zeros(2, 3, 2)}
+    for name, tensors in {
+        "shape": good | {"b": torch.zeros(6)},
+        "name": {"w": good["w"], "c": good["b"], "v": good["v"]},
+        "values": good,
+        "type": good | {"w": good["w"].double()},
+    }.items():
+        run = tmp_path / name
+        torch.save({"model": tensors, "step": 0}, tmp_path / f"{name}.pt")
+        assert ckpt("diff", "--into", run, tmp_path / f"{name}.pt").code == 0
+        base = index.load(run / index.NAME).members[0]
+        log = small.copy()
+        log.layout = Layout(
+            *[*[getattr(log.layout, key) for key in list(Layout.__dataclass_fields__)[:-1]], base.content]
+        )
+        segment = log.write(tmp_path / f"{name}.log")
+        line = (index.LoggedSteps(segment.name, "run", 0, None, base.content, base.time),)
+        shutil.copytree(segment, run / segment.name)
+        (run / index.NAME).write_bytes(index.dump(index.Chain((base,), line)))
+        assert restored(run, 0).parameters.keys() == tensors.keys()
+        with pytest.raises(CkptError, match=r"another model|not the one that the run had|float32"):
+            values_of(restored(run, 2))
+        assert ckpt("restore", run, tmp_path / f"{name}.out", "--step", 2).code in REFUSED
+        assert not (tmp_path / f"{name}.out").exists()
+
+
+# Fields that lie, under hashes that fit
+
+
+def _sampled(said: Any, seed: int, count: int) -> list[tuple[str, Any]]:
+    found = list(mutants(said))
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def _fields(content: bytes) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(content)
+    del said["checksum"]
+    return said
+
+
+def _sealed(said: dict[str, Any]) -> bytes | None:
+    try:
+        return sealed_json.dump(said)
+    except ValueError:  # NaN is no JSON
+        return None
+
+
+def assert_harmless(run: Path, log: Log, what: str, values: bool = True) -> int:
+    """Each command ends well or with an error of ours, writes nothing then, and takes little; the code of `restore`."""
+    out = run.parent / "out"
+    for command in (["inspect", run], ["log", run], ["verify", run], ["verify", run, "--replay"]):
+        done = ckpt(*command)
+        assert done.code in (0, 1, *REFUSED), (what, command, done)
+        assert "Traceback" not in done.err, (what, command, done.err)
+    tracemalloc.start()
+    done = ckpt("restore", run, out, "--to", "safetensors")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < MOST_MEMORY, (what, peak)
+    assert done.code in (0, *REFUSED), (what, done)
+    assert "Traceback" not in done.err, (what, done.err)
+    if done.code:
+        assert not out.exists(), what
+    elif values:
+        _assert_true_values(run, log, what)
+    shutil.rmtree(run)
+    for path in run.parent.glob("*out*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return done.code
+
+
+def _assert_true_values(run: Path, log: Log, what: str) -> None:
+    """What has the name and the shape of a tensor of the run has a value that it had."""
+    found = values_of(restored(run, states_last(run)))
+    for name, held in found.items():
+        for truth in log.truth:
+            if name in truth and all(truth[name][s].tobytes() == held[s].tobytes() for s in held if s in truth[name]):
+                break
+        else:
+            assert name not in log.truth[0] or held["param"].shape != log.truth[0][name]["param"].shape, (what, name)
+
+
+def states_last(run: Path) -> int:
+    from ckpt_formats.chain import states
+
+    return states.last_step(run, index.load(run / index.NAME))
+
+
+@pytest.mark.slow
+def test_layouts_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) -> None:
+    refused = 0
+    for what, said in _sampled(_fields(layouts.dump(small.layout)), 1, MUTATIONS):
+        content = _sealed(said)
+        if content is not None:
+            small.write(tmp_path / "run", content)
+            refused += assert_harmless(tmp_path / "run", small, what) != 0
+    assert refused > MUTATIONS // 2
+
+
+@pytest.mark.slow
+def test_lists_of_a_chain_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small.write(run)
+    listed = _fields((run / index.NAME).read_bytes())
+    shutil.rmtree(run)
+    for what, said in _sampled(listed, 2, MUTATIONS // 2):
+        content = _sealed(said)
+        if content is not None:
+            small.write(run, chain=content)
+            assert_harmless(run, small, what)
+
+
+@pytest.mark.slow
+def test_texts_of_records_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) -> None:
+    kinds = dict[int, int]()
+    for number, one in enumerate(small.ranks[0]):
+        kinds.setdefault(one.kind, number)
+    for kind, number in kinds.items():
+        meta = {"part": [0, 1], "optimizer": 0, "vectors": [0, 2], **small.ranks[0][number].meta}
+        if kind is not Kind.GRADIENTS:
+            meta = small.ranks[0][number].meta
+        for what, said in _sampled(meta, int(kind), MUTATIONS if kind is Kind.GRADIENTS else MUTATIONS // 8):
+            log = small.copy()
+            log.ranks[0][number].meta = said
+            try:
+                log.write(tmp_path / "run")
+            except ValueError:
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+                continue
+            assert_harmless(tmp_path / "run", small, f"{kind!r}: {what}", values="groups" not in what)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=name)
+        for name, change in {
+            "a rate of text": lambda groups: groups[0].update(lr="fast"),
+            "one beta": lambda groups: groups[0].update(betas={"$tuple": [0.9]}),
+            "no rate": lambda groups: groups[0].pop("lr"),
+            "no groups": lambda groups: groups.clear(),
+            "a group too many": lambda groups: groups.append(groups[0]),
+            "betas of texts": lambda groups: groups[0].update(betas=["a", "b"]),
+            "an endless rate": lambda groups: groups[0].update(lr={"$int": "0x" + "f" * 400}),
+            "keys that are no texts": lambda groups: groups.__setitem__(0, {"$dict": [[{"$tuple": [1]}, 2], [3, 4]]}),
+        }.items()
+    ],
+)
+def test_options_that_are_none_are_refused(change: Any, small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    entry = next(one for one in log.ranks[0] if one.kind is Kind.GRADIENTS)
+    change(entry.meta["groups"])
+    _refused(log.write(tmp_path / "run"), step=1)
+
+
+def _first_gradients(log: Log, rank: int = 0) -> Entry:
+    return next(one for one in log.ranks[rank] if one.kind is Kind.GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"part": [5, 1]},
+        {"part": [0, 2]},
+        {"part": [0]},
+        {"vectors": [3]},
+        {"vectors": [-1]},
+        {"vectors": "all"},
+        {"optimizer": 1},
+        {"optimizer": True},
+    ],
+    ids=str,
+)
+def test_records_of_what_is_not_there_are_refused(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    _first_gradients(log).meta.update(meta)
+    _refused(log.write(tmp_path / "run"), step=1)
+
+
+def test_chunks_whose_values_do_not_fit_their_hash_are_refused(small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    other = coded(log.layout, 0, Kind.GRADIENTS, 1, {}, np.ones(13, np.float32))
+    _first_gradients(log).chunks = other.chunks
+    segment = log.write(tmp_path / "run")
+    _refused(segment, "chunk 0 of rank 0", "do not fit their hash", "Step 0", step=1)
+    done = ckpt("verify", tmp_path / "run", "--replay")
+    assert done.code == 1 or done.code in REFUSED
+    log = small.copy()
+    _first_gradients(log).chunks = [b"\xff" * 9]
+    _refused(log.write(tmp_path / "again"), "chunk 0 of rank 0", "cannot be decoded", step=1)
+
+
+def test_directories_that_lie_are_cut(small: Log, tmp_path: Path) -> None:
+    segment = small.write(tmp_path / "run")
+    path, head = segment / rank_file(0), head_of(segment, 0)
+    for ends in ([5, 3], [1 << 63, 3], [3, 1 << 63], [(1 << 64) - 1, 8], [0, 0]):
+        content = head.dump()
+        parts, _ = record_parts(
+            Kind.GRADIENTS, 1, {}, [b"abc", b"defgh"], [1, 2], int.from_bytes(content[56:], "little")
+        )
+        directory = np.frombuffer(bytearray(parts[2]), np.uint64).copy()
+        directory[::2] = ends
+        path.write_bytes(content + b"".join(map(bytes, _reindexed(parts, directory.tobytes()))))
+        log = scan(path, head)
+        assert log.records == (), ends
+        assert log.torn is not None
+
+
+def _reindexed(parts: list[Any], directory: bytes) -> list[Any]:
+    """A record with another directory, under hashes that fit."""
+    import xxhash
+
+    from ckpt_formats.gradients.record import HEAD
+
+    fields = list(HEAD.unpack(bytes(parts[0])))
+    fields[7] = xxhash.xxh3_64_intdigest(bytes(parts[1]) + directory)
+    fields[-1] = 0
+    head = HEAD.pack(*fields)[:56]
+    return [head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), parts[1], directory, *parts[3:]]
+
+
+def test_a_fingerprint_that_differs_names_step_and_tensor(small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    state = deepcopy(log.truth[2])
+    state["b"]["exp_avg"][1] += 1
+    at = next(i for i, one in enumerate(log.ranks[1]) if one.step == 3)
+    log.ranks[1].insert(at, fingerprint(log.layout, 1, 2, state))
+    segment = log.write(tmp_path / "run")
+    _refused(segment, "step 2", "exp_avg", "`b`")
+    assert same(values_of(restored(segment.parent, 1)), small.truth[1])
+
+
+def test_gradients_in_parts_and_vectors_without_any(small: Log, tmp_path: Path) -> None:
+    """A step of two calls; and one in which a group had no gradients: its tensors stand still."""
+    log = small.copy()
+    first = small.ranks[1].index(_first_gradients(small, 1))
+    whole = log.ranks[1][first]
+    both = vector(
+        log.layout,
+        1,
+        {name: np.ones(shape, np.float32) for name, shape in {"w": (3, 4), "b": (5,), "v": (2, 3, 2)}.items()},
+    )
+    halves = [deepcopy(coded(log.layout, 1, Kind.GRADIENTS, 1, dict(whole.meta), both)) for _ in range(2)]
+    for number, (half, vectors) in enumerate(zip(halves, ([0, 2], [1]), strict=True)):
+        half.meta |= {"part": [number, 2], "vectors": vectors}
+    log.ranks[1] = [*log.ranks[1][:first], halves[0]]
+    segment = log.write(tmp_path / "half")
+    assert open_segment(segment).last == 0
+    log.ranks[1].append(halves[1])
+    log.ranks[0] = log.ranks[0][: small.ranks[0].index(_first_gradients(small)) + 1]
+    segment = log.write(tmp_path / "whole")
+    assert open_segment(segment).last == 1
+    in_parts = values_of(restored(segment.parent, 1))
+    one = coded(log.layout, 1, Kind.GRADIENTS, 1, dict(whole.meta), both)
+    log.ranks[1] = [*log.ranks[1][:first], one]
+    assert same(values_of(restored(log.write(tmp_path / "one").parent, 1)), in_parts)
+    log.ranks[1][-1].meta["vectors"] = [0, 2]
+    still = values_of(restored(log.write(tmp_path / "still").parent, 1))
+    assert still["b"]["param"].tobytes() == small.truth[0]["b"]["param"].tobytes()
+    assert still["v"]["param"].tobytes() == in_parts["v"]["param"].tobytes()
+
+
+def test_a_file_of_zeros_or_of_nothing_has_no_records(written: Path) -> None:
+    path, head = written / rank_file(0), head_of(written, 0)
+    for content in (b"", bytes(64), bytes(5000), path.read_bytes()[:63]):
+        path.write_bytes(content)
+        assert scan(path, head).records == ()
+    path.unlink()
+    with pytest.raises(Incomplete):
+        scan(path, head)
+    os.mkfifo(path)
+    with pytest.raises(CkptError):
+        restored(written.parent, 1)
+
+
+def test_a_step_that_is_not_there_is_said(written: Path) -> None:
+    with pytest.raises(NotFound, match="no step 4"):
+        restored(written.parent, 4)
+    assert ckpt("restore", f"{written.parent}@last~7", written.parent.parent / "out").code == NOT_FOUND

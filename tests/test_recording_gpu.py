@@ -1,0 +1,75 @@
+"""A run on a GPU, recorded, and replayed on the CPU. Skipped where there is none."""
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.tensor import read
+from ckpt_recorder import Recorder
+from ckpt_recorder.probe import probe
+from damage import ckpt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+STEPS = 12
+FLAGS = [{"fused": True}, {"foreach": True}, {"foreach": False}, {"foreach": True, "capturable": True}]
+
+
+def net_of(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(width, 3 * width), torch.nn.GELU(), torch.nn.Linear(3 * width, 7)).cuda()
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    optimizer.zero_grad()
+    net(torch.randn(32, width, device="cuda")).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_the_probe_says_how_well_steps_of_a_gpu_are_done_again(flags: dict[str, bool]) -> None:
+    net = net_of(64)
+    found = probe(torch.optim.AdamW(net.parameters(), lr=1e-3, **flags), torch.device("cuda"))
+    print(json.dumps({"flags": flags, "method": found.method, "exactness": found.exactness, **found.figures}))
+    assert found.exactness in ("exact", "same library", "approximate")
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_run_is_replayed_as_well_as_the_probe_said(flags: dict[str, bool], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net = net_of(301)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, **flags)
+    with Recorder(net, optimizer, tmp_path / "run.chain") as recorder:
+        for _ in range(STEPS):
+            train(net, optimizer, 301)
+    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "out").code == 0
+    parameters = open_checkpoint(tmp_path / "out").parameters
+    for name, parameter in net.named_parameters():
+        values, true = torch.from_numpy(read(parameters[name].weight)), parameter.detach().cpu()
+        if recorder.exactness == "approximate":
+            assert torch.allclose(values, true, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(values, true)
+
+
+def test_the_hook_costs_little(tmp_path: Path) -> None:
+    net = net_of(2048)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+
+    def step() -> float:
+        began = time.perf_counter()
+        train(net, optimizer, 2048)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    alone = statistics.median([step() for _ in range(30)])
+    with Recorder(net, optimizer, tmp_path / "run.chain", random_states=False):
+        recorded = statistics.median([step() for _ in range(30)])
+    print(json.dumps({"alone": alone, "recorded": recorded, "ratio": recorded / alone}))
