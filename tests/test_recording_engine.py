@@ -1,4 +1,4 @@
-"""Runs of real engines, recorded: every step is restored to the bit, and engines go on from it as if nothing had been."""
+"""Runs of real engines, recorded: every step is restored to the bit, and engines go on from it as if nothing was."""
 
 import importlib.util
 import json
@@ -105,8 +105,10 @@ def resumed(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
         assert done.code == 0, done.err
         report = out / f"{one}.json"
         jobs.append({"checkpoint": state, "kind": one.kind, "changes": one.changes, "report": report})
-    for kind in NOT_ITSELF:
-        jobs.append({"checkpoint": runs / kind / "middle", "kind": kind, "changes": {}, "report": out / f"{kind}.json"})
+    jobs += [
+        {"checkpoint": runs / kind / "middle", "kind": kind, "changes": {}, "report": out / f"{kind}.json"}
+        for kind in NOT_ITSELF
+    ]
     launch.resume_all(jobs, out)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in (*map(str, RESUMED), *NOT_ITSELF)}
 

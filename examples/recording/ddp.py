@@ -1,6 +1,6 @@
 """Record DistributedDataParallel: `torchrun --nproc-per-node 2 ddp.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain step6.pt --step 6 --to torch`, then give `later.chain step6.pt`.
+Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Record ZeRO: `DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_zero.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain step6 --step 6 --to deepspeed --dp 2 --zero 1`, then give `later.chain step6`.
+Go on from any step: `ckpt restore run.chain@6 step6 --to deepspeed --dp 2 --zero 1`, then give `later.chain step6`.
 """
 
 import sys

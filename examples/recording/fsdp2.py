@@ -1,6 +1,6 @@
 """Record FSDP2: `torchrun --nproc-per-node 2 fsdp2.py run.chain`.
 
-Go on from any step, on any number of ranks: `ckpt restore run.chain step6 --step 6 --to dcp`, then give `later.chain step6`.
+Go on from any step, on any number of ranks: `ckpt restore run.chain@6 step6 --to dcp`, then give `later.chain step6`.
 """
 
 import sys

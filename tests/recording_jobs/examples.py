@@ -1,7 +1,7 @@
 """Run examples: `python tests/recording_jobs/examples.py JOBS.json`, each in forks of a process that has imported all.
 
-A job has the path of a `script`, its `arguments`, how many ranks there are (`world`, 0 where none is told), and the folder
-of its `logs`: what rank r prints goes to rank{r}.log.
+A job has the path of a `script`, its `arguments`, how many ranks there are (`world`, 0 where none is told), and the
+folder of its `logs`: what rank r prints goes to rank{r}.log.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def main() -> int:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         ranks = [start(job, rank, port) for rank in range(job["world"] or 1)]
-        if any([os.waitpid(pid, 0)[1] for pid in ranks]):
+        ended = [os.waitpid(pid, 0)[1] for pid in ranks]
+        if any(ended):
             failed += 1
             print(f"{job['script']} FAILED: {(Path(job['logs']) / 'rank0.log').read_text()[-4000:]}", flush=True)
     return 1 if failed else 0
