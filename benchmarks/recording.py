@@ -186,7 +186,9 @@ def replay(training: Training, folder: Path, steps: int) -> None:
         log = json.loads(run("log", chain, "--json")[0])["segments"][0]
         print(f"{codec:8} {log['nbytes_per_parameter']:.3f} B for each parameter and step")
         output, seconds, cpu = timed("restore", chain, folder / f"{codec}.out", "--workers", "1")
-        _, base_seconds, base_cpu = timed("restore", f"{chain}@{log['first']}", folder / f"{codec}.base", "--workers", "1")
+        _, base_seconds, base_cpu = timed(
+            "restore", f"{chain}@{log['first']}", folder / f"{codec}.base", "--workers", "1"
+        )
         rate = training.numel * steps / (cpu - base_cpu) / 1e6
         print(
             f"         restored after {steps} steps in {seconds:.2f} s (of which {base_seconds:.2f} s without steps); "
@@ -238,7 +240,9 @@ def main() -> None:
                 f"mean {statistics.fmean(values) * 1e3:7.1f} ms ({mean:.3f})"
             )
         hook = statistics.median(HOOKS)
-        print(f"the hook: median {hook * 1e3:.2f} ms, {hook / usual:.2%} of a step; mean {statistics.fmean(HOOKS) * 1e3:.2f} ms")
+        print(
+            f"the hook: median {hook * 1e3:.2f} ms, {hook / usual:.2%} of a step; mean {statistics.fmean(HOOKS) * 1e3:.2f} ms"
+        )
         replay(training, folder, max(options.steps, 100))
 
 

@@ -178,3 +178,13 @@ def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
     (tmp_path / "bad" / "names.json").write_text(json.dumps({"w": "../../etc/passwd"}))
     with pytest.raises(Unsafe):
         open_checkpoint(tmp_path / "bad")
+
+
+def test_the_page_of_recording_shows_lines_of_its_examples():
+    """Which other tests run: each line stands in the script, in this order."""
+    blocks = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", (DOCS / "recording.md").read_text(), re.DOTALL)
+    assert len(blocks) > 4
+    for name, block in blocks:
+        lines = iter(map(str.strip, (ROOT / "examples" / "recording" / name).read_text("utf-8").splitlines()))
+        for line in filter(None, map(str.strip, block.splitlines())):
+            assert line in lines, f"{name}: {line}"

@@ -25,6 +25,7 @@ from ckpt_codecs.gradients import (
 from ckpt_codecs.gradients.magnitudes import encode_magnitudes
 from ckpt_codecs.kinds import BLOCKS, MAGNITUDES, MULTIPLES, PLANES, RAW, SAME, SPARSE
 from ckpt_codecs.native import lossless
+from ckpt_codecs.native.gradients import BLOCK
 from codec_fuzz import mutations
 from effort import examples
 from held import bits
@@ -108,8 +109,8 @@ def test_rounding_is_that_of_bfloat16(values: Array) -> None:
 @given(chunks())
 def test_codes_are_as_near_as_promised(values: Array) -> None:
     near = decoded(Int8Gradients(), values)
-    for begin in range(0, values.size, 256):
-        block, back = values[begin : begin + 256], near[begin : begin + 256]
+    for begin in range(0, values.size, BLOCK):
+        block, back = values[begin : begin + BLOCK], near[begin : begin + BLOCK]
         if not np.isfinite(block).all():
             assert bits(back) == bits(block)
             continue
@@ -406,19 +407,19 @@ def test_a_factor_that_nobody_writes_is_refused(factor: int) -> None:
 def test_blocks_that_do_not_fit_are_refused() -> None:
     codec = Int8Gradients()
 
-    def chunk(scales: list[int], stored: bytes = b"", codes: bytes = bytes(300)) -> bytes:
+    def chunk(scales: list[int], stored: bytes = b"", codes: bytes = bytes(600)) -> bytes:
         inner = bytes([RAW]) + np.array(scales, U32).tobytes()
         return struct.pack("<BBI", BLOCKS, 0, len(codes)) + codes + struct.pack("<I", len(inner)) + inner + stored
 
     one, nan = 0x3F800000, 0x7FC00000
-    ones = codec.decode(chunk([one, one], codes=b"\x01" * 300), (300,), np.dtype(F32))
+    ones = codec.decode(chunk([one, one], codes=b"\x01" * 600), (600,), np.dtype(F32))
     assert (ones == 1).all()
-    assert (codec.decode(chunk([one, nan], b"\x01" * 176), (300,), np.dtype(F32))[:256] == 0).all()
+    assert (codec.decode(chunk([one, nan], b"\x01" * 352), (600,), np.dtype(F32))[:512] == 0).all()
     for scale in (1, one | 1, one | 0x80000000, 0x7F800000, nan | 1, nan | 0x80000000):
-        refused(chunk([one, scale]), 300, codec)
-    for stored in (b"", bytes(175), bytes(177), bytes(1024)):
-        refused(chunk([one, nan], stored), 300, codec)
-    refused(chunk([one, one], b"\0"), 300, codec)
-    refused(chunk([one]), 300, codec)
-    refused(chunk([one, one, one]), 300, codec)
-    refused(chunk([one, one], codes=bytes(299)), 300, codec)
+        refused(chunk([one, scale]), 600, codec)
+    for stored in (b"", bytes(351), bytes(353), bytes(2048)):
+        refused(chunk([one, nan], stored), 600, codec)
+    refused(chunk([one, one], b"\0"), 600, codec)
+    refused(chunk([one]), 600, codec)
+    refused(chunk([one, one, one]), 600, codec)
+    refused(chunk([one, one], codes=bytes(599)), 600, codec)

@@ -112,7 +112,7 @@ def make_quantise(random: np.random.Generator, n: int) -> Trial:
     given_ = words(random, n)
 
     def run(engine: Engine) -> Any:
-        scales, codes = np.zeros(-(-n // 256), U32), np.zeros(n, U8)
+        scales, codes = np.zeros(-(-n // 512), U32), np.zeros(n, U8)
         return engine.quantise_blocks(given_, scales, codes), scales, codes
 
     return run
@@ -120,7 +120,7 @@ def make_quantise(random: np.random.Generator, n: int) -> Trial:
 
 @TRIALS.of("restore_blocks")
 def make_restore(random: np.random.Generator, n: int) -> Trial:
-    codes, scales = random.integers(0, 256, n, U8), np.zeros(-(-n // 256), U32)
+    codes, scales = random.integers(0, 256, n, U8), np.zeros(-(-n // 512), U32)
     if random.random() < 0.8:
         gradients.quantise_blocks(words(random, n), scales, codes)
     else:

@@ -7,7 +7,7 @@
  * with the end of its buffer before they use it. */
 #include "gradients.h"
 
-enum { LARGEST_SHIFT = 24, SCALED_WORDS = 256 };
+enum { LARGEST_SHIFT = 24, SCALED_WORDS = 512 };
 static const u32 ONE = 0x3F800000, LEAST_NORMAL = 0x00800000, INFINITE = 0x7F800000, STORED_BLOCK = 0x7FC00000;
 
 i64 API(count_words)(const u32 *words, i64 count) {

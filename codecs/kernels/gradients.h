@@ -33,8 +33,8 @@ i64 API(divide_by_factor)(const u32 *words, i64 count, float factor, u16 *out);
  * is the canonical one. */
 i64 API(multiply_by_factor)(const u16 *values, i64 count, float factor, u32 *words);
 
-/* Quantise blocks of 256 words, the last one shorter, to codes from -127 to 127 with a scale for each block. The scale of
- * a block that must be stored as it is has the bits 0x7FC00000, and its codes are 0. `scales` needs count / 256 elements,
+/* Quantise blocks of 512 words, the last one shorter, to codes from -127 to 127 with a scale for each block. The scale of
+ * a block that must be stored as it is has the bits 0x7FC00000, and its codes are 0. `scales` needs count / 512 elements,
  * rounded up. Returns how many blocks are to be stored. */
 i64 API(quantise_blocks)(const u32 *words, i64 count, u32 *scales, i64 scales_size, u8 *codes);
 

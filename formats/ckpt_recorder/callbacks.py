@@ -22,13 +22,13 @@ class HuggingFace(_base("transformers:TrainerCallback")):  # type: ignore[misc]
     """A callback of Hugging Face's Trainer: `Trainer(..., callbacks=[HuggingFace("run.chain")])`."""
 
     def __init__(self, chain: str, **options: Any) -> None:
-        """`options`: those of `Recorder`."""
+        """`options`: those of `Recorder`. `step` is what the trainer has counted, if it is not among them."""
         self._chain, self._options = chain, options
         self.recorder: Recorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         optimizer = named.get("optimizer")
-        self.recorder = Recorder(model, optimizer, self._chain, step=state.global_step, **self._options)
+        self.recorder = Recorder(model, optimizer, self._chain, **{"step": state.global_step, **self._options})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if self.recorder is not None:
@@ -44,15 +44,14 @@ class Lightning(_base("lightning.pytorch:Callback", "pytorch_lightning:Callback"
     """A callback of Lightning's Trainer: `Trainer(..., callbacks=[Lightning("run.chain")])`."""
 
     def __init__(self, chain: str, **options: Any) -> None:
-        """`options`: those of `Recorder`."""
+        """`options`: those of `Recorder`. `step` is what the trainer has counted, if it is not among them."""
         super().__init__()
         self._chain, self._options = chain, options
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.recorder = Recorder(
-            pl_module, list(trainer.optimizers), self._chain, step=trainer.global_step, **self._options
-        )
+        options = {"step": trainer.global_step, **self._options}
+        self.recorder = Recorder(pl_module, list(trainer.optimizers), self._chain, **options)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.recorder is not None and trainer.lr_scheduler_configs:

@@ -69,7 +69,13 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, chain: str | os.PathLike[str], *, step: int | None = None, **options: Any
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        chain: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        **options: Any,
     ) -> None:
         """
         Args:
@@ -276,14 +282,10 @@ class Recorder:
         if is_last:  # before the gradients: a step that is there has its buffers
             self._guarded(lambda recording: recording.record_buffers(self.step + 1))
         try:
-            self._guarded(
-                lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random)
-            )
+            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
         except UnknownTensor:
             self._renew()
-            self._guarded(
-                lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random)
-            )
+            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
         self._part = (part + 1) % count
         if is_last:
             self.step += 1
@@ -382,5 +384,3 @@ def _plain(item: Any) -> Any:
     if isinstance(item, (np.ndarray, np.generic, str, int, float, bool, bytes, type(None), complex, set, frozenset)):
         return item
     raise TypeError(f"note() takes plain values, tensors, arrays and what has a state_dict, not {type(item).__name__}")
-
-

@@ -79,7 +79,7 @@ def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
             others = holders.setdefault(block, [])
             if others and parts[others[0]].shards[block] != digest:
                 raise Unsupported(
-                    f"ranks {others[0]} and {rank} hold different weights of `{block[0]}`: the run is not data parallel",
+                    f"ranks {others[0]} and {rank} hold different `{block[0]}`: the run is not data parallel",
                     hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
                 )
             others.append(rank)
@@ -99,10 +99,10 @@ def draft_layout(
     layouts = []
     for part in parts:
         rows = []
-        for vector, piece, whole in part.pieces:
+        for vector, piece, in_vectors in part.pieces:
             tensors.setdefault(piece.name, LoggedTensor(piece.name, piece.dtype, piece.shape))
             number = numbers.setdefault(piece.name, len(numbers))
-            rows.append(Piece(number, vector, piece.start, piece.stop, whole, piece.box))
+            rows.append(Piece(number, vector, piece.start, piece.stop, in_vectors, piece.box))
         layouts.append(RankLayout(part.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
@@ -169,9 +169,7 @@ class RankRecording:
                         target.copy_(values[offset : offset + size])
             self._link.order(Kind.STATE, step, {"state": name}, slot)
 
-    def record_gradients(
-        self, step: int, number: int, part: tuple[int, int], with_random_states: bool
-    ) -> None:
+    def record_gradients(self, step: int, number: int, part: tuple[int, int], with_random_states: bool) -> None:
         """What an optimizer is about to step with, in call `part` of so many that make a step."""
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
@@ -324,5 +322,3 @@ def _shard_digests(run: TrackedRun) -> dict[Block, int]:
         if hasattr(one.tensor, "placements")
         for piece in one.pieces
     }
-
-

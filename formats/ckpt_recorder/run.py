@@ -180,7 +180,7 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[
 
 
 def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
-    """A state of a tracked tensor, flat, on its device: `param` or one of the optimizer's; None if there is none yet."""
+    """A state of a tracked tensor, flat, on its device: `param` or one of the optimizer's; None if there is none."""
     one = run.tensors[number]
     value = one.tensor if name == "param" else run.optimizers[one.optimizer].state.get(one.tensor, {}).get(name)
     return None if value is None else local(value).detach().reshape(-1)

@@ -135,5 +135,3 @@ def _free(run: Path, first: int) -> Path:
     while (path := run / (name + (f".{number}" if number else ""))).exists():
         number += 1
     return path
-
-

@@ -6,7 +6,7 @@ from ckpt_codecs.base import Array
 
 F32, F64, U32 = np.float32, np.float64, np.uint32
 ONE, TWO, LEAST_NORMAL, INFINITE, NAN = 0x3F800000, 0x40000000, 0x00800000, 0x7F800000, 0x7FC00000
-BLOCK, LONG_GAP = 256, 255
+BLOCK, LONG_GAP = 512, 255
 
 
 def count_words(words: Array) -> int:

@@ -22,6 +22,8 @@ class Kind:
     replicas: int = 1
     tp: int = 1
     stage: int = 0
+    sub_group: int = 20_000
+    """Elements of a part of ZeRO 3's, which it steps one after another."""
     offload: bool = False
     optimizer: Literal["adamw-fused", "adamw", "sgd", "cpu-adam"] = "adamw-fused"
     scaler: bool = False

@@ -23,3 +23,10 @@ def resume_all(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
     listed = folder / "resume.jobs"
     listed.write_text(json.dumps([dict(job) for job in jobs], default=str))
     run_script(HERE / "resume.py", [str(listed)], len(jobs))
+
+
+def run_examples(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Run jobs with the fields that `examples.py` says."""
+    listed = folder / "examples.jobs"
+    listed.write_text(json.dumps([dict(job) for job in jobs], default=str))
+    run_script(HERE / "examples.py", [str(listed)], len(jobs))

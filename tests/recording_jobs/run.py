@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from recording_jobs.kinds import Kind
-from recording_jobs.model import Decoder, batch
+from recording_jobs.model import BATCH, Decoder, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
 SKIPPED = (5, 10)
@@ -76,7 +76,7 @@ class Run:
     def load(self, folder: Path) -> None:
         tree = self._tree()
         dcp.load(tree, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"])
+        set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **tree["scheduler"]})
         self.step = tree["step"]
         if self.scaler is not None:
@@ -85,7 +85,7 @@ class Run:
     def _tree(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         notes = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self.notes().items()}
-        return {"model": model, "optimizer": optimizer, **notes}
+        return {"model": model, "optim": optimizer, **notes}
 
 
 @dataclass
@@ -136,9 +136,9 @@ def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
 
 
 def _share(step: int, kind: Kind) -> tuple[Tensor, ...]:
-    """The micro-batches of a step for this rank."""
-    mine = batch(step).chunk(kind.dp)[distributed.get_rank() // kind.tp % kind.dp]
-    return mine.chunk(MICRO_BATCHES)
+    """The micro-batches of a step for this rank: over all ranks the same at every degree."""
+    place = distributed.get_rank() // kind.tp % kind.dp
+    return tuple(part.chunk(kind.dp)[place] for part in batch(step).chunk(MICRO_BATCHES))
 
 
 def _means(losses: list[Tensor]) -> list[float]:
@@ -190,11 +190,11 @@ def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
     zero: dict[str, Any] = {"stage": kind.stage}
     if kind.stage == 3:
         # Several parts a step; small parameters stay whole on every rank, large ones do not.
-        zero |= {"sub_group_size": 20_000, "stage3_param_persistence_threshold": 100}
+        zero |= {"sub_group_size": kind.sub_group, "stage3_param_persistence_threshold": 100}
     if kind.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     config = {
-        "train_micro_batch_size_per_gpu": 24 // kind.dp // MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": BATCH // kind.dp // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "steps_per_print": 10**6,

@@ -1,8 +1,8 @@
 """Record real runs: `python tests/recording_jobs/train.py OUT KIND...` (all if none is named).
 
 Each kind trains `WARM_UP` steps, saves its own checkpoint, OUT/KIND/base, and is recorded from there into two chains:
-`based.chain`, which has that checkpoint, and `bare.chain`, which has none. OUT/KIND/middle and OUT/KIND/end are what the
-engine saves on the way. OUT/KIND/log.json has the losses of all steps.
+`based.chain`, which has that checkpoint, and `bare.chain`, which has none. OUT/KIND/middle and OUT/KIND/end are what
+the engine saves on the way. OUT/KIND/log.json has the losses of all steps.
 """
 
 from __future__ import annotations

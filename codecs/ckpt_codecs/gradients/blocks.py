@@ -25,7 +25,7 @@ STORED_SCALE = np.uint32(0x7FC00000)
 
 @dataclass(frozen=True)
 class Int8Gradients(OfGradients):
-    """Blocks of 256 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
+    """Blocks of 512 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
 
     A scale is the largest magnitude of its block over 127, rounded up to 16 significant bits, so that multiples are
     exact. A finite value comes back with an error of at most half the scale, and zero as 0.0. A block with a NaN or an

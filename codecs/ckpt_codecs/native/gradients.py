@@ -24,7 +24,7 @@ SIGNATURES = {
 }
 kernels = bind(SIGNATURES)
 
-BLOCK = 256
+BLOCK = 512
 """Words that share a scale."""
 LONG_GAP = 255
 """The byte of a gap that stands for as many, and no word yet."""
@@ -87,7 +87,7 @@ def multiply_by_factor(values: Array, factor: float, words: Array) -> None:
 
 
 def quantise_blocks(words: Array, scales: Array, codes: Array) -> int:
-    """Quantise blocks of 256 words to codes, uint8, with scales, uint32, one for each block.
+    """Quantise blocks of 512 words to codes, uint8, with scales, uint32, one for each block.
 
     Returns how many blocks are to be stored as they are.
     """

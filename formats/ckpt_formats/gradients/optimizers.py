@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import Adagrad, Adam, Lion, OptimizerStep, Sgd
+from ckpt_codecs.stepping import Adagrad, Adam, DeepSpeedCpuAdam, Lion, OptimizerStep, Sgd
 from ckpt_formats.errors import Corrupt, Unsupported
 from ckpt_formats.gradients.layout import LoggedOptimizer
 from ckpt_formats.values import Value
@@ -63,7 +63,25 @@ def _lion(options: Options) -> OptimizerStep:
     )
 
 
-METHODS: dict[str, Make] = {"adam-fused": _adam, "sgd": _sgd, "adagrad-fused": _adagrad, "lion": _lion}
+def _adam_deepspeed_cpu(options: Options) -> OptimizerStep:
+    beta1, beta2 = options["betas"]
+    return DeepSpeedCpuAdam(
+        lr=float(options["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(options["eps"]),
+        weight_decay=float(options["weight_decay"]),
+        adamw_mode=bool(options["adamw_mode"]),
+        bias_correction=bool(options["bias_correction"]),
+    )
+
+
+METHODS: dict[str, Make] = {
+    "adam-fused": _adam,
+    "sgd": _sgd,
+    "adagrad-fused": _adagrad,
+    "lion": _lion,
+    "adam-deepspeed-cpu": _adam_deepspeed_cpu,
+}
 """By the name that `layout.json` gives them. These need no torch."""
 
 

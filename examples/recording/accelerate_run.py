@@ -1,0 +1,36 @@
+"""Record under Accelerate: `accelerate launch accelerate_run.py run.chain`, or `python accelerate_run.py run.chain`.
+
+Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+"""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ckpt_recorder import Recorder, resume
+
+chain, restored = sys.argv[1], sys.argv[2:]
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+first = 0
+if restored:
+    first = resume(restored[0], model, optimizer).step
+
+data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))
+loader = torch.utils.data.DataLoader(data[2 * first :], batch_size=None)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with Recorder(model, optimizer, chain, step=first) as recorder:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(batch).squeeze(-1), batch.sum(-1))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            print(f"step {recorder.step}: loss {loss.item()!r}")

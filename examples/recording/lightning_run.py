@@ -1,0 +1,37 @@
+"""Record Lightning's Trainer: `python lightning_run.py run.chain`.
+
+Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+"""
+
+import sys
+
+import lightning
+import torch
+from torch import nn
+
+import ckpt_recorder
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 1))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def training_step(self, batch, index):
+        return nn.functional.mse_loss(self.layers(batch).squeeze(-1), batch.sum(-1))
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+chain, restored, first = sys.argv[1], sys.argv[2:], 0
+torch.manual_seed(1)
+model = Model()
+if restored:
+    first = ckpt_recorder.resume(restored[0], model, model.optimizer).step
+data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))[2 * first :]
+recording = ckpt_recorder.Lightning(chain, step=first)
+options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False}
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[recording], **options)
+trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))

@@ -1,0 +1,34 @@
+"""Record a plain loop of PyTorch: `python plain_torch.py run.chain`.
+
+Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then `python plain_torch.py later.chain step6.pt`.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+from ckpt_recorder import Recorder, resume
+
+chain, restored = sys.argv[1], sys.argv[2:]
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Dropout(0.1), nn.Linear(50, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+first = 0
+if restored:
+    resumed = resume(restored[0], model, optimizer)  # random states, too
+    scheduler.load_state_dict(resumed.notes["scheduler"])
+    first = resumed.step
+
+data = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(2))
+with Recorder(model, optimizer, chain, step=first) as recorder:
+    for step in range(first, 12):
+        loss = nn.functional.mse_loss(model(data[step]).squeeze(-1), data[step].sum(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        recorder.note(scheduler=scheduler)  # what else resumes with this step
+        print(f"step {step + 1}: loss {loss.item()!r}")
