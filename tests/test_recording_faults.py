@@ -504,3 +504,28 @@ def test_an_interrupted_order_ends_the_log_before_it(run: Run, chain: Path, monk
     assert recorder.broken is not None
     assert last_of(chain) == 3
     run.check(chain, 3)
+
+
+def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
+    """Each call is a step; what one keeps, the other does not."""
+    adam = torch.optim.AdamW(run.net[0].parameters(), lr=1e-2, fused=True)
+    sgd = torch.optim.SGD(run.net[1].parameters(), lr=1e-1, momentum=0.9)
+    truth = []
+    with Recorder(run.net, [adam, sgd], chain):
+        for step in range(6):
+            for parameter in run.net.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 + step)
+            (adam, sgd)[step % 2].step()
+            kept = {(name, "param"): tensor.detach().numpy().tobytes() for name, tensor in run.net.named_parameters()}
+            for name, parameter in run.net.named_parameters():
+                for optimizer in (adam, sgd):
+                    for state, values in optimizer.state.get(parameter, {}).items():
+                        if state != "step":
+                            kept[name, state] = values.numpy().tobytes()
+            truth.append(kept)
+    for step, kept in enumerate(truth, 1):
+        found = states.open_state(chain, index.load(chain / index.NAME), step)
+        restored = {(p.name, state): read(tensor).tobytes() for p, state, tensor in found.tensors()}
+        assert {key: restored[key] for key in kept} == kept
+        extra = restored.keys() - kept.keys()  # of what the second one has not stepped yet
+        assert not extra if step > 1 else {state for _, state in extra} <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
