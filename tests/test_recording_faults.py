@@ -211,10 +211,26 @@ def test_a_writer_that_dies_as_the_run_ends_is_noticed(run: Run, chain: Path) ->
     run.step(3)
     assert recorder.writer_pid is not None
     os.kill(recorder.writer_pid, signal.SIGKILL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(RecorderWarning, match="step 3 and what follows") as said:
         recorder.close()
+    assert len(said) == 1
     assert recorder.broken == "the process that writes the log is gone"
+
+
+def test_what_fails_at_the_very_end_is_said(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last flush, say; or the process dies after the last order."""
+    recorder = recorded(run, chain)
+    run.step(3)
+    close = link.WriterLink.close
+
+    def fail(self: link.WriterLink) -> None:
+        close(self)
+        self._reason = "Input/output error"
+
+    monkeypatch.setattr(link.WriterLink, "close", fail)
+    with pytest.warns(RecorderWarning, match="Input/output error"):
+        recorder.close()
+    assert recorder.broken == "Input/output error"
 
 
 def test_while_its_writer_stands_still_a_step_waits(run: Run, chain: Path) -> None:
