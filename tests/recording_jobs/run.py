@@ -20,7 +20,7 @@ from recording_jobs.kinds import Kind
 from recording_jobs.model import BATCH, Decoder, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
-OVERFLOWING = {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+OVERFLOWING = {"initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
 SKIPPED = (5, 10)
 """The steps at which fp16 overflows, where there is a scaler."""
 _CUT = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "out": RowwiseParallel} | {
