@@ -45,6 +45,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         (groups,),
         aliases,
         (inner.param_groups,),
+        was_loaded=engine.loaded_checkpoint_dp_world_size is not None,
         is_shared=False,
         parts=parts,
         step=int(engine.global_steps),

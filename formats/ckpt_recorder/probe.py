@@ -15,20 +15,22 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import OptimizerStep, whole_vectors
+from ckpt_codecs.stepping import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
 from ckpt_formats.errors import CkptError, Unsupported
 from ckpt_formats.gradients.layout import Exactness, LoggedOptimizer
 from ckpt_formats.gradients.optimizers import METHODS, step_of
 from ckpt_formats.values import Value
 
-SIZES = (1, 7, 8, 31, 65, 1003, 20_011)
+SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """Elements of the tensors that are tried: around whole SIMD vectors, and more than a thread's share."""
 MATRIX = (13, 5)
-"""One more, where the optimizer steps matrices: some do otherwise with those."""
+"""One more, where the optimizer steps matrices: some treat those in another way."""
 STEPS = 5
-_MOST_DIFFERENT = 1e-3
-"""Of what the steps changed, that a method may differ by to be called approximate, and not another one."""
-_RECORDABLE = "Adam, AdamW, SGD and whatever torch steps element by element can be recorded."
+RATE = 1e-3
+"""Of the steps that are tried: large enough that no rounding is lost in the weights."""
+MAX_RELATIVE = 1e-4
+"""How far, against all that was learned, a method may be off that is called approximate."""
+_RECORDABLE = "Adam, AdamW, SGD, Adagrad, Lion and whatever torch steps element by element can be recorded."
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -40,8 +42,14 @@ class Probed:
     method: str
     exactness: Exactness
     figures: Mapping[str, Value] = field(default_factory=dict)
-    is_fused: bool = False
-    """Does the method round the last elements of a vector differently?"""
+    vector: int = 1
+    """Elements in a SIMD vector of the optimizer's kernel, where it rounds the rest of a tensor in another order.
+
+    1: all are rounded alike. 0: it was built without vectors, for a method that may have them."""
+
+    def whole(self, size: int, start: int, stop: int) -> int:
+        """How many elements of a range of a tensor lie in whole SIMD vectors."""
+        return whole_vectors(size, start, stop, is_fused=True, width=self.vector) if self.vector else 0
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
@@ -50,149 +58,157 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Value]:
-    """The options of a group as plain data: what the optimizer will use in its next step."""
-    options: dict[str, Value] = {}
+    """The options of a group as plain data: what the optimizer will use in its next step. Tensors become arrays."""
+    options = {}
     for name, value in group.items():
-        if name == "params":
-            continue
-        if isinstance(value, torch.Tensor):
-            value = value.item()
-        if isinstance(value, (tuple, list)):
-            value = tuple(one.item() if isinstance(one, torch.Tensor) else one for one in value)
-            if not all(isinstance(one, _PLAIN) for one in value):
-                continue
-        elif not isinstance(value, _PLAIN):
-            continue
-        options[name] = value
+        if name != "params" and (plain := _plain(value)) is not _NOT_PLAIN:
+            options[name] = plain
     if "betas" in options and "decoupled_weight_decay" not in options:  # torch before 2.7
         options["decoupled_weight_decay"] = type(optimizer).__name__ == "AdamW"
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's, whose groups do not say it
+        options["adamw_mode"] = bool(optimizer.adam_w_mode)
     return options
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy().copy() if value.dim() == 0 else _NOT_PLAIN
+    if isinstance(value, (tuple, list)):
+        items = tuple(map(_plain, value))
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+    return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
 def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probed:
     """How the optimizer's steps can be done again. Raises `Unsupported` if they cannot."""
     name = class_name(optimizer)
-    truth = _trial(optimizer, device)
-    best: tuple[float, Probed] | None = None
-    for method in (*METHODS, "torch"):
-        differing = _differing(LoggedOptimizer(name, method, "exact", {}, ()), truth)
-        if differing is None:
-            continue
-        fraction, figures = differing
-        if figures["relative"] > _MOST_DIFFERENT:
-            continue
-        if not fraction:
-            sizes = (weight.size for weight in truth.weights)
-            is_fused = method != "torch" and any(whole != size for size, whole in zip(sizes, truth.whole, strict=True))
-            exactness: Exactness = "same library" if method == "torch" else "exact"
-            return Probed(name, method, exactness, {"values": sum(SIZES) * STEPS}, is_fused)
-        if best is None or fraction < best[0]:
-            best = fraction, Probed(name, method, "approximate", figures, truth.is_fused)
-    if best is None:
+    trial = _trial(optimizer, device)
+    closest: Probed | None = None
+    for method in (*METHODS, TORCH):
+        for vector in _VECTORS.get(method, (1,)):
+            found = _compare(trial, Probed(name, method, "exact", {}, vector))
+            if found is None:
+                continue
+            if not found["differing"]:
+                exactness: Exactness = "same library" if method == TORCH else "exact"
+                return Probed(name, method, exactness, {"values": found["values"]}, vector)
+            if closest is None or found["relative"] < closest.figures["relative"]:
+                closest = Probed(name, method, "approximate", found, vector)
+    if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
         raise Unsupported(
             f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in pieces",
             hint=_RECORDABLE,
         )
-    return best[1]
+    return closest
+
+
+TORCH = "torch"
+"""The method that is torch's optimizer itself."""
+_VECTORS = {"adam-fused": (VECTOR,), "sgd": (1, VECTOR), "adam-deepspeed-cpu": (DEEPSPEED_VECTOR, 8, 4, 0)}
+"""By method: widths of SIMD vectors that its kernels may have."""
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What the user's optimizer did to random tensors."""
+    """What the user's optimizer did to random tensors: the first index is the step, the second the tensor."""
 
-    weights: tuple[Array, ...]
-    gradients: tuple[tuple[Array, ...], ...]
-    """By step and tensor."""
     options: tuple[dict[str, Value], ...]
+    gradients: tuple[tuple[Array, ...], ...]
     states: tuple[tuple[dict[str, Array], ...], ...]
-    is_fused: bool
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        return tuple(whole_vectors(one.size, 0, one.size, is_fused=self.is_fused) for one in self.weights)
+    """Before the first step, and after each."""
 
 
 def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
     generator = torch.Generator().manual_seed(5)
-    group = optimizer.param_groups[0]
-    known = signature(type(optimizer)).parameters
-    shapes = [(size,) for size in SIZES]
+    group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
+    shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
     if any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"]):
         shapes.append(MATRIX)
     weights = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
-    parameters = [torch.nn.Parameter(weight.clone().to(device)) for weight in weights]
-    given = {key: value for key, value in group.items() if key in known and key != "params"}
+    parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
+    given = {key: _copied(value) for key, value in group.items() if key in known and key != "params"}
     try:
-        # `type(optimizer)` may have been wrapped by a library; the class is what steps.
         again: torch.optim.Optimizer = type(optimizer)(parameters, **given)
-        gradients, options, states = [], [], []
+        states = [tuple(_states_of(again, parameter) for parameter in parameters)]
+        gradients, options = [], []
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
-            given_now = [torch.randn(one.shape, generator=generator) for one in weights]
-            given_now = [one * scale[: one.numel()].reshape(one.shape) for one in given_now]
-            for one in again.param_groups:
-                lr = one["lr"]
-                one["lr"] = type(lr)(lr * (1 + step / 7)) if isinstance(lr, float) else lr
+            of_step = [torch.randn(shape, generator=generator) for shape in shapes]
+            of_step = [one * scale[: one.numel()].reshape(one.shape) for one in of_step]
+            for one in again.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
+                _set_rate(one, RATE * (1 + step / 7))
             options.append(group_options(again, again.param_groups[0]))
-            for parameter, gradient in zip(parameters, given_now, strict=True):
+            for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.to(device)
             again.step()
-            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in given_now))
+            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in of_step))
             states.append(tuple(_states_of(again, parameter) for parameter in parameters))
-    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise Unsupported(
             f"{class_name(optimizer)} cannot be recorded: another one of it, tried on random tensors, says: {error}",
             hint=_RECORDABLE,
         ) from None
-    is_fused = bool(group.get("fused")) or not class_name(optimizer).startswith("torch.")
-    return _Trial(
-        tuple(weight.numpy().reshape(-1) for weight in weights),
-        tuple(gradients),
-        tuple(options),
-        tuple(states),
-        is_fused,
-    )
+    return _Trial(tuple(options), tuple(gradients), tuple(states))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Array]:
     states = {"param": parameter.detach().cpu().numpy().reshape(-1).copy()}
-    for name, value in optimizer.state[parameter].items():
-        if name == "step" or value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            raise TypeError(f"{name!r} is not one number for each element")
-        states[name] = value.detach().cpu().numpy().reshape(-1).copy()
+    for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
+            states[name] = value.detach().cpu().numpy().reshape(-1).copy()
+        elif isinstance(value, torch.Tensor) and value.numel() > 1:
+            raise TypeError(f"its state {name!r} is not one number for each element")
     return states
 
 
-def _differing(optimizer: LoggedOptimizer, truth: _Trial) -> tuple[float, dict[str, Value]] | None:
-    """The part of values that differ, and figures of it; None if the method is for another optimizer."""
-    total = differing = 0
-    worst = error = change = 0.0
+def _compare(trial: _Trial, candidate: Probed) -> dict[str, Any] | None:
+    """Figures of how a method differs from what the optimizer did; None if it is for another optimizer.
+
+    `differing` values of `values` after all steps, `max_abs` of them, and `relative`: the norm of the weights' error
+    against that of what was learned.
+    """
+    optimizer = LoggedOptimizer(candidate.type, candidate.method, "exact", {}, ())
+    values = differing = 0
+    largest = error = learned = 0.0
     try:
-        steps: list[OptimizerStep] = [step_of(optimizer, options, Path()) for options in truth.options]
+        steps: list[OptimizerStep] = [step_of(optimizer, options, Path()) for options in trial.options]
         names = set(steps[0].states)
-        if any(set(states) != names for states in truth.states[0]):
+        if any(set(states) != names for states in trial.states[-1]):
             return None
-        for number, weight in enumerate(truth.weights):
-            mine = {name: np.zeros_like(weight) for name in names} | {"param": weight.copy()}
-            whole = truth.whole[number]
-            for index, step in enumerate(steps):
-                # In two pieces, since replay cuts tensors too.
-                middle = weight.size // 3
-                for low, high in ((0, middle), (middle, weight.size)):
-                    if low < high:
-                        part = {name: array[low:high] for name, array in mine.items()}
-                        gradients = truth.gradients[index][number][low:high]
-                        step.apply(part, gradients, index + 1, min(max(whole - low, 0), high - low))
-            for name, expected in truth.states[-1][number].items():
-                unequal = mine[name].view(np.uint32) != expected.view(np.uint32)
-                differing, total = differing + int(unequal.sum()), total + unequal.size
-                worst = max(worst, float(np.abs(mine[name] - expected).max(initial=0)))
-            after = truth.states[-1][number]["param"]
-            error += float(np.square(mine["param"] - after, dtype=np.float64).sum())
-            change += float(np.square(weight - after, dtype=np.float64).sum())
-    except (CkptError, CodecError, KeyError, TypeError, ValueError):
+        for number, (first, last) in enumerate(zip(trial.states[0], trial.states[-1], strict=True)):
+            states = {name: first[name].copy() if name in first else np.zeros_like(last[name]) for name in names}
+            for count, step in enumerate(steps, 1):
+                _apply_in_pieces(step, states, trial.gradients[count - 1][number], count, candidate)
+            for name, expected in last.items():
+                differing += int((states[name].view(np.uint32) != expected.view(np.uint32)).sum())
+                values += expected.size
+                largest = max(largest, float(np.abs(states[name] - expected).max(initial=0)))
+            error += float(np.square(states["param"] - last["param"], dtype=np.float64).sum())
+            learned += float(np.square(last["param"] - first["param"], dtype=np.float64).sum())
+    except (CkptError, CodecError, KeyError, TypeError, ValueError, RuntimeError):
         return None
-    fraction, relative = differing / max(total, 1), (error / change) ** 0.5 if change else 0.0
-    return fraction, {"differing": fraction, "max_abs": worst, "relative": relative, "steps": STEPS}
+    relative = (error / learned) ** 0.5 if learned else float("inf")
+    return {"differing": differing, "values": values, "max_abs": largest, "relative": relative, "steps": STEPS}
+
+
+def _apply_in_pieces(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: Probed) -> None:
+    """In two, since a replay cuts tensors, too."""
+    size = gradients.size
+    for low, high in ((0, size // 3), (size // 3, size)):
+        if low < high:
+            part = {name: array[low:high] for name, array in states.items()}
+            step.apply(part, gradients[low:high], count, candidate.whole(size, low, high))

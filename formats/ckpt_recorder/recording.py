@@ -9,12 +9,12 @@ import torch
 import xxhash
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.stepping import whole_vectors
 from ckpt_formats.errors import Unsupported
 from ckpt_formats.geometry import Box
 from ckpt_formats.gradients.layout import ALONE, Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
 from ckpt_formats.gradients.record import Kind
 from ckpt_formats.typed_json import encode
+from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.probe import Probed, group_options
 from ckpt_recorder.random_states import random_states
@@ -60,9 +60,9 @@ def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart
     """This rank's contribution. Large pieces come first; small ones share chunks."""
     pieces = []
     for number, one in enumerate(run.tensors):
-        size, is_fused = local(one.tensor).numel(), probed[one.optimizer].is_fused
+        size = local(one.tensor).numel()
         for piece in one.pieces:
-            whole = whole_vectors(size, piece.offset, piece.offset + piece.size, is_fused=is_fused)
+            whole = probed[one.optimizer].whole(size, piece.offset, piece.offset + piece.size)
             pieces.append((number, piece, whole))
     pieces.sort(key=lambda item: item[1].size < ALONE)
     vectors = tuple(Vector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
@@ -131,6 +131,8 @@ class RankRecording:
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
         ]
         self._buffer_hashes: dict[str, int] = {}
+        self._powers = {n: BetaPowers(run, n) for n, one in enumerate(run.optimizers) if has_beta_powers(one)}
+        self._powers_from: dict[int, int] = {}
         self._logged_groups: list[Any] = [None for _ in run.optimizers]
         self._ring = Ring(settings.slot_nbytes, settings.slots)
         self._slots = [
@@ -174,6 +176,8 @@ class RankRecording:
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
         vectors = self._copy_gradients(optimizer, self._slots[slot])
+        if number in self._powers:
+            self._powers_from[number] = self._powers[number].since(vectors)
         meta: dict[str, Any] = {"groups": self._groups_of(number)}
         self._logged_groups[number] = meta["groups"]
         chunks = None
@@ -244,7 +248,8 @@ class RankRecording:
 
     def _groups_of(self, number: int) -> Any:
         optimizer = self._run.optimizers[number]
-        return encode([group_options(optimizer, group) for group in self._run.groups_of(number)])
+        powers = {"powers_from": self._powers_from[number]} if number in self._powers_from else {}
+        return encode([group_options(optimizer, group) | powers for group in self._run.groups_of(number)])
 
     def record_fingerprint(self, step: int) -> None:
         """The hash of each chunk of each state, as it is now."""

@@ -58,6 +58,8 @@ class TrackedRun:
     aliases: Mapping[str, str]
     groups: tuple[list[dict[str, Any]], ...] | None = None
     """The parameter groups by optimizer, where the engine shows its optimizer one at a time."""
+    was_loaded: bool = False
+    """Did the engine load a checkpoint after which no step was done?"""
     is_shared: bool = True
     """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
     parts: int = 1

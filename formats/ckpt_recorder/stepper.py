@@ -42,7 +42,8 @@ class TorchStep:
         optimizer = _construct(self.class_name, [weight], self.options)
         if count > 1:
             tensors = {name: torch.from_numpy(states[name]) for name in self.states if name != WEIGHTS}
-            optimizer.state[weight] = {"step": torch.tensor(float(count - 1)), **tensors}
+            numbers = _numbers(self.class_name, self.options, count - 1)
+            optimizer.state[weight] = {"step": torch.tensor(float(count - 1)), **numbers, **tensors}
         weight.grad = torch.from_numpy(gradients)
         optimizer.step()
         for name in self.states:
@@ -73,9 +74,25 @@ def _state_names(class_name: str, options: tuple[tuple[str, Value], ...]) -> tup
     for name, value in optimizer.state[weight].items():
         if isinstance(value, torch.Tensor) and value.shape == weight.shape:
             names.append(name)
-        elif name != "step" and value is not None:
+        elif name not in ("step", *_NUMBERS.get(class_name, ())) and value is not None:
             raise CodecError(f"{class_name} keeps {name!r}, which is not one number for each element")
     return tuple(names)
+
+
+def _numbers(class_name: str, options: Mapping[str, Value], count: int) -> dict[str, torch.Tensor]:
+    """States that are one number for a tensor, and follow from the options and the count alone."""
+    if class_name not in _NUMBERS:
+        return {}
+    products = _MU_PRODUCTS.setdefault((options["betas"][0], options["momentum_decay"]), [torch.tensor(1.0)])
+    while len(products) <= count:
+        decay = 0.96 ** (len(products) * options["momentum_decay"])
+        products.append(products[-1] * (options["betas"][0] * (1.0 - 0.5 * decay)))
+    return {"mu_product": products[count].clone()}
+
+
+_NUMBERS = {"torch.optim.nadam.NAdam": ("mu_product",)}
+_MU_PRODUCTS: dict[tuple[float, float], list[torch.Tensor]] = {}
+"""By beta1 and momentum decay: NAdam's products of momentum factors, by count, in float32 as torch has them."""
 
 
 def _construct(

@@ -72,6 +72,7 @@ def _adam_deepspeed_cpu(options: Options) -> OptimizerStep:
         weight_decay=float(options["weight_decay"]),
         adamw_mode=bool(options["adamw_mode"]),
         bias_correction=bool(options["bias_correction"]),
+        powers_from=int(options.get("powers_from", 0)),
     )
 
 

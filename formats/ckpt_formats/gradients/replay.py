@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, zip_longest
 from math import prod
 
 import numpy as np
@@ -68,12 +69,36 @@ class SegmentReplay:
     def states(self) -> tuple[str, ...]:
         """The names of all states that are stepped, the weights first."""
         names: dict[str, None] = {WEIGHTS: None}
-        for steps in self.segment.updates:
-            for update in steps[0] if steps and self.step > self.start.step else ():
-                for options in range(len(update.groups)):
-                    names.update(dict.fromkeys(self._step(update, options).states))
-        names.update((str(record.meta.get("state")), None) for record in self.segment.records(0, Kind.STATE))
-        return tuple(names)
+        for of_group in self._states_by_group.values():
+            names.update(dict.fromkeys(of_group))
+        return tuple(names | dict.fromkeys(self._states_of_start))
+
+    def states_of(self, rank: int, vector: int) -> tuple[str, ...]:
+        """The names of the states that the optimizer of a vector keeps, the weights first."""
+        one = self.segment.layout.ranks[rank].vectors[vector]
+        known = self._states_by_group.get((one.optimizer, one.group))
+        if known is not None:
+            return known
+        return (WEIGHTS, *(name for name in self._states_of_start if name != WEIGHTS)) if one.count else (WEIGHTS,)
+
+    @property
+    def _states_of_start(self) -> list[str]:
+        return [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+
+    @cached_property
+    def _states_by_group(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """By optimizer and group, from the first step of each optimizer that the segment has."""
+        states: dict[tuple[int, int], tuple[str, ...]] = {}
+        wanted = set(range(len(self.segment.layout.optimizers)))
+        for updates in chain.from_iterable(zip_longest(*self.segment.updates, fillvalue=())):
+            for update in updates:
+                if update.optimizer in wanted:
+                    wanted.remove(update.optimizer)
+                    for group in range(len(update.groups)):
+                        states[update.optimizer, group] = self._step(update, group).states
+            if not wanted:
+                break
+        return states
 
     def counts(self, rank: int, step: int) -> Array:
         """How many steps each vector of a rank has taken at a step: int64."""
@@ -149,7 +174,7 @@ class SegmentReplay:
             return states
         for one in ranges:
             parameter = self._parameter(self.segment.layout.tensors[one.piece.tensor].name)
-            for name, blob in _start_blobs(parameter, self.states).items():
+            for name, blob in _start_blobs(parameter, self.states_of(rank, one.piece.vector)).items():
                 if blob is None:
                     self._check_fresh(rank, one.piece, name, parameter)
                     continue
