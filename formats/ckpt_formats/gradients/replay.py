@@ -67,13 +67,34 @@ class SegmentReplay:
     @cached_property
     def states(self) -> tuple[str, ...]:
         """The names of all states that are stepped, the weights first."""
-        names: dict[str, None] = {WEIGHTS: None}
+        return tuple(dict.fromkeys([WEIGHTS, *(name for names in self.states_of for name in names)]))
+
+    @cached_property
+    def states_of(self) -> tuple[tuple[str, ...], ...]:
+        """By optimizer, the names of the states that it steps, the weights first."""
+        held = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+        return tuple(self._names(number, held) for number in range(len(self.segment.layout.optimizers)))
+
+    def _names(self, optimizer: int, held: list[str]) -> tuple[str, ...]:
+        first = self._first_updates.get(optimizer)
+        if first is None:
+            return tuple(dict.fromkeys([WEIGHTS, *held]))
+        stepped = [name for group in range(len(first.groups)) for name in self._step(first, group).states]
+        if self.start.step < first.record.step <= self.step:
+            return tuple(dict.fromkeys([WEIGHTS, *stepped]))
+        return tuple(dict.fromkeys([WEIGHTS, *(name for name in held if name in stepped)]))
+
+    @cached_property
+    def _first_updates(self) -> dict[int, Update]:
+        """By optimizer, what tells the names of its states: the first that is done again, else the first."""
+        found: dict[int, Update] = {}
         for steps in self.segment.updates:
-            for update in steps[0] if steps and self.step > self.start.step else ():
-                for options in range(len(update.groups)):
-                    names.update(dict.fromkeys(self._step(update, options).states))
-        names.update((str(record.meta.get("state")), None) for record in self.segment.records(0, Kind.STATE))
-        return tuple(names)
+            for updates in steps:
+                for update in updates:
+                    known = found.get(update.optimizer)
+                    if known is None or known.record.step <= self.start.step < update.record.step:
+                        found[update.optimizer] = update
+        return found
 
     def counts(self, rank: int, step: int) -> Array:
         """How many steps each vector of a rank has taken at a step: int64."""
@@ -149,7 +170,8 @@ class SegmentReplay:
             return states
         for one in ranges:
             parameter = self._parameter(self.segment.layout.tensors[one.piece.tensor].name)
-            for name, blob in _start_blobs(parameter, self.states).items():
+            optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
+            for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
                 if blob is None:
                     self._check_fresh(rank, one.piece, name, parameter)
                     continue
@@ -348,7 +370,7 @@ class ParameterReplay:
     def sources(self, box: Box) -> Iterator[Raw]:
         """The file ranges of the state where the log begins. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
-            for blob in _start_blobs(self.segment._parameter(self._name), self.segment.states).values():
+            for blob in _start_blobs(self.segment._parameter(self._name), tuple(self.aliases.values())).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()
 

@@ -121,7 +121,7 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
                 f"`{show(tensor.name)}` has no master weights in float32 at step {replay.start.step}",
                 where=replay.segment.folder,
             )
-        names = {master: WEIGHTS} | {name: name for name in replay.states if name != WEIGHTS}
+        names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizers[number]] if name != WEIGHTS}
         counted = {name: _counted(held, counts[number]) for name, held in states.items() if _is_count(name, held)}
         if stale := [name for name in states if name not in names and name not in counted and name != MODEL]:
             raise Unsupported(
