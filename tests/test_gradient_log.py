@@ -606,3 +606,35 @@ def test_a_step_that_is_not_there_is_said(written: Path) -> None:
     with pytest.raises(NotFound, match="no step 4"):
         restored(written.parent, 4)
     assert ckpt("restore", f"{written.parent}@last~7", written.parent.parent / "out").code == NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.system", "torch.optim.nope.X", "torch.optim.adamw.nope", "torch.optim.", "torch.optim..x", "torch.optim"),
+        *("torch.optim.lr_scheduler.LRScheduler", "torch.optim.optimizer.Optimizer", "torch.optim.LBFGS"),
+        *("torch.optim.SparseAdam", "torch.optim.AdamW", "torch.optim.adamw.AdamW.step", "torch.optim.sgd.torch.nn"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"lr": "x"}, {"lr": -1}, {"lr": 0.1, "betas": [5]}], ids=str)
+def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    fields = {key: getattr(log.layout, key) for key in Layout.__dataclass_fields__}
+    optimizer = log.layout.optimizers[0]
+    forged = LoggedOptimizer(name, "torch", optimizer.exactness, optimizer.figures, optimizer.groups)
+    log.layout = Layout(**fields | {"optimizers": (forged,)})
+    for entries in log.ranks:
+        for entry in entries:
+            if entry.kind is Kind.GRADIENTS:
+                entry.meta["groups"] = [options, options]
+    _refused(log.write(tmp_path / "run"), step=3)
+
+
+def test_a_shape_that_no_array_can_have_is_refused(small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    fields = {key: getattr(log.layout, key) for key in Layout.__dataclass_fields__}
+    for shape in ((0, 1 << 62), (1 << 61, 0, 1 << 61), (0,) * 65):
+        log.layout = Layout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", shape))})
+        _refused(log.write(tmp_path / str(len(shape))), "too large")
+    log.layout = Layout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", (0, 3)))})
+    assert values_of(restored(log.write(tmp_path / "empty").parent, 3))["z"]["param"].shape == (0, 3)

@@ -57,8 +57,9 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
 
 def _notes(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's own checkpoint says of a step, under the names that it has there."""
-    counts = ("global_steps", "global_samples", "skipped_steps")
-    notes: dict[str, Any] = {name: int(getattr(engine, name)) for name in counts}
+    notes: dict[str, Any] = {
+        name: int(getattr(engine, name)) for name in ("global_steps", "global_samples", "skipped_steps")
+    }
     if isinstance(engine.config, dict):
         notes["ds_config"] = engine.config
     scheduler = engine.lr_scheduler

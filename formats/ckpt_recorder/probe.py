@@ -24,7 +24,7 @@ from ckpt_formats.values import Value
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """Elements of the tensors that are tried: around whole SIMD vectors, and more than a thread's share."""
 MATRIX = (13, 5)
-"""One more, where the optimizer steps matrices: some treat those in another way."""
+"""One more, where the optimizer steps matrices: some do otherwise with those."""
 STEPS = 5
 RATE = 1e-3
 """Of the steps that are tried: large enough that no rounding is lost in the weights."""
@@ -122,6 +122,7 @@ class _Trial:
 
 
 def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
+    """Step another one of the same class. Raises `Unsupported` if that cannot be done."""
     generator = torch.Generator().manual_seed(5)
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
     shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
@@ -136,7 +137,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
         gradients, options = [], []
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
-            of_step = [torch.randn(shape, generator=generator) for shape in shapes]
+            of_step = [torch.randn(one.shape, generator=generator) for one in weights]
             of_step = [one * scale[: one.numel()].reshape(one.shape) for one in of_step]
             for one in again.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
                 _set_rate(one, RATE * (1 + step / 7))
@@ -146,7 +147,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
             again.step()
             gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in of_step))
             states.append(tuple(_states_of(again, parameter) for parameter in parameters))
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise Unsupported(
             f"{class_name(optimizer)} cannot be recorded: another one of it, tried on random tensors, says: {error}",
             hint=_RECORDABLE,
@@ -170,8 +171,6 @@ def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dic
     for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
             states[name] = value.detach().cpu().numpy().reshape(-1).copy()
-        elif isinstance(value, torch.Tensor) and value.numel() > 1:
-            raise TypeError(f"its state {name!r} is not one number for each element")
     return states
 
 

@@ -140,7 +140,10 @@ class Recorder:
         if self._part == 0:
             self._guarded(lambda recording: recording.record_fingerprint(self.step))
             self._guarded(lambda recording: recording.record_end(self.step))
+        was_well = self.broken is None
         self._end(None)
+        if was_well and self.broken is not None:
+            self._say_broken(self.broken, "")
 
     def _tracked(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
@@ -317,14 +320,17 @@ class Recorder:
             work(self._recording)
         except WriterBroken as error:
             self._end(str(error))
-            if self.options.when_broken == "raise":
-                raise OutputError(f"the log of gradients cannot be written: {error}", where=self.chain) from None
-            again = f"; it is tried again every {self.options.retry} steps" if self.options.retry else ""
-            warnings.warn(
-                f"step {self.step} and what follows is not recorded into {self.chain}: {error}{again}",
-                RecorderWarning,
-                stacklevel=2,
-            )
+            self._say_broken(str(error), f"; it is tried again every {self.options.retry} steps")
+
+    def _say_broken(self, reason: str, again: str) -> None:
+        if self.options.when_broken == "raise":
+            raise OutputError(f"the log of gradients cannot be written: {reason}", where=self.chain)
+        warnings.warn(
+            f"step {self.step} and what follows is not recorded into {self.chain}: {reason}"
+            + (again if self.options.retry else ""),
+            RecorderWarning,
+            stacklevel=3,
+        )
 
     def _end(self, reason: str | None) -> None:
         """Let the writer end. `reason`: why the recording is broken, if it is."""

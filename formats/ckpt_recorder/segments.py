@@ -69,10 +69,11 @@ def publish(run: Path, segment: NewSegment) -> None:
 def abandon(run: Path, segment: NewSegment) -> None:
     """Remove a segment that could not be begun. What cannot be removed now, the next recorder removes."""
     os.close(segment.lock)
-    with suppress(CkptError, OSError):
+    with suppress(CkptError, OSError), folder.locked(run, create=True) as chain:
         shutil.rmtree(segment.path)
-        with folder.locked(run, create=True):
-            pass  # of a chain that is yet to begin, nothing is left
+        if chain is None and os.listdir(run) == [folder.LOCK]:  # nothing came of it
+            os.unlink(run / folder.LOCK)
+            os.rmdir(run)
 
 
 def _write_layout(path: Path, layout: Layout) -> int:

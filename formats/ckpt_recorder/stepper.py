@@ -4,7 +4,8 @@ An entry point (`ckpt.optimizers`, named `torch`) offers it to whoever replays a
 rounds roots by its library's functions, so the bits are those of the run on a machine like the run's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -37,6 +38,10 @@ class TorchStep:
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
         """Step in place; see `OptimizerStep.apply`. `vectors` is of no use to it."""
+        with _refused(self.class_name):
+            self._apply(states, gradients, count)
+
+    def _apply(self, states: States, gradients: Array, count: int) -> None:
         torch.set_num_threads(1)  # of this thread: chunks are stepped by several
         weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]))
         optimizer = _construct(self.class_name, [weight], self.options)
@@ -55,8 +60,20 @@ class TorchStep:
 def step_of(class_name: str, options: Mapping[str, Value]) -> TorchStep:
     """What the entry point is. Raises `CodecError` for an optimizer that cannot be stepped in pieces."""
     step = TorchStep(class_name, dict(options))
-    step.states  # noqa: B018  # constructs it
+    with _refused(class_name):
+        step.states  # noqa: B018  # constructs it
     return step
+
+
+@contextmanager
+def _refused(class_name: str) -> Iterator[None]:
+    """Whatever torch raises for a class or for options that a log made up is a `CodecError`."""
+    try:
+        yield
+    except CodecError:
+        raise
+    except Exception as error:
+        raise CodecError(f"torch cannot step {class_name!r:.100}: {error!r:.200}") from None
 
 
 def _flags(options: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:

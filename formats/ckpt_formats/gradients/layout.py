@@ -290,7 +290,8 @@ def _tensor(row: Any, check: Checks) -> LoggedTensor:
     check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has no type that we know")
     check.true(isinstance(shape, list), "tensors: a shape")
     shape = tuple(_naturals(shape, len(shape), check, "tensors: a shape"))
-    check.true(len(shape) <= 64 and prod(shape) <= _MAX_ELEMENTS, f"tensors: {name!r:.80} is too large")
+    fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS
+    check.true(fits, f"tensors: {name!r:.80} is too large")
     return LoggedTensor(name, dtype, shape)
 
 

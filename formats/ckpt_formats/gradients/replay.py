@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, zip_longest
 from math import prod
 
 import numpy as np
@@ -68,37 +67,34 @@ class SegmentReplay:
     @cached_property
     def states(self) -> tuple[str, ...]:
         """The names of all states that are stepped, the weights first."""
-        names: dict[str, None] = {WEIGHTS: None}
-        for of_group in self._states_by_group.values():
-            names.update(dict.fromkeys(of_group))
-        return tuple(names | dict.fromkeys(self._states_of_start))
-
-    def states_of(self, rank: int, vector: int) -> tuple[str, ...]:
-        """The names of the states that the optimizer of a vector keeps, the weights first."""
-        one = self.segment.layout.ranks[rank].vectors[vector]
-        known = self._states_by_group.get((one.optimizer, one.group))
-        if known is not None:
-            return known
-        return (WEIGHTS, *(name for name in self._states_of_start if name != WEIGHTS)) if one.count else (WEIGHTS,)
-
-    @property
-    def _states_of_start(self) -> list[str]:
-        return [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+        return tuple(dict.fromkeys([WEIGHTS, *(name for names in self.states_of for name in names)]))
 
     @cached_property
-    def _states_by_group(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """By optimizer and group, from the first step of each optimizer that the segment has."""
-        states: dict[tuple[int, int], tuple[str, ...]] = {}
-        wanted = set(range(len(self.segment.layout.optimizers)))
-        for updates in chain.from_iterable(zip_longest(*self.segment.updates, fillvalue=())):
-            for update in updates:
-                if update.optimizer in wanted:
-                    wanted.remove(update.optimizer)
-                    for group in range(len(update.groups)):
-                        states[update.optimizer, group] = self._step(update, group).states
-            if not wanted:
-                break
-        return states
+    def states_of(self) -> tuple[tuple[str, ...], ...]:
+        """By optimizer, the names of the states that it steps, the weights first."""
+        held = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+        return tuple(self._names(number, held) for number in range(len(self.segment.layout.optimizers)))
+
+    def _names(self, optimizer: int, held: list[str]) -> tuple[str, ...]:
+        first = self._first_updates.get(optimizer)
+        if first is None:
+            return tuple(dict.fromkeys([WEIGHTS, *held]))
+        stepped = [name for group in range(len(first.groups)) for name in self._step(first, group).states]
+        if self.start.step < first.record.step <= self.step:
+            return tuple(dict.fromkeys([WEIGHTS, *stepped]))
+        return tuple(dict.fromkeys([WEIGHTS, *(name for name in held if name in stepped)]))
+
+    @cached_property
+    def _first_updates(self) -> dict[int, Update]:
+        """By optimizer, what tells the names of its states: the first that is done again, else the first."""
+        found: dict[int, Update] = {}
+        for steps in self.segment.updates:
+            for updates in steps:
+                for update in updates:
+                    known = found.get(update.optimizer)
+                    if known is None or known.record.step <= self.start.step < update.record.step:
+                        found[update.optimizer] = update
+        return found
 
     def counts(self, rank: int, step: int) -> Array:
         """How many steps each vector of a rank has taken at a step: int64."""
@@ -174,7 +170,8 @@ class SegmentReplay:
             return states
         for one in ranges:
             parameter = self._parameter(self.segment.layout.tensors[one.piece.tensor].name)
-            for name, blob in _start_blobs(parameter, self.states_of(rank, one.piece.vector)).items():
+            optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
+            for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
                 if blob is None:
                     self._check_fresh(rank, one.piece, name, parameter)
                     continue
@@ -373,7 +370,7 @@ class ParameterReplay:
     def sources(self, box: Box) -> Iterator[Raw]:
         """The file ranges of the state where the log begins. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
-            for blob in _start_blobs(self.segment._parameter(self._name), self.segment.states).values():
+            for blob in _start_blobs(self.segment._parameter(self._name), tuple(self.aliases.values())).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()
 

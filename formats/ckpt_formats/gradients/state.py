@@ -99,14 +99,12 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
     layout = replay.segment.layout
     pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
-    kept: list[tuple[str, ...]] = [()] * len(layout.tensors)
     for rank, of_rank in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
         for number, piece in enumerate(of_rank.pieces):
             pieces[piece.tensor].append((rank, number))
             counts[piece.tensor] = int(now[piece.vector])
             optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
-            kept[piece.tensor] = replay.states_of(rank, piece.vector)
     for number, tensor in enumerate(layout.tensors):
         before = parameters.get(tensor.name)
         if before is not None and before.weight.shape != tensor.shape:
@@ -123,7 +121,7 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
                 f"`{show(tensor.name)}` has no master weights in float32 at step {replay.start.step}",
                 where=replay.segment.folder,
             )
-        names = {master: WEIGHTS} | {name: name for name in kept[number] if name != WEIGHTS}
+        names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizers[number]] if name != WEIGHTS}
         counted = {name: _counted(held, counts[number]) for name, held in states.items() if _is_count(name, held)}
         if stale := [name for name in states if name not in names and name not in counted and name != MODEL]:
             raise Unsupported(

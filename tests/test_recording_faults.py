@@ -1,0 +1,547 @@
+"""Recording on disks that are full or slow, beside writers that die, into chains that others have: training goes on."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt_formats.chain import folder, index, states
+from ckpt_formats.errors import CkptError, Locked, OutputError, Unsupported
+from ckpt_formats.tensor import read
+from ckpt_recorder import Recorder, RecorderWarning, link, segments
+from ckpt_recorder.recording import RankRecording
+from ckpt_recorder.writer import Orders, OrdersEnd
+from damage import ckpt
+from killing import killed, points
+
+WIDTH = 96
+SECONDS = 30
+
+
+class Run:
+    """A run of one rank, and its state after each step."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)  # it is forked
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+        self.truth = [self._state()]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            random = torch.Generator().manual_seed(len(self.truth))
+            for parameter in self.net.parameters():  # no backward: forks of this process are to step, too
+                parameter.grad = torch.randn(parameter.shape, generator=random)
+            self.optimizer.step()
+            self.truth.append(self._state())
+
+    def _state(self) -> dict[str, bytes]:
+        kept = {name: tensor.detach().numpy().tobytes() for name, tensor in self.net.named_parameters()}
+        for name, parameter in self.net.named_parameters():
+            moments = self.optimizer.state.get(parameter, {})
+            kept |= {f"{name}.{s}": moments[s].numpy().tobytes() for s in ("exp_avg", "exp_avg_sq") if s in moments}
+        return kept
+
+    def check(self, chain: Path, step: int) -> None:
+        """The restored state is that of the run."""
+        found = states.open_state(chain, index.load(chain / index.NAME), step)
+        kept = {
+            name if state == "param" else f"{name}.{state}": read(tensor).tobytes()
+            for name, parameter in found.parameters.items()
+            for state, tensor in parameter.states.items()
+        }
+        assert {name: kept[name] for name in self.truth[step]} == self.truth[step]
+        assert not any(np.frombuffer(kept[name], np.uint8).any() for name in kept.keys() - self.truth[step].keys())
+
+
+def last_of(chain: Path) -> int:
+    return states.last_step(chain, index.load(chain / index.NAME))
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    return tmp_path / "run.chain"
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(link, "WRITER", "faulty_writer")
+    monkeypatch.setenv("RECORDING_FAULT", fault)
+
+
+def recorded(run: Run, chain: Path, **options: Any) -> Recorder:
+    options = {"random_states": False, "slots": 2, "retry": 0, "step": len(run.truth) - 1, **options}
+    return Recorder(run.net, run.optimizer, chain, **options)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    told = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(told, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_on_a_full_disk_training_goes_on_and_recording_begins_anew(run: Run, small_disk: Path) -> None:
+    chain, ballast = small_disk / "run.chain", small_disk / "ballast"
+    ballast.write_bytes(bytes(3 << 19))
+    recorder = recorded(run, chain, retry=30)
+    with pytest.warns(RecorderWarning, match="No space left on device") as said:
+        run.step(29)
+    assert len(said) == 1
+    assert recorder.broken == "No space left on device"
+    whole = last_of(chain)
+    assert 1 <= whole < 29
+    run.check(chain, whole)
+    run.step()  # there is no room to begin anew
+    assert recorder.broken is not None
+    ballast.unlink()
+    run.step(30)
+    assert recorder.broken is None
+    run.step(4)
+    recorder.close()
+    assert [one.first for one in index.load(chain / index.NAME).segments] == [0, 60]
+    assert last_of(chain) == 64
+    for step in (0, whole, 60, 61, 64):
+        run.check(chain, step)
+    with pytest.raises(CkptError, match=f"no step {whole + 1}"):
+        run.check(chain, whole + 1)
+    assert not folder.leftovers(chain, index.load(chain / index.NAME))
+
+
+def test_a_disk_that_is_full_at_once_is_an_error_that_leaves_nothing(
+    run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        for room in (0, 30, 64, 200, 20_000):
+            faulty(full, f"full {room}")
+            with pytest.raises(OutputError, match="No space left"):
+                recorded(run, chain)
+            assert not chain.exists()
+    with recorded(run, chain):
+        run.step(2)
+    run.check(chain, 2)
+
+
+def test_a_broken_recording_can_stop_the_training(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty(monkeypatch, "full 300000")
+    recorder = recorded(run, chain, when_broken="raise")
+    with pytest.raises(OutputError, match="No space left"):
+        run.step(40)
+    recorder.close()
+    assert 1 <= last_of(chain) <= len(run.truth)
+    run.check(chain, min(last_of(chain), len(run.truth) - 1))
+
+
+@pytest.mark.slow
+def test_on_a_slow_disk_steps_wait_for_room_and_memory_does_not_grow(
+    run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "slow 0.15")
+    with recorded(run, chain, slots=3) as recorder:
+        run.step(4)
+        before, waited = _memory(), []
+        for _ in range(6):  # the ring is full: a step takes as long as its write
+            began = time.monotonic()
+            run.step()
+            waited.append(time.monotonic() - began)
+        assert 0.1 < np.median(waited) < 0.3
+        time.sleep(0.7)
+        for _ in range(6):  # steps that are longer than the writes do not wait
+            time.sleep(0.2)
+            began = time.monotonic()
+            run.step()
+            waited.append(time.monotonic() - began)
+        assert np.median(waited[6:]) < 0.05
+        assert _memory() - before < 4 << 20
+        assert recorder.broken is None
+    assert last_of(chain) == 16
+    run.check(chain, 16)
+
+
+def _memory() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_writer_that_dies_is_said_once_and_followed_by_another(run: Run, chain: Path) -> None:
+    recorder = recorded(run, chain, retry=10)
+    run.step(3)
+    assert recorder.writer_pid is not None
+    os.kill(recorder.writer_pid, signal.SIGKILL)
+    with pytest.warns(RecorderWarning, match="every 10 steps") as said:
+        run.step(6)
+    assert len(said) == 1
+    assert recorder.broken == "the process that writes the log is gone"
+    assert recorder.writer_pid is None
+    assert last_of(chain) in (2, 3)
+    run.step(1)
+    assert recorder.broken is None
+    run.step(5)
+    recorder.close()
+    assert recorder.broken is None
+    for step in (2, 10, 11, 15):
+        run.check(chain, step)
+
+
+def test_a_writer_that_dies_as_the_run_ends_is_noticed(run: Run, chain: Path) -> None:
+    recorder = recorded(run, chain)
+    run.step(3)
+    assert recorder.writer_pid is not None
+    os.kill(recorder.writer_pid, signal.SIGKILL)
+    with pytest.warns(RecorderWarning, match="step 3 and what follows") as said:
+        recorder.close()
+    assert len(said) == 1
+    assert recorder.broken == "the process that writes the log is gone"
+
+
+def test_what_fails_at_the_very_end_is_said(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last flush, say; or the process dies after the last order."""
+    recorder = recorded(run, chain)
+    run.step(3)
+    close = link.WriterLink.close
+
+    def fail(self: link.WriterLink) -> None:
+        close(self)
+        self._reason = "Input/output error"
+
+    monkeypatch.setattr(link.WriterLink, "close", fail)
+    with pytest.warns(RecorderWarning, match="Input/output error"):
+        recorder.close()
+    assert recorder.broken == "Input/output error"
+
+
+def test_while_its_writer_stands_still_a_step_waits(run: Run, chain: Path) -> None:
+    recorder = recorded(run, chain)
+    run.step(2)
+    assert recorder.writer_pid is not None
+    os.kill(recorder.writer_pid, signal.SIGSTOP)
+    stepping = threading.Thread(target=lambda: run.step(6))
+    stepping.start()
+    time.sleep(0.5)
+    done = len(run.truth)
+    time.sleep(0.3)
+    assert stepping.is_alive()
+    assert len(run.truth) == done <= 1 + 2 + 2  # what the ring holds
+    os.kill(recorder.writer_pid, signal.SIGCONT)
+    stepping.join(SECONDS)
+    recorder.close()
+    assert last_of(chain) == 8
+    run.check(chain, 8)
+
+
+def _begun(run: Run, chain: Path) -> None:
+    recorded(run, chain)
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_of_its_beginning_a_chain_is_good(run: Run, chain: Path, tmp_path: Path) -> None:
+    """In front of each change that the trainer makes to the file system."""
+    run.step(2)
+    with recorded(run, chain):
+        run.step(2)
+    count = points(lambda: _begun(run, chain), tmp_path)
+    named = set[int]()
+    for point in range(2 * count):  # what is to be swept makes the way longer
+        _await_writers(chain)
+        before = len(index.load(chain / index.NAME).segments)
+        was_killed = killed(lambda: _begun(run, chain), tmp_path, point)
+        _await_writers(chain)
+        found = index.load(chain / index.NAME)
+        named.add(len(found.segments) - before)
+        for step in (3, 4):
+            run.check(chain, step)
+        assert all((chain / one.folder).is_dir() for one in found.segments)
+        if not was_killed:
+            break
+    assert point > count
+    assert named == {0, 1}
+    with recorded(run, chain):
+        run.step(2)
+    run.check(chain, 6)
+    assert not folder.leftovers(chain, index.load(chain / index.NAME))
+
+
+def _await_writers(chain: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while any(map(folder.is_growing, chain.glob("gradients-*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
+    run: Run, chain: Path, tmp_path: Path
+) -> None:
+    point = 0
+    while True:
+        chain = tmp_path / f"{point}.chain"
+        if not killed(lambda: _begun(run, chain), tmp_path, point):  # noqa: B023
+            break
+        _await_writers(chain)
+        if (chain / index.NAME).exists():
+            run.check(chain, 0)
+        if point % 3 == 0:
+            with recorded(run, chain):
+                pass
+            run.check(chain, 0)
+            assert not folder.leftovers(chain, index.load(chain / index.NAME))
+        point += 1
+    assert point > 8
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (RankRecording, "__init__"),
+        (RankRecording, "record_start"),
+        (RankRecording, "record_fingerprint"),
+        (RankRecording, "settle"),
+        (folder, "replace"),
+        (segments, "_write_layout"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.parametrize(
+    "error", [OutputError("no luck"), OSError(5, "Input/output error"), ValueError("no luck")], ids=repr
+)
+def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(
+    place: Any, name: str, error: Exception, run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = []
+    started = link._start
+
+    def start(*arguments: Any) -> Any:
+        process = started(*arguments)
+        pids.append(process)
+        return process
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(link, "_start", start)
+        failing.setattr(place, name, fail)
+        with pytest.raises(CkptError, match=r"no luck|Input/output error"):
+            recorded(run, chain)
+    assert all(process.poll() is not None for process in pids)
+    assert not (chain / index.NAME).exists()
+    with recorded(run, chain):
+        run.step()
+    run.check(chain, 1)
+    assert len(list(chain.glob("gradients-*"))) == 1
+
+
+def test_two_runs_do_not_record_into_one_chain(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_DRAIN_SECONDS", 0.3)
+    other = Run()
+    with recorded(run, chain):
+        run.step(2)
+        with pytest.raises(Locked, match="another run is recording"):
+            recorded(other, chain)
+        run.step(2)
+    assert len(list(chain.glob("gradients-*"))) == 1
+    run.check(chain, 4)
+
+
+def test_later_steps_are_not_recorded_over(run: Run, chain: Path) -> None:
+    with recorded(run, chain):
+        run.step(3)
+    with pytest.raises(Unsupported, match="steps up to 3, and the run is at step 2") as refused:
+        recorded(run, chain, step=2)
+    assert refused.value.hint is not None
+    assert f"ckpt compact {chain} --upto 2" in refused.value.hint
+    assert len(list(chain.glob("gradients-*"))) == 1
+    assert ckpt("compact", chain, "--upto", 2).code == 0
+    with recorded(run, chain, step=2):
+        run.step(2)
+    assert last_of(chain) == 4
+
+
+def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_grow(run: Run, chain: Path) -> None:
+    with recorded(run, chain):
+        run.step()
+    stray = chain / "gradients-0000000099"
+    stray.mkdir()
+    (stray / "rank-00000.ckg").write_bytes(b"x")
+    with recorded(run, chain):
+        run.step()
+    assert not stray.exists()
+    draft = states.open_steps(chain, index.load(chain / index.NAME).segments[-1]).layout
+    _await_writers(chain)
+    begun = segments.begin(
+        chain, type(draft)(*[{"first": 2}.get(f, getattr(draft, f)) for f in draft.__dataclass_fields__])
+    )
+    saved = chain.parent / "saved.pt"
+    torch.save({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 2}, saved)
+    done = ckpt("diff", "--into", chain, saved)
+    assert done.code == 0, done.err
+    assert begun.path.exists()
+    os.close(begun.lock)
+    run.step()
+    torch.save({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 3}, saved)
+    assert ckpt("diff", "--into", chain, saved).code == 0
+    assert not begun.path.exists()
+
+
+def test_children_of_the_trainer_do_not_keep_its_writer(run: Run, chain: Path) -> None:
+    """A worker of a loader that is forked while a run is recorded has the pipe to the writer open."""
+    recorder = recorded(run, chain)
+    run.step(2)
+    child = os.fork()
+    if not child:
+        time.sleep(SECONDS)
+        os._exit(0)
+    try:
+        began = time.monotonic()
+        recorder.close()
+        assert time.monotonic() - began < SECONDS / 3
+        run.check(chain, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_children_of_a_killed_trainer_do_not_keep_its_writer(run: Run, chain: Path) -> None:
+    told, tell = os.pipe()
+    trainer = os.fork()
+    if not trainer:
+        try:
+            _recorder = recorded(run, chain)
+            run.step(5)
+            child = os.fork()
+            if child:
+                os.write(tell, str(child).encode())
+            time.sleep(SECONDS)
+        finally:
+            os._exit(1)
+    child = int(os.read(told, 100))
+    try:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        began = time.monotonic()
+        _await_writers(chain)
+        assert time.monotonic() - began < SECONDS / 3
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
+    run.step(5)
+    assert last_of(chain) == 5
+    run.check(chain, 5)
+
+
+def test_many_open_files_do_no_harm(run: Run, chain: Path) -> None:
+    """`select` knows no descriptors from 1,024 on."""
+    kept = [os.dup(1) for _ in range(1030)]
+    try:
+        with recorded(run, chain) as recorder:
+            run.step(2)
+        assert recorder.broken is None
+    finally:
+        for file in kept:
+            os.close(file)
+    run.check(chain, 2)
+
+
+def test_half_an_order_is_none() -> None:
+    for sent, whole in {
+        b'{"a":1}\n{"nbytes":4}\nabcd': 2,
+        b'{"a":1}\n{"nbytes":4}\nabc': 1,
+        b'{"a":1}\n{"nbytes":4}': 1,
+        b'{"a":1}\n{"nby': 1,
+        b"": 0,
+    }.items():
+        orders, tell = os.pipe()
+        os.write(tell, sent)
+        os.close(tell)
+        reader = Orders(orders, os.getppid())
+        for _ in range(whole):
+            assert reader.next(0.01) is not None
+        with pytest.raises(OrdersEnd):
+            reader.next(0.01)
+        os.close(orders)
+    orders, tell = os.pipe()
+    reader = Orders(orders, os.getppid())
+    assert reader.next(0.01) is None
+    os.write(tell, b'{"nbytes":3}\nab')
+    threading.Timer(0.1, lambda: os.write(tell, b'c{"end":true}\n')).start()
+    assert reader.next(0.01) == ({"nbytes": 3}, b"abc")
+    assert reader.next(1) == ({"end": True}, b"")
+    elsewhere = Orders(orders, 0)  # whose trainer is gone
+    os.write(tell, b'{"a":1}\n{"b"')
+    assert elsewhere.next(0.01) == ({"a": 1}, b"")
+    with pytest.raises(OrdersEnd):
+        elsewhere.next(0.01)
+    os.close(orders)
+    os.close(tell)
+
+
+def test_an_interrupted_order_ends_the_log_before_it(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(run, chain)
+    run.step(3)
+    write = os.write
+
+    def interrupted(file: int, data: Any) -> int:
+        if len(data) > 50:
+            write(file, data[:40])
+            raise KeyboardInterrupt
+        return write(file, data)
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recorder.close()
+    assert recorder.broken is not None
+    assert last_of(chain) == 3
+    run.check(chain, 3)
+
+
+def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
+    """Each call is a step; what one keeps, the other does not."""
+    adam = torch.optim.AdamW(run.net[0].parameters(), lr=1e-2, fused=True)
+    sgd = torch.optim.SGD(run.net[1].parameters(), lr=1e-1, momentum=0.9)
+    truth = []
+    with Recorder(run.net, [adam, sgd], chain):
+        for step in range(6):
+            for parameter in run.net.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 + step)
+            (adam, sgd)[step % 2].step()
+            kept = {(name, "param"): tensor.detach().numpy().tobytes() for name, tensor in run.net.named_parameters()}
+            for name, parameter in run.net.named_parameters():
+                for optimizer in (adam, sgd):
+                    for state, values in optimizer.state.get(parameter, {}).items():
+                        if state != "step":
+                            kept[name, state] = values.numpy().tobytes()
+            truth.append(kept)
+    for step, kept in enumerate(truth, 1):
+        found = states.open_state(chain, index.load(chain / index.NAME), step)
+        restored = {(p.name, state): read(tensor).tobytes() for p, state, tensor in found.tensors()}
+        assert {key: restored[key] for key in kept} == kept
+        extra = restored.keys() - kept.keys()  # of what the second one has not stepped yet
+        assert not extra if step > 1 else {state for _, state in extra} <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
