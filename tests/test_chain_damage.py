@@ -224,7 +224,7 @@ HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a step that is a text": lambda s: s["members"][1].update(step="2"),
     "a kind that nobody knows": lambda s: s["members"][1].update(kind="other"),
     "another content": lambda s: s["members"][3].update(content="blake2b-256:" + 64 * "0"),
-    "a version from the future": lambda s: s.update(version=2),
+    "a version from the future": lambda s: s.update(version=3),
     "another format": lambda s: s.update(format="ckpt-universal"),
 }
 

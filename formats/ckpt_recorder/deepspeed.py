@@ -51,12 +51,17 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         step=int(engine.global_steps),
         notes=lambda: _notes(engine),
         after_step=(engine, "step"),
+        counted=lambda: int(engine.global_steps),
     )
 
 
 def _notes(engine: Any) -> dict[str, Any]:
     """What DeepSpeed's own checkpoint says of a step, under the names that it has there."""
-    notes = {name: int(getattr(engine, name)) for name in ("global_steps", "global_samples", "skipped_steps")}
+    notes: dict[str, Any] = {
+        name: int(getattr(engine, name)) for name in ("global_steps", "global_samples", "skipped_steps")
+    }
+    if isinstance(engine.config, dict):
+        notes["ds_config"] = engine.config
     scheduler = engine.lr_scheduler
     return notes | ({"lr_scheduler": scheduler.state_dict()} if hasattr(scheduler, "state_dict") else {})
 

@@ -23,11 +23,14 @@ from ckpt_formats.values import Value
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """Elements of the tensors that are tried: around whole SIMD vectors, and more than a thread's share."""
+MATRIX = (13, 5)
+"""One more, where the optimizer steps matrices: some do otherwise with those."""
 STEPS = 5
 RATE = 1e-3
 """Of the steps that are tried: large enough that no rounding is lost in the weights."""
 MAX_RELATIVE = 1e-4
 """How far, against all that was learned, a method may be off that is called approximate."""
+_RECORDABLE = "Adam, AdamW, SGD, Adagrad, Lion and whatever torch steps element by element can be recorded."
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -83,11 +86,6 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probed:
     """How the optimizer's steps can be done again. Raises `Unsupported` if they cannot."""
     name = class_name(optimizer)
     trial = _trial(optimizer, device)
-    if trial is None:
-        raise Unsupported(
-            f"{name} cannot be recorded: it cannot be constructed a second time, to see how it rounds",
-            hint="Record with one of torch's own optimizers.",
-        )
     closest: Probed | None = None
     for method in (*METHODS, TORCH):
         for vector in _VECTORS.get(method, (1,)):
@@ -102,7 +100,7 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probed:
     if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
         raise Unsupported(
             f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in pieces",
-            hint="Adam, AdamW, SGD, Adagrad, Lion and whatever torch steps element by element can be recorded.",
+            hint=_RECORDABLE,
         )
     return closest
 
@@ -123,10 +121,14 @@ class _Trial:
     """Before the first step, and after each."""
 
 
-def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial | None:
+def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
+    """Step another one of the same class. Raises `Unsupported` if that cannot be done."""
     generator = torch.Generator().manual_seed(5)
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
-    weights = [torch.randn(size, generator=generator) * 0.02 for size in SIZES]
+    shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
+    if any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"]):
+        shapes.append(MATRIX)
+    weights = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
     parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
     given = {key: _copied(value) for key, value in group.items() if key in known and key != "params"}
     try:
@@ -135,17 +137,21 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial | N
         gradients, options = [], []
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
-            of_step = [torch.randn(size, generator=generator) * scale[:size] for size in SIZES]
+            of_step = [torch.randn(one.shape, generator=generator) for one in weights]
+            of_step = [one * scale[: one.numel()].reshape(one.shape) for one in of_step]
             for one in again.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
                 _set_rate(one, RATE * (1 + step / 7))
             options.append(group_options(again, again.param_groups[0]))
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.to(device)
             again.step()
-            gradients.append(tuple(gradient.numpy() for gradient in of_step))
+            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in of_step))
             states.append(tuple(_states_of(again, parameter) for parameter in parameters))
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        return None
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        raise Unsupported(
+            f"{class_name(optimizer)} cannot be recorded: another one of it, tried on random tensors, says: {error}",
+            hint=_RECORDABLE,
+        ) from None
     return _Trial(tuple(options), tuple(gradients), tuple(states))
 
 
@@ -161,10 +167,10 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Array]:
-    states = {"param": parameter.detach().cpu().numpy().copy()}
+    states = {"param": parameter.detach().cpu().numpy().reshape(-1).copy()}
     for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
-            states[name] = value.detach().cpu().numpy().copy()
+            states[name] = value.detach().cpu().numpy().reshape(-1).copy()
     return states
 
 

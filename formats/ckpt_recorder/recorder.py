@@ -237,8 +237,13 @@ class Recorder:
         method, own = getattr(engine, name), vars(engine).get(name)
 
         def step(*arguments: Any, **named: Any) -> Any:
-            before = self.step
+            before, counted = self.step, self._run.counted
+            total = counted() if counted is not None else 0
             result = method(*arguments, **named)
+            if self.step == before and counted is not None and counted() != total:
+                self.step += 1  # fp16 overflowed: the engine counts the step, and its optimizer did nothing
+                self._guarded(lambda recording: recording.record_nothing(self.step))
+                self._guarded(lambda recording: recording.record_buffers(self.step))
             if self.step != before:
                 self.note(**self._run.notes())
             return result

@@ -192,6 +192,11 @@ class RankRecording:
         random = encode(random_states()) if with_random_states else None
         self._link.order(Kind.GRADIENTS, step, meta, slot, chunks, random)
 
+    def record_nothing(self, step: int) -> None:
+        """A step that the engine counts, though its optimizer did nothing."""
+        slot = self._link.acquire_slot()
+        self._link.order(Kind.GRADIENTS, step, {"groups": self._groups_of(0), "vectors": []}, slot, [])
+
     def record_skipped(self, step: int, number: int) -> None:
         """A step that the optimizer leaves out."""
         self._link.order(Kind.SKIPPED, step, {"optimizer": number})

@@ -70,6 +70,8 @@ class TrackedRun:
     """What the engine resumes with, besides what is recorded."""
     after_step: tuple[Any, str] | None = None
     """An object of the engine, and the name of its method, after which a step is done and `notes` are of it."""
+    counted: Callable[[], int] | None = None
+    """How many steps the engine has counted, with those that it left out since gradients were not finite."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with the options that they have now."""

@@ -28,6 +28,8 @@ class Kind:
     optimizer: Literal["adamw-fused", "adamw", "sgd", "cpu-adam"] = "adamw-fused"
     scaler: bool = False
     """fp16's: two of the recorded steps are skipped."""
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """Of DeepSpeed's model; fp16's first steps overflow, since the loss scale begins too high."""
     tied: bool = False
     threads: int = 1
 
@@ -54,6 +56,7 @@ KINDS = {
         Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw"),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
+        Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
         Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam"),
         Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True),

@@ -1,7 +1,7 @@
 """Go on from restored states: `python tests/recording_jobs/resume.py JOBS.json`.
 
 A job has the `checkpoint`, the `kind` of the run that loads it, what `changes`, and the file of its `report`: the
-losses of the steps that follow. The run begins with other weights, so what is right afterwards came from the checkpoint.
+losses of the steps that follow. The run begins with other weights: what is right afterwards came from the checkpoint.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from recording_jobs.kinds import Kind
 from recording_jobs.model import BATCH, Decoder, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
+OVERFLOWING = {"initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
 SKIPPED = (5, 10)
 """The steps at which fp16 overflows, where there is a scaler."""
 _CUT = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "out": RowwiseParallel} | {
@@ -127,6 +128,11 @@ def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
         model.drift.zero_()
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
     if kind.engine == "deepspeed":
+        if kind.dtype == "fp16":
+            # DeepSpeed refuses a processor without fp16 instructions; torch computes in fp16 on any.
+            import deepspeed.accelerator
+
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         return EngineRun(kind, _engine(kind, model, matrices))
     wrapped = _wrapped(kind, model)
     optimizer = _optimizer(kind, _groups(model, matrices))
@@ -198,7 +204,7 @@ def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "steps_per_print": 10**6,
-        "bf16": {"enabled": True},
+        kind.dtype: {"enabled": True, **(OVERFLOWING if kind.dtype == "fp16" else {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,

@@ -32,7 +32,7 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
     stored = next((member for member in chain.members if member.step == step), None)
     if stored is not None:
         return members.open_member(run, chain, stored)
-    logged = next((one for one in reversed(chain.segments) if one.first <= step), None)
+    logged = _segment_of(chain, step)
     if logged is None:
         raise _no_step(run, chain, step)
     segment = open_steps(run, logged)
@@ -48,6 +48,13 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
     member = nearest_base(chain, logged, step)
     base = None if member is None else Base(member.step, members.open_member(run, chain, member))
     return identified(lambda: checkpoint_at(segment, step, base))
+
+
+def _segment_of(chain: Chain, step: int) -> LoggedSteps | None:
+    """The segment that has a step; rather one that did it than one that begins with it, which may have begun later."""
+    did = (one for one in chain.segments if one.step is not None and one.first < step <= one.step)
+    begins = (one for one in reversed(chain.segments) if one.first <= step)
+    return next(did, None) or next(begins, None)
 
 
 def nearest_base(chain: Chain, logged: LoggedSteps, step: int) -> Member | None:

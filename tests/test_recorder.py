@@ -1,0 +1,305 @@
+"""What one process records of its own loop is, at every step, what it had; and what cannot be recorded is refused."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt_formats.base import MODEL, Checkpoint
+from ckpt_formats.chain import index, states
+from ckpt_formats.errors import Unsupported
+from ckpt_formats.tensor import read
+from ckpt_recorder import Recorder, RecorderWarning, resume
+
+STEPS = 6
+MIDDLE = 3
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Model(nn.Module):
+    """Of odd sizes, with a buffer that changes, a frozen parameter, and one that has gradients in even steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(7, 131), nn.BatchNorm1d(131), nn.Linear(131, 1)
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, with_sometimes: bool = True) -> torch.Tensor:
+        y = self.down(self.norm(torch.tanh(self.up(x)))).squeeze(-1) * self.frozen.mean()
+        return y * self.sometimes.mean() if with_sometimes else y
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Tests may set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(9, 7, generator=torch.Generator().manual_seed(step))
+    return nn.functional.mse_loss(model(x, step % 2 == 0), x.sum(-1))
+
+
+Truth = dict[str, dict[str, np.ndarray]]
+
+
+def truth_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Truth:
+    """All states as they are now, by parameter and by state; the count of steps is one of them."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    truth = {name: {MODEL: tensor.detach().numpy().copy()} for name, tensor in named}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            truth[names[id(parameter)]] |= {
+                key: torch.as_tensor(value).numpy().copy() for key, value in state.items() if value is not None
+            }
+    return truth
+
+
+def state_at(chain: Path, step: int) -> Checkpoint:
+    return states.open_state(chain, index.read(chain), step)
+
+
+def assert_same(found: Checkpoint, truth: Truth) -> None:
+    assert found.parameters.keys() == truth.keys()
+    for name, expected in truth.items():
+        parameter = found.parameters[name]
+        mine: dict[str, Any] = {state: read(held) for state, held in parameter.states.items()}
+        mine |= {key: np.array(value) for key, value in parameter.values.items()}
+        if len(expected) == 1:  # no optimizer has begun to step it
+            mine = {key: value for key, value in mine.items() if key == MODEL or value.any()}
+        assert mine.keys() == expected.keys(), name
+        for state, value in expected.items():
+            assert np.array_equal(mine[state], value, equal_nan=True), (name, state)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[int, Truth]:
+    """A plain loop; the truth after each step."""
+    truths = {}
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        truths[step + 1] = truth_of(model, optimizer)
+    return truths
+
+
+def trained(parameters: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters.parameters() if parameter.requires_grad]
+
+
+AdamW, Sgd = torch.optim.AdamW, torch.optim.SGD
+OPTIMIZERS: dict[str, Make] = {
+    "adamw-fused": lambda p: AdamW(p, 1e-2, fused=True),
+    "adamw-foreach": lambda p: AdamW(p, 1e-2, foreach=True),
+    "adamw-one-by-one": lambda p: AdamW(p, 1e-2, foreach=False),
+    "adamw-fused-amsgrad": lambda p: AdamW(p, 1e-2, fused=True, amsgrad=True, maximize=True),
+    "adamw-tensor-rate": lambda p: AdamW(p, torch.tensor(1e-2), fused=True),
+    "adam-decay": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1, fused=True),
+    "sgd": lambda p: Sgd(p, 0.1),
+    "sgd-momentum": lambda p: Sgd(p, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "sgd-nesterov-fused": lambda p: Sgd(p, 0.1, momentum=0.9, nesterov=True, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, 0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_step_is_what_the_run_had(name: str, threads: int, model: Model, tmp_path: Path) -> None:
+    torch.set_num_threads(threads)
+    optimizer = OPTIMIZERS[name](trained(model))
+    train(model, optimizer, range(1))
+    with Recorder(model, optimizer, tmp_path / "run.chain", step=1, fingerprint=2) as recorder:
+        truths = train(model, optimizer, range(1, STEPS))
+    assert recorder.broken is None
+    for step in (MIDDLE, STEPS):
+        assert_same(state_at(tmp_path / "run.chain", step), truths[step])
+
+
+def test_a_recording_may_begin_before_the_first_step(model: Model, tmp_path: Path) -> None:
+    optimizer = AdamW(trained(model), 1e-2, fused=True)
+    begun = truth_of(model, optimizer)
+    with Recorder(model, optimizer, tmp_path / "run.chain"):
+        truths = train(model, optimizer, range(STEPS))
+    for step, truth in {0: begun, **truths}.items():
+        assert_same(state_at(tmp_path / "run.chain", step), truth)
+
+
+def test_what_a_closure_computes_is_recorded_as_it_is_used(model: Model, tmp_path: Path) -> None:
+    optimizer = AdamW(trained(model), 1e-2, fused=True)
+    truths = {}
+    with Recorder(model, optimizer, tmp_path / "run.chain"):
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                return loss
+
+            loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+            assert loss is not None
+            truths[step + 1] = truth_of(model, optimizer)
+    for step, truth in truths.items():
+        assert_same(state_at(tmp_path / "run.chain", step), truth)
+
+
+def test_groups_that_are_added_later_are_recorded_from_there(model: Model, tmp_path: Path) -> None:
+    optimizer = AdamW(model.up.parameters(), 1e-2, fused=True)
+    with Recorder(model, optimizer, tmp_path / "run.chain"):
+        truths = train(model, optimizer, range(MIDDLE))
+        optimizer.add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
+        truths |= train(model, optimizer, range(MIDDLE, STEPS))
+    for step, truth in truths.items():
+        assert_same(state_at(tmp_path / "run.chain", step), truth)
+    assert [group.options["lr"] for group in state_at(tmp_path / "run.chain", STEPS).groups] == [1e-2, 1e-3]
+
+
+def test_of_several_optimizers_each_call_is_a_step(model: Model, tmp_path: Path) -> None:
+    one = AdamW(model.up.parameters(), 1e-2, fused=True)
+    other = Sgd([*model.down.parameters(), model.sometimes], 0.1, momentum=0.9)
+    truths = {}
+    with Recorder(model, [one, other], tmp_path / "run.chain") as recorder:
+        for step in range(STEPS):
+            optimizer = (one, other, one)[step % 3]
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            truths[recorder.step] = truth_of(model, one, other)
+    assert list(truths) == list(range(1, STEPS + 1))
+    for step, truth in truths.items():
+        found = state_at(tmp_path / "run.chain", step)
+        assert_same(found, truth)
+        assert [group.options["lr"] for group in found.groups] == [1e-2, 0.1]
+
+
+def test_a_step_has_the_rates_that_a_schedule_set_after_it(model: Model, tmp_path: Path) -> None:
+    optimizer = AdamW(trained(model), 1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rates = {}
+    with Recorder(model, optimizer, tmp_path / "run.chain") as recorder:
+        for step in range(STEPS):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+            if step != MIDDLE:  # nothing is noted of one step: it has the rates of the next
+                recorder.note(scheduler=scheduler)
+            rates[step + 1] = optimizer.param_groups[0]["lr"]
+    found = {step: state_at(tmp_path / "run.chain", step) for step in rates}
+    assert {step: state.groups[0].options["lr"] for step, state in found.items()} == rates
+    assert found[STEPS].extras["scheduler"]["last_epoch"] == STEPS
+
+
+def test_a_run_goes_on_from_a_restored_step_as_if_nothing_was(model: Model, tmp_path: Path) -> None:
+    from damage import ckpt
+
+    optimizer = AdamW(trained(model), 1e-2, fused=True)
+    with Recorder(model, optimizer, tmp_path / "run.chain"):
+        truths = train(model, optimizer, range(STEPS))
+    done = ckpt("restore", f"{tmp_path}/run.chain@{MIDDLE}", tmp_path / "state.pt", "--to", "torch")
+    assert done.code == 0, done.err
+    again = Model()
+    optimizer = AdamW(trained(again), 1e-2, fused=True)
+    assert resume(tmp_path / "state.pt", again, optimizer).step == MIDDLE
+    later = train(again, optimizer, range(MIDDLE, STEPS))
+    for step, truth in later.items():
+        for name, expected in truths[step].items():
+            for state, value in expected.items():
+                assert np.array_equal(truth[name][state], value), (step, name, state)
+
+
+@contextmanager
+def fp16() -> Iterator[torch.amp.GradScaler]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-one-by-one", "sgd-nesterov-fused"])
+def test_steps_that_a_scaler_skips_are_none(name: str, model: Model, tmp_path: Path) -> None:
+    optimizer, truths = OPTIMIZERS[name](trained(model)), {}
+    with fp16() as scaler, Recorder(model, optimizer, tmp_path / "run.chain") as recorder:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step) * (float("inf") if step in (1, 3) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            truths[recorder.step] = truth_of(model, optimizer)
+    assert max(truths) == STEPS - 2
+    for step, truth in truths.items():
+        parameters = {name: held for name, held in truth.items() if "running" not in name and "num_b" not in name}
+        found = state_at(tmp_path / "run.chain", step)
+        # Statistics of batches go on in steps that are skipped.
+        kept = {name: held for name, held in found.parameters.items() if name in parameters}
+        assert_same(Checkpoint(found.path, found.origin, kept, found.groups, {}, {}), parameters)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor, _: bool = True) -> torch.Tensor:
+        return self.table(torch.arange(len(x))).mean(-1)
+
+
+def test_sparse_gradients_end_the_recording_and_not_the_run(tmp_path: Path) -> None:
+    model = Sparse()
+    optimizer = Sgd(model.parameters(), 0.1)
+    with Recorder(model, optimizer, tmp_path / "run.chain") as recorder:
+        loss_of(model, 0).backward()
+        with pytest.warns(RecorderWarning, match="sparse"):
+            optimizer.step()
+        assert recorder.broken is not None
+        optimizer.step()
+    assert states.last_step(tmp_path / "run.chain", index.read(tmp_path / "run.chain")) == 0
+
+
+class Halves(torch.optim.Optimizer):
+    """Keeps what is not one number for each element."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norm = parameter.grad.norm()
+                self.state[parameter]["norm"] = norm.reshape(1).expand(2).clone()
+                parameter.data -= group["lr"] * parameter.grad / norm
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], nn.Module], Make, str]] = {
+    "bfloat16": (lambda model: model.bfloat16(), lambda p: AdamW(p, 1e-2), "float32"),
+    "adafactor": (lambda model: model, lambda p: torch.optim.Adafactor(p), "Adafactor"),
+    "muon": (lambda model: model, lambda p: torch.optim.Muon([one for one in p if one.dim() == 2]), "Muon"),
+    "lbfgs": (lambda model: model, lambda p: torch.optim.LBFGS(p), "LBFGS"),
+    "own": (lambda model: model, lambda p: Halves(p, 0.1), "Halves"),
+    "stranger": (lambda model: model, lambda p: Sgd([nn.Parameter(torch.ones(3))], 0.1), "no parameter of the model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded_is_refused_at_the_start(name: str, model: Model, tmp_path: Path) -> None:
+    change, make, said = REFUSED[name]
+    changed = change(model)
+    with pytest.raises(Unsupported, match=said):
+        Recorder(changed, make(trained(changed)), tmp_path / "run.chain")
+    assert not (tmp_path / "run.chain" / index.NAME).exists()
