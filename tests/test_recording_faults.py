@@ -545,3 +545,23 @@ def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
         assert {key: restored[key] for key in kept} == kept
         extra = restored.keys() - kept.keys()  # of what the second one has not stepped yet
         assert not extra if step > 1 else {state for _, state in extra} <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+
+
+def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's words may all come at once: that it is broken, and that there is nothing left to flush."""
+    recorder = recorded(run, chain)
+    listen = link.WriterLink._listen
+
+    def late(self: link.WriterLink, seconds: float) -> None:
+        listen(self, seconds)
+        if self._flushes > flushes:
+            self._reason = "Input/output error"
+
+    assert recorder._recording is not None
+    flushes = recorder._recording._link._flushes
+    with monkeypatch.context() as failing:
+        failing.setattr(link.WriterLink, "_listen", late)
+        with pytest.raises(link.WriterBroken, match="Input/output error"):
+            recorder._recording.settle()
+    with pytest.warns(RecorderWarning):
+        recorder.close()

@@ -143,13 +143,13 @@ class WriterLink:
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None, reason: str) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not is_done():
-            if self._reason is not None:
-                raise WriterBroken(self._reason)
+        while not is_done() and self._reason is None:
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise WriterBroken(reason)
             self._listen(min(left, 1.0))
+        if self._reason is not None:  # what is done is no use then: a flush, say, of what could not be written
+            raise WriterBroken(self._reason)
 
     def _listen(self, seconds: float) -> None:
         """Take in what the writer has said, waiting for at most so long."""
