@@ -565,3 +565,40 @@ def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, mon
             recorder._recording.settle()
     with pytest.warns(RecorderWarning):
         recorder.close()
+
+
+def test_where_a_segment_for_more_tensors_cannot_begin_training_goes_on(
+    run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group is added as the run goes on; the disk is full by then."""
+    more = nn.Linear(WIDTH, 2)
+    model = nn.ModuleList([run.net, more])
+    recorder = recorded(run, chain, retry=5)
+    recorder._model = model
+    run.step(2)
+    run.optimizer.add_param_group({"params": list(more.parameters())})
+    for parameter in more.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with monkeypatch.context() as full:
+        faulty(full, "full 100")
+        with pytest.warns(RecorderWarning, match="No space left"):
+            run.optimizer.step()
+    assert recorder.broken is not None
+    assert last_of(chain) == 2
+    for _ in range(6):
+        run.optimizer.step()
+    assert recorder.broken is None
+    recorder.close()
+    assert last_of(chain) == 9
+    assert "1.weight" in states.open_state(chain, index.load(chain / index.NAME), 9).parameters
+
+
+def test_signals_that_end_a_job_leave_the_writer_to_its_work(run: Run, chain: Path) -> None:
+    recorder = recorded(run, chain)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        assert recorder.writer_pid is not None
+        os.kill(recorder.writer_pid, number)
+        run.step()
+    recorder.close()
+    assert recorder.broken is None
+    assert last_of(chain) == 3

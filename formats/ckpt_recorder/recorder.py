@@ -350,8 +350,12 @@ class Recorder:
     def _renew(self) -> None:
         """Begin a new segment, since the optimizer has other tensors than before: groups were added."""
         self._end(None)
-        self._run = self._tracked()
-        self._begin()
+        try:
+            self._run = self._tracked()
+            self._begin()
+        except CkptError as error:
+            self.broken, self._first = str(error), self.step
+            self._say_broken(str(error), f"; it is tried again every {self.options.retry} steps")
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
