@@ -204,7 +204,7 @@ def test_every_step_is_that_of_the_run(small: Log, written: Path) -> None:
         assert restored(written.parent, step).extras.get("seen") == (step or None)
 
 
-@pytest.mark.parametrize("zeros", [0, 1, 63, 64, 500])
+@pytest.mark.parametrize("zeros", [1, 500, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 63, 64))])
 def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Path) -> None:
     path = written / rank_file(1)
     content, head = path.read_bytes(), head_of(written, 1)
@@ -222,6 +222,7 @@ def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Pa
             assert scan(path, head, check).records == whole.records[:count], at
 
 
+@pytest.mark.slow
 def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: Path) -> None:
     path, head, rng = written / rank_file(1), head_of(written, 1), random.Random(1)
     content, whole = path.read_bytes(), scan(path, head_of(written, 1))
@@ -238,6 +239,7 @@ def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: P
             assert scan(path, head).records in (whole.records[:count], whole.records)
 
 
+@pytest.mark.slow
 def test_with_a_bit_flipped_no_step_has_another_value(small: Log, written: Path) -> None:
     path, rng = written / rank_file(0), random.Random(2)
     content = path.read_bytes()

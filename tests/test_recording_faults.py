@@ -131,6 +131,7 @@ def test_on_a_full_disk_training_goes_on_and_recording_begins_anew(run: Run, sma
     assert not folder.leftovers(chain, index.load(chain / index.NAME))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_once_is_an_error_that_leaves_nothing(
     run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +328,7 @@ def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
 @pytest.mark.parametrize(
     "error", [OutputError("no luck"), OSError(5, "Input/output error"), ValueError("no luck")], ids=repr
 )
+@pytest.mark.quick(6)
 def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(
     place: Any, name: str, error: Exception, run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
