@@ -197,13 +197,14 @@ def test_a_writer_that_dies_is_said_once_and_followed_by_another(run: Run, chain
     assert len(said) == 1
     assert recorder.broken == "the process that writes the log is gone"
     assert recorder.writer_pid is None
-    assert last_of(chain) in (2, 3)
+    whole = last_of(chain)
+    assert 1 <= whole <= 3  # of three, two may still have been in the ring
     run.step(1)
     assert recorder.broken is None
     run.step(5)
     recorder.close()
     assert recorder.broken is None
-    for step in (2, 10, 11, 15):
+    for step in (whole, 10, 11, 15):
         run.check(chain, step)
 
 
