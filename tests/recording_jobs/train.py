@@ -1,5 +1,7 @@
 """Record real runs: `python tests/recording_jobs/train.py OUT KIND...` (all if none is named).
 
+Afterwards, OUT/refused.json has what is said of runs that cannot be recorded.
+
 Each kind trains `WARM_UP` steps, saves its own checkpoint, OUT/KIND/base, and is recorded from there into two chains:
 `based.chain`, which has that checkpoint, and `bare.chain`, which has none. OUT/KIND/middle and OUT/KIND/end are what
 the engine saves on the way. OUT/KIND/log.json has the losses of all steps.
@@ -17,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch import distributed
 
+from ckpt_formats.errors import Unsupported
 from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
 from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
-from recording_jobs.run import start
+from recording_jobs.run import EngineRun, Run, start
 
 
 def train(kind: Kind, out: Path) -> None:
@@ -64,7 +67,31 @@ def main() -> int:
         except Exception as error:
             failed.append(kind.name)
             print(f"{kind.name} FAILED: {error}", flush=True)
+    try:
+        ranks.run(2, lambda: refuse(out), out / "refused", join=ranks.join_deepspeed)
+    except Exception as error:
+        failed.append("refused")
+        print(f"refused FAILED: {error}", flush=True)
     return 1 if failed else 0
+
+
+def refuse(out: Path) -> None:
+    """Try what cannot be recorded; called in every rank."""
+    said = {}
+    run = start(Kind("differing", "plain"), seed=distributed.get_rank())
+    said["differing"] = refusal(run, out / "differing.chain")
+    said["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
+    if distributed.get_rank() == 0:
+        (out / "refused.json").write_text(json.dumps(said, indent=1))
+
+
+def refusal(run: Run | EngineRun, chain: Path) -> str:
+    """What the recorder says of a run that it refuses."""
+    try:
+        Recorder(run.model, run.optimizer, chain)
+    except Unsupported as error:
+        return str(error)
+    return "it is recorded"
 
 
 def joining(kind: Kind):  # type: ignore[no-untyped-def]
