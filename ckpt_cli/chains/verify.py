@@ -54,9 +54,11 @@ def verify(run: Path, effort: Effort, replay: bool, as_json: bool) -> bool:
         for finding in findings:
             click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}")
         checksums = sum(len(one.seals) for one in opened)
-        logged = sum(one.last - one.logged.first for one in views if one.last is not None)
-        steps = f", {logged} steps of gradients{' done again' if replay else ''}" if views else ""
-        whole = f"{len(chain.members)} states whole, {checksums} checksums hold{steps} ({seconds:.1f} s)"
+        facts = [f"{len(chain.members)} states whole, {checksums} checksums hold"] if chain.members else []
+        if views:
+            logged = sum(one.last - one.logged.first for one in views if one.last is not None)
+            facts.append(f"{logged} steps of gradients whole{' and done again' if replay else ''}")
+        whole = f"{', '.join(facts)} ({seconds:.1f} s)"
         steps = _listed(bad)
         wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
         report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
