@@ -13,10 +13,12 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from torch import distributed
 
 from ckpt_formats.errors import Unsupported
@@ -81,8 +83,18 @@ def refuse(out: Path) -> None:
     run = start(Kind("differing", "plain"), seed=distributed.get_rank())
     said["differing"] = refusal(run, out / "differing.chain")
     said["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
+    said["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
     if distributed.get_rank() == 0:
         (out / "refused.json").write_text(json.dumps(said, indent=1))
+
+
+def fsdp1() -> Run:
+    """A run whose parameters are flat slices, of other elements on each rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    run = start(Kind("fsdp1", "plain"))
+    model = FullyShardedDataParallel(run.model, use_orig_params=True, device_id=torch.device("cpu"))
+    return replace(run, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def refusal(run: Run | EngineRun, chain: Path) -> str:
