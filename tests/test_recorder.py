@@ -120,10 +120,9 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_step_is_what_the_run_had(name: str, threads: int, model: Model, tmp_path: Path) -> None:
-    torch.set_num_threads(threads)
+def test_every_step_is_what_the_run_had(name: str, model: Model, tmp_path: Path) -> None:
     optimizer = OPTIMIZERS[name](trained(model))
     train(model, optimizer, range(1))
     with Recorder(model, optimizer, tmp_path / "run.chain", step=1, fingerprint=2) as recorder:
@@ -131,6 +130,28 @@ def test_every_step_is_what_the_run_had(name: str, threads: int, model: Model, t
     assert recorder.broken is None
     for step in (MIDDLE, STEPS):
         assert_same(state_at(tmp_path / "run.chain", step), truths[step])
+
+
+class Wide(nn.Module):
+    """Two threads share its weights when they are stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 20_011), nn.Linear(20_011, 1)
+
+    def forward(self, x: torch.Tensor, _: bool = True) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).squeeze(-1)
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach", "sgd-nesterov-fused"])
+def test_threads_that_share_a_tensor_change_nothing(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    torch.manual_seed(1)
+    model = Wide()
+    optimizer = OPTIMIZERS[name](trained(model))
+    with Recorder(model, optimizer, tmp_path / "run.chain"):
+        truths = train(model, optimizer, range(MIDDLE))
+    assert_same(state_at(tmp_path / "run.chain", MIDDLE), truths[MIDDLE])
 
 
 def test_a_recording_may_begin_before_the_first_step(model: Model, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_recorder.callbacks import HuggingFace, Lightning
+    from ckpt_recorder.huggingface_callback import HuggingFace
+    from ckpt_recorder.lightning_callback import Lightning
     from ckpt_recorder.random_states import restore_random_states
     from ckpt_recorder.recorder import Recorder, RecorderWarning
     from ckpt_recorder.resumption import Resumed, resume
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["HuggingFace", "Lightning", "Recorder", "RecorderWarning", "Resumed", "restore_random_states", "resume"]
 
 _MODULES = {
-    "HuggingFace": "callbacks",
-    "Lightning": "callbacks",
+    "HuggingFace": "huggingface_callback",
+    "Lightning": "lightning_callback",
     "Recorder": "recorder",
     "RecorderWarning": "recorder",
     "Resumed": "resumption",

@@ -59,6 +59,6 @@ KINDS = {
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
         Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam"),
-        Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True),
+        Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam"),
     )
 }

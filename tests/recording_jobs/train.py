@@ -1,5 +1,7 @@
 """Record real runs: `python tests/recording_jobs/train.py OUT KIND...` (all if none is named).
 
+Afterwards, OUT/refused.json has what is said of runs that cannot be recorded.
+
 Each kind trains `WARM_UP` steps, saves its own checkpoint, OUT/KIND/base, and is recorded from there into two chains:
 `based.chain`, which has that checkpoint, and `bare.chain`, which has none. OUT/KIND/middle and OUT/KIND/end are what
 the engine saves on the way. OUT/KIND/log.json has the losses of all steps.
@@ -11,17 +13,20 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from torch import distributed
 
+from ckpt_formats.errors import Unsupported
 from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
 from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
-from recording_jobs.run import start
+from recording_jobs.run import EngineRun, Run, start
 
 
 def train(kind: Kind, out: Path) -> None:
@@ -64,7 +69,41 @@ def main() -> int:
         except Exception as error:
             failed.append(kind.name)
             print(f"{kind.name} FAILED: {error}", flush=True)
+    try:
+        ranks.run(2, lambda: refuse(out), out / "refused", join=ranks.join_deepspeed)
+    except Exception as error:
+        failed.append("refused")
+        print(f"refused FAILED: {error}", flush=True)
     return 1 if failed else 0
+
+
+def refuse(out: Path) -> None:
+    """Try what cannot be recorded; called in every rank."""
+    said = {}
+    run = start(Kind("differing", "plain"), seed=distributed.get_rank())
+    said["differing"] = refusal(run, out / "differing.chain")
+    said["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
+    said["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
+    if distributed.get_rank() == 0:
+        (out / "refused.json").write_text(json.dumps(said, indent=1))
+
+
+def fsdp1() -> Run:
+    """A run whose parameters are flat slices, of other elements on each rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    run = start(Kind("fsdp1", "plain"))
+    model = FullyShardedDataParallel(run.model, use_orig_params=True, device_id=torch.device("cpu"))
+    return replace(run, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def refusal(run: Run | EngineRun, chain: Path) -> str:
+    """What the recorder says of a run that it refuses."""
+    try:
+        Recorder(run.model, run.optimizer, chain)
+    except Unsupported as error:
+        return str(error)
+    return "it is recorded"
 
 
 def joining(kind: Kind):  # type: ignore[no-untyped-def]

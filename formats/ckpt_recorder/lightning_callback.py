@@ -1,0 +1,34 @@
+"""The recorder of Lightning's Trainer: constructed when training begins, and closed when it ends."""
+
+from typing import Any
+
+from ckpt_recorder.callbacks import installed
+from ckpt_recorder.recorder import Recorder
+
+
+class Lightning(installed("lightning.pytorch:Callback", "pytorch_lightning:Callback")):  # type: ignore[misc]
+    """A callback of Lightning's Trainer: `Trainer(..., callbacks=[Lightning("run.chain")])`."""
+
+    def __init__(self, chain: str, **options: Any) -> None:
+        """`options`: those of `Recorder`. `step` is what the trainer has counted, if it is not among them."""
+        super().__init__()
+        self._chain, self._options = chain, options
+        self.recorder: Recorder | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        options = {"step": trainer.global_step, **self._options}
+        self.recorder = Recorder(pl_module, list(trainer.optimizers), self._chain, **options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.recorder is not None and trainer.lr_scheduler_configs:
+            self.recorder.note(schedulers=[one.scheduler.state_dict() for one in trainer.lr_scheduler_configs])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
