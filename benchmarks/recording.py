@@ -185,7 +185,7 @@ def replay(training: Training, folder: Path, steps: int) -> None:
             trained = sum(training.step() for _ in range(steps))
         log = json.loads(run("log", chain, "--json")[0])["segments"][0]
         print(f"{codec:8} {log['nbytes_per_parameter']:.3f} B for each parameter and step")
-        output, seconds, cpu = timed("restore", chain, folder / f"{codec}.out", "--workers", "1")
+        _, seconds, cpu = timed("restore", chain, folder / f"{codec}.out", "--workers", "1")
         _, base_seconds, base_cpu = timed(
             "restore", f"{chain}@{log['first']}", folder / f"{codec}.base", "--workers", "1"
         )
@@ -236,12 +236,13 @@ def main() -> None:
         for kind, values in seconds.items():
             mean = statistics.fmean(values) / statistics.fmean(seconds["alone"])
             print(
-                f"{kind:32} median {statistics.median(values) * 1e3:7.1f} ms ({statistics.median(values) / usual:.3f}), "
-                f"mean {statistics.fmean(values) * 1e3:7.1f} ms ({mean:.3f})"
+                f"{kind:32} median {statistics.median(values) * 1e3:7.1f} ms "
+                f"({statistics.median(values) / usual:.3f}), mean {statistics.fmean(values) * 1e3:7.1f} ms ({mean:.3f})"
             )
         hook = statistics.median(HOOKS)
         print(
-            f"the hook: median {hook * 1e3:.2f} ms, {hook / usual:.2%} of a step; mean {statistics.fmean(HOOKS) * 1e3:.2f} ms"
+            f"the hook: median {hook * 1e3:.2f} ms, {hook / usual:.2%} of a step; "
+            f"mean {statistics.fmean(HOOKS) * 1e3:.2f} ms"
         )
         replay(training, folder, max(options.steps, 100))
 

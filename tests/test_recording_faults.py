@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,36 @@ def test_while_its_writer_stands_still_a_step_waits(run: Run, chain: Path) -> No
     recorder.close()
     assert last_of(chain) == 8
     run.check(chain, 8)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Until something is so."""
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_training_goes_on_without_a_writer_that_is_stuck(run: Run, chain: Path) -> None:
+    """As on a file server that does not answer: what it was given before counts."""
+    recorder = recorded(run, chain, stall_seconds=0.5)
+    run.step(2)
+    pid = recorder.writer_pid
+    assert pid is not None
+    wait_for(lambda: last_of(chain) == 2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.warns(RecorderWarning, match="does not get on"):
+            run.step(8)
+        assert "stuck" in str(recorder.broken)
+        assert len(run.truth) == 11
+        began = time.monotonic()
+        recorder.close()
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: last_of(chain) == 4)  # what the two slots of the ring held is written in the end
+    run.check(chain, 4)
 
 
 def _begun(run: Run, chain: Path) -> None:

@@ -22,14 +22,19 @@ _END_SECONDS = 600.0
 _PIPE_NBYTES = 1 << 20
 
 
+_STUCK = "the process that writes the log does not get on: is its disk or file server stuck?"
+
+
 class WriterBroken(Exception):
     """The writer cannot write any more: the reason, for people."""
 
 
 class WriterLink:
-    """One writer process. Every method but `close` raises `WriterBroken` once it has failed or is gone."""
+    """One writer process. Every method but `close` raises `WriterBroken` once it has failed, is gone, or is stuck."""
 
-    def __init__(self, settings: Settings, ring: Ring) -> None:
+    def __init__(self, settings: Settings, ring: Ring, stall_seconds: float) -> None:
+        """`stall_seconds`: how long the writer may say nothing while it is waited for, before it counts as stuck."""
+        self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
         self._poll = select.poll()
@@ -47,6 +52,7 @@ class WriterLink:
             os.close(status)
         assert self._process.stdin is not None
         self._orders = self._process.stdin
+        os.set_blocking(self._orders.fileno(), False)
         with suppress(OSError):  # more than the system grants
             fcntl.fcntl(self._orders.fileno(), getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_NBYTES)
         try:
@@ -64,7 +70,7 @@ class WriterLink:
     def acquire_slot(self) -> int:
         """A slot that may be filled. Waits while the writer is all slots behind."""
         self.check()
-        self._wait(lambda: self._free > 0, None, "")
+        self._wait(lambda: self._free > 0, self._stall_seconds, _STUCK)
         self._free -= 1
         slot, self._next = self._next, (self._next + 1) % self._slots
         return slot
@@ -96,7 +102,7 @@ class WriterLink:
         """Wait until everything that was ordered is on the disk."""
         before = self._flushes
         self._send({"flush": True}, b"")
-        self._wait(lambda: self._flushes > before, None, "")
+        self._wait(lambda: self._flushes > before, self._stall_seconds, _STUCK)
 
     def check(self) -> None:
         """Raise `WriterBroken` if the writer has said so, or is gone."""
@@ -105,7 +111,12 @@ class WriterLink:
             raise WriterBroken(self._reason)
 
     def close(self) -> None:
-        """Let the writer end: what it has is written and flushed."""
+        """Let the writer end: what it has is written and flushed. One that is stuck is left alone."""
+        if self._is_stuck:
+            self._orders.close()
+            os.close(self._status)
+            self._process.returncode = 0  # nobody waits for it: it ends when the system lets it
+            return
         with suppress(WriterBroken):
             self._write(b'{"end":true}\n')  # children of the trainer may hold the pipe open
         self._orders.close()
@@ -132,6 +143,7 @@ class WriterLink:
         rest = memoryview(data)
         try:
             while rest:
+                self._wait_to_write()
                 rest = rest[os.write(self._orders.fileno(), rest) :]
         except (OSError, ValueError):
             self._reason = self._reason or "the process that writes the log is gone"
@@ -141,25 +153,34 @@ class WriterLink:
             self._orders.close()
             raise
 
-    def _wait(self, is_done: Callable[[], bool], seconds: float | None, reason: str) -> None:
-        deadline = None if seconds is None else time.monotonic() + seconds
+    def _wait_to_write(self) -> None:
+        """Wait until the writer has taken some of its orders."""
+        poll = select.poll()
+        poll.register(self._orders.fileno(), select.POLLOUT)
+        if not poll.poll(self._stall_seconds * 1000):
+            self._is_stuck, self._reason = True, _STUCK
+            raise OSError(_STUCK)
+
+    def _wait(self, is_done: Callable[[], bool], seconds: float, reason: str) -> None:
+        deadline = time.monotonic() + seconds
         while not is_done() and self._reason is None:
-            left = 1.0 if deadline is None else deadline - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
-                raise WriterBroken(reason)
-            self._listen(min(left, 1.0))
+                self._is_stuck, self._reason = reason == _STUCK, reason
+            elif self._listen(min(left, 1.0)):
+                deadline = time.monotonic() + seconds
         if self._reason is not None:  # what is done is no use then: a flush, say, of what could not be written
             raise WriterBroken(self._reason)
 
-    def _listen(self, seconds: float) -> None:
-        """Take in what the writer has said, waiting for at most so long."""
+    def _listen(self, seconds: float) -> bool:
+        """Take in what the writer has said, waiting for at most so long. Was there anything?"""
         if not self._poll.poll(seconds * 1000):
-            return
+            return False
         data = os.read(self._status, 1 << 16)
         if not data:
             if self._process.poll() != 0:
                 self._reason = self._reason or "the process that writes the log is gone"
-            return
+            return False
         *lines, self._text = (self._text + data).split(b"\n")
         for line in lines:
             word, _, rest = line.decode("utf-8", "replace").partition(" ")
@@ -171,6 +192,7 @@ class WriterLink:
                 self._flushes += 1
             elif word == "broken":
                 self._reason = self._reason or rest
+        return True
 
 
 def _start(ring_file: int, status: int) -> "subprocess.Popen[bytes]":

@@ -49,6 +49,8 @@ class RecorderOptions:
     """The same in seconds, where steps are long."""
     slots: int = 3
     """Steps that the writer may be behind before training waits for it. Each takes the memory of the gradients."""
+    stall_seconds: float = 300.0
+    """How long training waits for a writer that does not get on, as on a stuck file server. Then it is broken."""
     fingerprint: int = 100
     """Steps between hashes of the whole state, with which a replay is compared; 0: only at both ends."""
     random_states: bool = True
@@ -199,7 +201,7 @@ class Recorder:
             *(options.flush, options.flush_seconds),
         )
         try:
-            self._recording = RankRecording(self._run, part, layout, settings, self._rank)
+            self._recording = RankRecording(*(self._run, part, layout, settings, self._rank, options.stall_seconds))
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step)
             if segment.layout.parent is None:

@@ -117,7 +117,15 @@ def draft_layout(
 class RankRecording:
     """A segment that this rank is recording. Methods raise `WriterBroken` once nothing can be written any more."""
 
-    def __init__(self, run: TrackedRun, part: RankPart, layout: RankLayout, settings: Settings, rank: int) -> None:
+    def __init__(
+        self,
+        run: TrackedRun,
+        part: RankPart,
+        layout: RankLayout,
+        settings: Settings,
+        rank: int,
+        stall_seconds: float,
+    ) -> None:
         self._run, self._layout, self._rank = run, layout, rank
         self._numbers = {id(one.tensor): number for number, one in enumerate(run.tensors)}
         self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
@@ -138,7 +146,7 @@ class RankRecording:
         self._slots = [
             torch.from_numpy(self._ring.slot(i)[: layout.size * 4].view(np.float32)) for i in range(settings.slots)
         ]
-        self._link = WriterLink(settings, self._ring)
+        self._link = WriterLink(settings, self._ring, stall_seconds)
 
     @property
     def writer_pid(self) -> int:

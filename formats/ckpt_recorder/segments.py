@@ -4,7 +4,8 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,7 +39,7 @@ def begin(run: Path, draft: Layout) -> NewSegment:
     Raises `Unsupported` if the chain has later steps, `Locked` if another run records into it, `OutputError`.
     """
     _wait_for_others(run)
-    with folder.locked(run, create=True) as chain:
+    with _locked(run) as chain:
         chain = _ended(run, chain or Chain(()), draft.first)
         folder.remove([one for one in folder.leftovers(run, chain) if index.SEGMENT_FOLDER.fullmatch(one.name)])
         parent = next((one.content for one in chain.members if one.step == draft.first), None)
@@ -56,7 +57,7 @@ def publish(run: Path, segment: NewSegment) -> None:
     """Name the segment in the chain: from then on it can be restored from."""
     layout = segment.layout
     try:
-        with folder.locked(run, create=True) as chain:
+        with _locked(run) as chain:
             chain = _ended(run, chain or Chain(()), layout.first)
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
@@ -74,6 +75,22 @@ def abandon(run: Path, segment: NewSegment) -> None:
         if chain is None and os.listdir(run) == [folder.LOCK]:  # nothing came of it
             os.unlink(run / folder.LOCK)
             os.rmdir(run)
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[Chain | None]:
+    """The chain, locked. Waits for a while if another process changes it: `ckpt diff --into` may take minutes."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    with ExitStack() as stack:
+        while True:
+            try:
+                chain = stack.enter_context(folder.locked(run, create=True))
+                break
+            except Locked:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        yield chain
 
 
 def _write_layout(path: Path, layout: Layout) -> int:
