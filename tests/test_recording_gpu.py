@@ -59,6 +59,23 @@ def test_a_run_is_replayed_as_well_as_the_probe_said(flags: dict[str, bool], tmp
             assert torch.equal(values, true)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
+def test_a_replay_is_shared_by_cores(workers: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(16)).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    with Recorder(net, optimizer, tmp_path / "run.chain", random_states=False):
+        for _ in range(STEPS):
+            for parameter in net.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    began = time.perf_counter()
+    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "out", "--workers", workers).code == 0
+    seconds = time.perf_counter() - began
+    numel = sum(parameter.numel() for parameter in net.parameters())
+    print(json.dumps({"workers": workers, "seconds": seconds, "Mparam/s": numel * STEPS / seconds / 1e6}))
+
+
 def test_the_hook_costs_little(tmp_path: Path) -> None:
     net = net_of(2048)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)

@@ -9,8 +9,8 @@ def installed(*places: str) -> type[Any]:
     for place in places:
         module, _, name = place.partition(":")
         try:
-            found: type[Any] = getattr(import_module(module), name)
+            callback: type[Any] = getattr(import_module(module), name)
         except ImportError:
             continue
-        return found
+        return callback
     return object

@@ -36,7 +36,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class Probed:
-    """What was found."""
+    """How the steps of an optimizer can be done again."""
 
     type: str
     method: str
@@ -89,14 +89,14 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probed:
     closest: Probed | None = None
     for method in (*METHODS, TORCH):
         for vector in _VECTORS.get(method, (1,)):
-            found = _compare(trial, Probed(name, method, "exact", {}, vector))
-            if found is None:
+            figures = _compare(trial, Probed(name, method, "exact", {}, vector))
+            if figures is None:
                 continue
-            if not found["differing"]:
+            if not figures["differing"]:
                 exactness: Exactness = "same library" if method == TORCH else "exact"
-                return Probed(name, method, exactness, {"values": found["values"]}, vector)
-            if closest is None or found["relative"] < closest.figures["relative"]:
-                closest = Probed(name, method, "approximate", found, vector)
+                return Probed(name, method, exactness, {"values": figures["values"]}, vector)
+            if closest is None or figures["relative"] < closest.figures["relative"]:
+                closest = Probed(name, method, "approximate", figures, vector)
     if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
         raise Unsupported(
             f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in pieces",

@@ -67,7 +67,7 @@ def step_of(class_name: str, options: Mapping[str, Value]) -> TorchStep:
 
 @contextmanager
 def _refused(class_name: str) -> Iterator[None]:
-    """Whatever torch raises for a class or for options that a log made up is a `CodecError`."""
+    """Whatever torch raises for a class or for options that a forged log names is a `CodecError`."""
     try:
         yield
     except CodecError:
@@ -118,12 +118,12 @@ def _construct(
     if not class_name.startswith(MODULES):
         raise CodecError(f"{class_name} is no optimizer of torch")
     module, _, name = class_name.rpartition(".")
-    found: Any = getattr(import_module(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    optimizer_class: Any = getattr(import_module(module), name, None)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise CodecError(f"torch has no optimizer {class_name}")
-    known = signature(found).parameters
+    known = signature(optimizer_class).parameters
     given = {key: _plain(value) for key, value in options.items() if key in known and key != "params"}
-    optimizer: torch.optim.Optimizer = found(parameters, **given)
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, **given)
     return optimizer
 
 

@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 KINDS = frozenset(Kind)
 LARGE = ("notes",)
-"""What of a record's text is read again when it is needed, rather than held for thousands of steps."""
+"""What of a record's text is read again when it is needed, rather than stored in memory for thousands of steps."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
             where=path,
             hint="The files of a segment belong together: put the right one back.",
         )
-    found: list[_Scanned] = []
+    scanned: list[_Scanned] = []
     torn, end, previous, flushed = None, FILE_HEAD.size, int.from_bytes(first[56:], "little"), 0
     options: dict[str, Any] = {}
     while end < nbytes:
@@ -212,16 +212,16 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
         except _TornRecord as reason:
             torn = str(reason)
             break
-        found.append(one)
+        scanned.append(one)
         end, previous = one.body + one.body_nbytes, one.own_hash
         flushed = max(flushed, one.record.flushed)
-    for number, one in enumerate(found):
+    for number, one in enumerate(scanned):
         if (check or one.begin >= flushed) and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
             torn, end = f"the values of step {one.record.step} do not fit their hash", one.begin
-            previous = found[number - 1].own_hash if number else int.from_bytes(first[56:], "little")
-            del found[number:]
+            previous = scanned[number - 1].own_hash if number else int.from_bytes(first[56:], "little")
+            del scanned[number:]
             break
-    return RankLog(path, tuple(one.record for one in found), end, previous, torn)
+    return RankLog(path, tuple(one.record for one in scanned), end, previous, torn)
 
 
 def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _Scanned:

@@ -72,29 +72,29 @@ class SegmentReplay:
     @cached_property
     def states_of(self) -> tuple[tuple[str, ...], ...]:
         """By optimizer, the names of the states that it steps, the weights first."""
-        held = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
-        return tuple(self._names(number, held) for number in range(len(self.segment.layout.optimizers)))
+        recorded = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+        return tuple(self._names(number, recorded) for number in range(len(self.segment.layout.optimizers)))
 
-    def _names(self, optimizer: int, held: list[str]) -> tuple[str, ...]:
+    def _names(self, optimizer: int, recorded: list[str]) -> tuple[str, ...]:
         first = self._first_updates.get(optimizer)
         if first is None:
-            return tuple(dict.fromkeys([WEIGHTS, *held]))
+            return tuple(dict.fromkeys([WEIGHTS, *recorded]))
         stepped = [name for group in range(len(first.groups)) for name in self._step(first, group).states]
         if self.start.step < first.record.step <= self.step:
             return tuple(dict.fromkeys([WEIGHTS, *stepped]))
-        return tuple(dict.fromkeys([WEIGHTS, *(name for name in held if name in stepped)]))
+        return tuple(dict.fromkeys([WEIGHTS, *(name for name in recorded if name in stepped)]))
 
     @cached_property
     def _first_updates(self) -> dict[int, Update]:
         """By optimizer, what tells the names of its states: the first that is done again, else the first."""
-        found: dict[int, Update] = {}
+        firsts: dict[int, Update] = {}
         for steps in self.segment.updates:
             for updates in steps:
                 for update in updates:
-                    known = found.get(update.optimizer)
+                    known = firsts.get(update.optimizer)
                     if known is None or known.record.step <= self.start.step < update.record.step:
-                        found[update.optimizer] = update
-        return found
+                        firsts[update.optimizer] = update
+        return firsts
 
     def counts(self, rank: int, step: int) -> Array:
         """How many steps each vector of a rank has taken at a step: int64."""

@@ -124,7 +124,7 @@ class Segment:
             options.update((update.optimizer, update.groups) for update in updates)
         noted = [record for record in self.records(0, Kind.NOTES) if record.step == step]
         if not noted:
-            # Nobody said what they were: what the next step was done with is nearer than what the last was.
+            # Not noted: what the next step was done with is nearer than what the last was.
             for updates in steps[step - self.first : step - self.first + 1]:
                 options.update((update.optimizer, update.groups) for update in updates)
         for record in noted:

@@ -1,6 +1,6 @@
 """The state at a step of a segment, as a checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,7 +13,7 @@ from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape
-from ckpt_formats.gradients.layout import LoggedOptimizer
+from ckpt_formats.gradients.layout import LoggedOptimizer, LoggedTensor
 from ckpt_formats.gradients.record import Kind, Record, hash_values
 from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay, Start
 from ckpt_formats.gradients.segment import LOSSY, Segment
@@ -96,6 +96,7 @@ def _saved_as(source: Checkpoint | None) -> SavedAs | None:
 
 
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
+    """The parameters that the optimizers step, by those of the base."""
     layout = replay.segment.layout
     pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
@@ -106,37 +107,57 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
             counts[piece.tensor] = int(now[piece.vector])
             optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
     for number, tensor in enumerate(layout.tensors):
-        before = parameters.get(tensor.name)
-        if before is not None and before.weight.shape != tensor.shape:
-            raise Corrupt(
-                f"the log is of another model: `{show(tensor.name)}` has shape {list(tensor.shape)} there, and "
-                f"{list(before.weight.shape)} in the state at step {replay.start.step}",
-                where=replay.segment.folder,
-            )
-        model = DTYPES[tensor.dtype]
-        states = {} if before is None else before.states
-        master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
-        if states and states[master].dtype != FLOAT32:
-            raise Unsupported(
-                f"`{show(tensor.name)}` has no master weights in float32 at step {replay.start.step}",
-                where=replay.segment.folder,
-            )
-        names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizers[number]] if name != WEIGHTS}
-        counted = {name: _counted(held, counts[number]) for name, held in states.items() if _is_count(name, held)}
-        if stale := [name for name in states if name not in names and name not in counted and name != MODEL]:
-            raise Unsupported(
-                f"`{show(tensor.name)}` has {stale[0]!r} at step {replay.start.step}, which the log does not step",
-                where=replay.segment.folder,
-            )
-        one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, tuple(pieces[number]))
-        stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names} | counted
-        if master == MASTER and (before is None or MODEL in states):
-            dtype = model if before is None else states[MODEL].dtype
-            stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
-        order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
-        counts_steps = len(names) > 1 and not counted and _counts_steps(layout.optimizers[optimizers[number]], states)
-        values = _values(before, counts[number], counts_steps)
-        yield Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
+        yield _stepped_parameter(
+            *(replay, number, parameters.get(tensor.name), tuple(pieces[number])),
+            *(optimizers[number], counts[number]),
+        )
+
+
+def _stepped_parameter(
+    replay: SegmentReplay,
+    number: int,
+    before: Parameter | None,
+    pieces: tuple[tuple[int, int], ...],
+    optimizer: int,
+    count: int,
+) -> Parameter:
+    """One of them, after so many of its steps. Raises `Corrupt` or `Unsupported` if the base's does not fit."""
+    tensor = replay.segment.layout.tensors[number]
+    model, states = DTYPES[tensor.dtype], {} if before is None else before.states
+    master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
+    names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
+    counted = {name: _counted(state, count) for name, state in states.items() if _is_count(name, state)}
+    if before is not None:
+        _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
+    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, pieces)
+    stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names} | counted
+    if master == MASTER and (before is None or MODEL in states):
+        dtype = model if before is None else states[MODEL].dtype
+        stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
+    order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
+    logged = replay.segment.layout.optimizers[optimizer]
+    counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
+    values = _values(before, count, counts_steps)
+    return Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
+
+
+def _check_base(
+    replay: SegmentReplay, tensor: LoggedTensor, before: Parameter, master: str, known: Collection[str]
+) -> None:
+    """Can the base's parameter be stepped? Raises `Corrupt` or `Unsupported` if it cannot."""
+    name, step, where = show(tensor.name), replay.start.step, replay.segment.folder
+    if before.weight.shape != tensor.shape:
+        raise Corrupt(
+            f"the log is of another model: `{name}` has shape {list(tensor.shape)} there, and "
+            f"{list(before.weight.shape)} in the state at step {step}",
+            where=where,
+        )
+    weights = before.states.get(master)
+    if weights is None or weights.dtype != FLOAT32:
+        raise Unsupported(f"`{name}` has no master weights in float32 at step {step}", where=where)
+    for state in before.states:
+        if state not in known:
+            raise Unsupported(f"`{name}` has {state!r} at step {step}, which the log does not step", where=where)
 
 
 def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> Iterator[Parameter]:
@@ -147,13 +168,13 @@ def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> It
             yield replace(parameters[alias], states={**parameters[alias].states, MODEL: weight})
 
 
-def _is_count(name: str, held: Tensor) -> bool:
-    """Is it the count of steps, which torch keeps as a tensor of its own?"""
-    return name == _COUNT and prod(held.shape) == 1
+def _is_count(name: str, state: Tensor) -> bool:
+    """Is it the count of steps, which torch stores as a tensor of its own?"""
+    return name == _COUNT and prod(state.shape) == 1
 
 
-def _counted(held: Tensor, count: int) -> Tensor:
-    return Tensor.of(Held(np.full(held.shape, count, held.dtype)))
+def _counted(state: Tensor, count: int) -> Tensor:
+    return Tensor.of(Held(np.full(state.shape, count, state.dtype)))
 
 
 def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
