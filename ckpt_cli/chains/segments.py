@@ -9,6 +9,7 @@ from ckpt_cli.report import size
 from ckpt_formats.chain.index import Chain, LoggedSteps
 from ckpt_formats.chain.states import open_steps
 from ckpt_formats.errors import CkptError
+from ckpt_formats.files import Reader
 from ckpt_formats.gradients.segment import Segment
 
 
@@ -100,6 +101,12 @@ def _exactness(exactness: str, segment: Segment) -> str:
 
 
 def _step_nbytes(segment: Segment) -> int:
-    """Bytes of the gradients of all whole steps."""
-    count = segment.last - segment.first
-    return sum(update.record.nbytes for steps in segment.updates for updates in steps[:count] for update in updates)
+    """Bytes of the gradients of all steps that count, without what else their records hold."""
+    total, count = 0, segment.last - segment.first
+    with Reader(check=False) as reader:
+        for rank, steps in enumerate(segment.updates):
+            chunks, path = segment.layout.ranks[rank].chunk_count, segment.path(rank)
+            total += sum(
+                update.record.nbytes_of(path, chunks, reader) for updates in steps[:count] for update in updates
+            )
+    return total

@@ -101,6 +101,14 @@ class Record:
         except _TornRecord as reason:
             raise Corrupt(str(reason), where=path) from None
 
+    def nbytes_of(self, path: Path, count: int, reader: Reader) -> int:
+        """Bytes of its first so many chunks."""
+        entry = np.zeros(1, ENTRY)
+        if count:
+            directory = self.begin + self.meta_nbytes
+            reader.read_into(path, directory + (count - 1) * ENTRY.itemsize, entry.view(np.uint8).data)
+        return int(entry["end"][0])
+
     def read_chunk(self, path: Path, index: int, max_nbytes: int, reader: Reader) -> tuple[Array, int]:
         """The bytes of a chunk of at most so many, and the XXH3-64 of its values. Raises `Corrupt`."""
         low = max(index - 1, 0)
