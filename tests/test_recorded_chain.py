@@ -248,6 +248,31 @@ def test_a_fingerprint_finds_a_step_that_was_computed_wrongly(tmp_path: Path) ->
     assert not (tmp_path / "ten").exists()
 
 
+@pytest.mark.parametrize(("codec", "near"), [("bf16", 2e-3), ("int8", 1e-1)])
+def test_rounded_gradients_are_called_approximate_everywhere(codec: str, near: float, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = optimizer_of(net)
+    first = state_of(net, optimizer)
+    with Recorder(net, optimizer, tmp_path / "run.chain", codec=codec) as recorder:
+        for _ in range(STEPS):
+            train(net, optimizer)
+    assert recorder.exactness == "approximate"
+    last = state_of(net, optimizer)
+    assert not json.loads(ckpt("log", tmp_path / "run.chain", "--json").out)["segments"][0]["exact"]
+    done = ckpt("restore", tmp_path / "run.chain", tmp_path / "out")
+    assert done.code == 0
+    assert "approximate" in done.err
+    assert "exact: every bit" not in done.err
+    restored = open_checkpoint(tmp_path / "out")
+    assert restored.losses.keys() >= {("up.weight", state) for state in ("param", "exp_avg", "exp_avg_sq")}
+    error = torch.from_numpy(read(restored.parameters["up.weight"].weight)) - last["up.weight"]
+    assert 0 < error.norm() < near * (last["up.weight"] - first["up.weight"]).norm()
+    assert ckpt("compact", tmp_path / "run.chain", "--gradients", "last:0").code == 0
+    assert "approximate" in ckpt("log", tmp_path / "run.chain").out
+    assert ckpt("verify", tmp_path / "run.chain").code == 0
+
+
 def test_damaged_gradients_are_found_and_steps_before_are_offered(recorded, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (logged,) = index.load(run / index.NAME).segments
     path = run / logged.folder / rank_file(0)

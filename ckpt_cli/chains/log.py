@@ -77,7 +77,9 @@ def accuracy(member: Member) -> str:
     """Is a state exact, or how far is the worst of its tensors from what was saved?"""
     if member.exact:
         return "exact"
-    return f"approximate: rel {_most(member, 'rel'):.2g}, max {_most(member, 'max_abs'):.2g}"
+    measured = [("rel", _most(member, "rel")), ("max", _most(member, "max_abs"))]
+    figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
+    return f"approximate: {figures}" if figures else "approximate"
 
 
 def sparkline(values: Sequence[int]) -> str:
@@ -106,9 +108,10 @@ def _member_json(chain: Chain, member: Member) -> dict[str, Any]:
     }
 
 
-def _most(member: Member, key: str) -> float:
-    found = (loss.get(key) for loss in member.losses.values())
-    return max((float(value) for value in found if isinstance(value, (int, float))), default=0.0)
+def _most(member: Member, key: str) -> float | None:
+    """The largest of a figure; None if no state has it."""
+    values = (loss.get(key) for loss in member.losses.values())
+    return max((float(value) for value in values if isinstance(value, (int, float))), default=None)
 
 
 def _sums(chain: Chain) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class Recorder:
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
-        gradient_codec(self.options.codec)
+        codec = gradient_codec(self.options.codec)
         self.chain = Path(chain)
         self.broken: str | None = None
         self._model, self._optimizer = model, optimizer
@@ -105,6 +105,8 @@ class Recorder:
         self._run = self._tracked()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
+        if not codec.lossless:
+            self.exactness = "approximate"
         self.step = self._first_step() if step is None else step
         self._first = self.step
         self._begin()

@@ -71,7 +71,7 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
         () if source is None else source.shards,
         () if source is None else source.seals,
         (*(() if source is None else source.notices), *_notices(replay, source, noted)),
-        losses=_losses(replay, source),
+        losses=_losses(replay, source, parameters),
         saved_as=_saved_as(source),
     )
 
@@ -216,14 +216,18 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
         yield Group({**group.options, **given}, group.names)
 
 
-def _losses(replay: SegmentReplay, base: Checkpoint | None) -> dict[tuple[str, str], Loss]:
+def _losses(
+    replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
+) -> dict[tuple[str, str], Loss]:
+    """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
     losses, segment = {} if base is None else dict(base.losses), replay.segment
-    if replay.step > replay.start.step:
+    steps = replay.step - replay.start.step
+    if steps:
         for optimizer in segment.layout.optimizers:
             if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
-                steps = replay.step - replay.start.step
                 loss = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
-                losses |= {(name, WEIGHTS): loss for names in optimizer.groups for name in names}
+                names = (name for group in optimizer.groups for name in group if name in parameters)
+                losses |= {(name, state): loss for name in names for state in parameters[name].states}
     return losses
 
 
