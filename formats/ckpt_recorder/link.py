@@ -33,7 +33,7 @@ class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` once it has failed, is gone, or is stuck."""
 
     def __init__(self, settings: Settings, ring: Ring, stall_seconds: float) -> None:
-        """`stall_seconds`: how long the writer may say nothing while it is waited for, before it counts as stuck."""
+        """`stall_seconds`: how long the writer may send nothing while it is waited for, before it counts as stuck."""
         self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
@@ -105,7 +105,7 @@ class WriterLink:
         self._wait(lambda: self._flushes > before, self._stall_seconds, _STUCK)
 
     def check(self) -> None:
-        """Raise `WriterBroken` if the writer has said so, or is gone."""
+        """Raise `WriterBroken` if the writer has reported an error, or is gone."""
         self._listen(0)
         if self._reason is not None:
             raise WriterBroken(self._reason)
@@ -173,7 +173,7 @@ class WriterLink:
             raise WriterBroken(self._reason)
 
     def _listen(self, seconds: float) -> bool:
-        """Take in what the writer has said, waiting for at most so long. Was there anything?"""
+        """Read the messages of the writer, waiting for at most so long. Was there any?"""
         if not self._poll.poll(seconds * 1000):
             return False
         data = os.read(self._status, 1 << 16)
