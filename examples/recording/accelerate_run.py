@@ -20,8 +20,9 @@ first = 0
 if restored:
     first = resume(restored[0], model, optimizer).step
 
-data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))
-loader = torch.utils.data.DataLoader(data[2 * first :], batch_size=None)
+world = accelerator.num_processes
+data = torch.randn(12 * 2 * world * 8, 16, generator=torch.Generator().manual_seed(2))
+loader = torch.utils.data.DataLoader(data[first * 2 * world * 8 :], batch_size=8)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 with Recorder(model, optimizer, chain, step=first) as recorder:
     for batch in loader:
