@@ -5,7 +5,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from ckpt_codecs import CodecError
+from ckpt_codecs.native import library
 from cpu_levels import LEVELS, at_level
 from kernel_headers import read_prototypes
 
@@ -42,6 +45,18 @@ class Trials(dict[str, Maker]):
         for level in LEVELS:
             with at_level(level):
                 assert bits(run(self.family)) == expected, f"level {level}"
+
+    def refuse_bad_sizes(self, name: str) -> None:
+        """The kernel refuses each size that is negative or too large, whatever its other arguments are."""
+        kernel, types = getattr(self.family.kernels, name), self.prototypes[name].arguments
+        for bad in (-1, library.INT64(1 << 63).value, (1 << 28) + 1):
+            with pytest.raises(CodecError, match="sizes do not fit"):
+                kernel(*(None if kind == "pointer" else bad if kind == "i64" else 1 for kind in types))
+        _, arguments = self.arguments_of(name)
+        for i, kind in enumerate(types):
+            if kind == "i64":
+                with pytest.raises(CodecError, match="sizes do not fit"):
+                    kernel(*arguments[:i], -1, *arguments[i + 1 :])
 
     def arguments_of(self, name: str) -> tuple[Trial, tuple[Any, ...]]:
         """The arguments with which Python calls a kernel first, and the trial that keeps its arrays alive."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import oracle.stepping
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
-from ckpt_codecs.native import library, stepping
+from ckpt_codecs.native import stepping
 from kernel_trials import Engine, Trial, Trials
 
 TRIALS = Trials(stepping, oracle.stepping)
@@ -77,15 +77,7 @@ def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
-    kernel, types = getattr(stepping.kernels, name), PROTOTYPES[name].arguments
-    for bad in (-1, library.INT64(1 << 63).value, (1 << 28) + 1):
-        with pytest.raises(CodecError, match="sizes do not fit"):
-            kernel(*(None if kind == "pointer" else bad if kind == "i64" else 1 for kind in types))
-    _, arguments = TRIALS.arguments_of(name)
-    for i, kind in enumerate(types):
-        if kind == "i64":
-            with pytest.raises(CodecError, match="sizes do not fit"):
-                kernel(*arguments[:i], -1, *arguments[i + 1 :])
+    TRIALS.refuse_bad_sizes(name)
 
 
 def test_arrays_of_other_sizes_are_refused() -> None:

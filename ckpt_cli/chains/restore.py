@@ -34,10 +34,7 @@ def open_step(path: Path, step: int | None, options: Options) -> State:
     if named is not None:
         if step not in (None, named.step):
             raise NotFound(f"the path names another step than --step {step}", where=path, hint="Name one of them.")
-        chain = index.load(named.run / index.NAME)
-        if named.step is None:
-            step = states.last_step(named.run, chain) - named.back
-        path, step = named.run, named.step if step is None else step
+        path, step = named.run, states.step_of(index.load(named.run / index.NAME), named)
     if not (path / index.NAME).is_file():
         with work.reading_headers(path):
             checkpoint = open_checkpoint(path, options)

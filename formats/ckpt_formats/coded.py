@@ -22,7 +22,7 @@ from ckpt_codecs.scratch import borrow, lent
 from ckpt_formats.dtypes import DType
 from ckpt_formats.errors import Corrupt
 from ckpt_formats.files import Reader, Seal
-from ckpt_formats.geometry import Box, Shape, flat_boxes
+from ckpt_formats.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.tensor import Array, Blob, Range, Raw
 
 MOST_ELEMENTS = 1 << 22
@@ -198,7 +198,7 @@ class Coded:
 
     def read_into(self, out: Array, reader: Reader) -> None:
         store = self.store
-        first, last = _ends(self.box, store.shape)
+        first, last = flat_ends(self.box, store.shape)
         if last - first != self.box.size or not out.flags.c_contiguous:
             read_chunks(out, self.box, store.shape, store.chunk, lambda index: store.values(index, reader))
             return
@@ -239,18 +239,8 @@ def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callab
 
 def _touched(box: Box, shape: Shape, each: int) -> range:
     """The chunks among which all are that hold an element of the block."""
-    first, last = _ends(box, shape)
+    first, last = flat_ends(box, shape)
     return range(first // each, (last - 1) // each + 1) if box.size else range(0)
-
-
-def _ends(box: Box, shape: Shape) -> tuple[int, int]:
-    """From which to before which element of the tensor a block reaches, counted in C order."""
-    if not box.size:
-        return 0, 0
-    first = last = 0
-    for length, low, high in zip(shape, box.start, box.stop, strict=True):
-        first, last = first * length + low, last * length + high - 1
-    return first, last + 1
 
 
 def chunk_count(shape: Shape, chunk: Shape) -> int:

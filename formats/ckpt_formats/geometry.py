@@ -175,3 +175,13 @@ def slabs(shape: Shape, most: int) -> Iterator[Box]:
     for i in range(shape[0]):
         for box in slabs(shape[1:], most):
             yield Box((i, *box.start), (i + 1, *box.stop))
+
+
+def flat_ends(box: Box, shape: Shape) -> tuple[int, int]:
+    """From which to before which element of the tensor a block reaches, counted in C order."""
+    if not box.size:
+        return 0, 0
+    first = last = 0
+    for length, low, high in zip(shape, box.start, box.stop, strict=True):
+        first, last = first * length + low, last * length + high - 1
+    return first, last + 1

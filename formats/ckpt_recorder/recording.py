@@ -152,10 +152,6 @@ class RankRecording:
     def writer_pid(self) -> int:
         return self._link.pid
 
-    def check(self) -> None:
-        """Raise `WriterBroken` if the writer has failed."""
-        self._link.check()
-
     def close(self) -> str | None:
         """Let the writer end. Returns why something was not written; None if everything was."""
         self._link.close()

@@ -17,10 +17,9 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import States
+from ckpt_codecs.stepping import WEIGHTS, States
 from ckpt_formats.values import Value
 
-WEIGHTS = "param"
 MODULES = ("torch.optim.",)
 """Whose classes may be imported because a log names them."""
 

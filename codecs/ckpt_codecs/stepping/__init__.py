@@ -2,7 +2,7 @@
 
 from ckpt_codecs.stepping.adagrad import Adagrad
 from ckpt_codecs.stepping.adam import Adam
-from ckpt_codecs.stepping.base import VECTOR, OptimizerStep, States, whole_vectors
+from ckpt_codecs.stepping.base import VECTOR, WEIGHTS, OptimizerStep, States, whole_vectors
 from ckpt_codecs.stepping.deepspeed_cpu_adam import DEEPSPEED_VECTOR, DeepSpeedCpuAdam
 from ckpt_codecs.stepping.lion import Lion
 from ckpt_codecs.stepping.sgd import Sgd
@@ -10,6 +10,7 @@ from ckpt_codecs.stepping.sgd import Sgd
 __all__ = [
     "DEEPSPEED_VECTOR",
     "VECTOR",
+    "WEIGHTS",
     "Adagrad",
     "Adam",
     "DeepSpeedCpuAdam",

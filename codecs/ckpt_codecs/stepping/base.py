@@ -10,6 +10,7 @@ States = Mapping[str, Array]
 """The states of a tensor, or of a range of it, by torch's names: flat float32 arrays of one size."""
 
 WEIGHTS = "param"
+"""What the steps call the tensor that they step: the master, where there is one."""
 VECTOR = 8
 """Elements that torch's fused kernels for CPUs take at once; what is left at a tensor's end is rounded otherwise."""
 

@@ -23,7 +23,5 @@ class ChainFormat(Format):
         chain = index.load(path / index.NAME)
         if self._address is None and not chain.segments:
             return members.open_last(path, chain)
-        step = None if self._address is None else self._address.step
-        if step is None:
-            step = states.last_step(path, chain) - (0 if self._address is None else self._address.back)
+        step = states.step_of(chain, self._address or Address(path, None))
         return replace(states.open_state(path, chain, step), path=path)

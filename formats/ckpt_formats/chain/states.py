@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ckpt_formats.base import Checkpoint, identified
 from ckpt_formats.chain import members
+from ckpt_formats.chain.address import Address
 from ckpt_formats.chain.index import Chain, LoggedSteps, Member
 from ckpt_formats.errors import CkptError, Corrupt, NotFound
 from ckpt_formats.gradients.segment import Segment, open_segment
@@ -16,6 +17,11 @@ def last_step(run: Path, chain: Chain) -> int:
     if chain.segments:
         steps.append(open_steps(run, chain.segments[-1]).last)
     return max(steps)
+
+
+def step_of(chain: Chain, address: Address) -> int:
+    """The step that an address means. Raises as `last_step`."""
+    return last_step(address.run, chain) - address.back if address.step is None else address.step
 
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:

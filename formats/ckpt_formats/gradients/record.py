@@ -264,7 +264,7 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
 
 
 def _body_hash(file: int, begin: int, nbytes: int) -> int:
-    """The XXH3-64 of a range of the file; None if it is not all there."""
+    """The XXH3-64 of a range of the file, as far as it is there."""
     state, done = xxhash.xxh3_64(), 0
     while done < nbytes and (part := os.pread(file, min(nbytes - done, 1 << 22), begin + done)):
         state.update(part)

@@ -4,7 +4,6 @@ A chunk of all states is stepped from the first step to the one that is wanted w
 size takes the memory of a few chunks, and each stored byte is read once. Threads share what they have computed.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +15,13 @@ import numpy as np
 
 from ckpt_codecs import Codec, CodecError
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_codecs.stepping import OptimizerStep
+from ckpt_codecs.stepping import WEIGHTS, OptimizerStep
 from ckpt_formats.base import MASTER, MODEL, Parameter
 from ckpt_formats.coded import chunk_count
 from ckpt_formats.dtypes import DTYPES, DType
 from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box, Shape, flat_boxes
+from ckpt_formats.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.gradients.layout import CHUNK, ChunkRange, Piece, Vector
 from ckpt_formats.gradients.optimizers import step_of
 from ckpt_formats.gradients.record import MAX_CHUNK_OVERHEAD, Kind, Record, hash_values
@@ -30,8 +29,6 @@ from ckpt_formats.gradients.segment import Segment, Update
 from ckpt_formats.tensor import Array, Blob, Range, Raw
 
 FLOAT32 = DTYPES["float32"]
-WEIGHTS = "param"
-"""What the steps call the tensor that they step: the master, where there is one."""
 _MAX_CACHED = 64 << 20
 """Bytes of chunks that are not computed again."""
 
@@ -150,14 +147,15 @@ class SegmentReplay:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
     def _step(self, update: Update, group: int) -> OptimizerStep:
-        key = (update.optimizer, json.dumps(update.record.meta["groups"][group], sort_keys=True))
+        # Records with the same options share one list of them (`record.scan`), which lives as long as the segment.
+        key = (update.optimizer, id(update.record.meta["groups"]), group)
         if key not in self._steps:
             optimizer = self.segment.layout.optimizers[update.optimizer]
             self._steps[key] = step_of(optimizer, update.groups[group], self.segment.folder)
         return self._steps[key]
 
     @cached_property
-    def _steps(self) -> dict[tuple[int, str], OptimizerStep]:
+    def _steps(self) -> dict[tuple[int, int, int], OptimizerStep]:
         return {}
 
     def _start(self, rank: int, index: int, ranges: list[ChunkRange], size: int, reader: Reader) -> States:
@@ -169,7 +167,7 @@ class SegmentReplay:
                     self._decode(record, rank, index, states[name], reader)
             return states
         for one in ranges:
-            parameter = self._parameter(self.segment.layout.tensors[one.piece.tensor].name)
+            parameter = self.parameter(one.piece.tensor)
             optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
             for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
                 if blob is None:
@@ -180,14 +178,15 @@ class SegmentReplay:
                 Range(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
         return states
 
-    def _parameter(self, name: str) -> Parameter:
+    def parameter(self, number: int) -> Parameter:
+        """A tensor of the layout as it is where the steps begin. Raises `Corrupt` if it is not there."""
         assert self.start.parameters is not None
-        parameter = self.start.parameters.get(name)
-        shape = next(tensor.shape for tensor in self.segment.layout.tensors if tensor.name == name)
-        if parameter is None or parameter.weight.shape != shape:
+        tensor = self.segment.layout.tensors[number]
+        parameter = self.start.parameters.get(tensor.name)
+        if parameter is None or parameter.weight.shape != tensor.shape:
             raise Corrupt(
-                f"the log is of another model: the state at step {self.start.step} has no `{name}` of shape "
-                f"{list(shape)}",
+                f"the log is of another model: the state at step {self.start.step} has no `{tensor.name}` of shape "
+                f"{list(tensor.shape)}",
                 where=self.segment.folder,
             )
         return parameter
@@ -351,11 +350,6 @@ class ParameterReplay:
     def count(self) -> int:
         return chunk_count(self.shape, self.chunk)
 
-    @property
-    def steps(self) -> int:
-        """How many are done again."""
-        return self.segment.step - self.segment.start.step
-
     def flat_range(self, index: int) -> tuple[int, int]:
         """The elements that a chunk holds, counted in C order."""
         return index * CHUNK, min((index + 1) * CHUNK, prod(self.shape))
@@ -370,13 +364,9 @@ class ParameterReplay:
     def sources(self, box: Box) -> Iterator[Raw]:
         """The file ranges of the state where the log begins. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
-            for blob in _start_blobs(self.segment._parameter(self._name), tuple(self.aliases.values())).values():
+            for blob in _start_blobs(self.segment.parameter(self.tensor), tuple(self.aliases.values())).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()
-
-    @property
-    def _name(self) -> str:
-        return self.segment.segment.layout.tensors[self.tensor].name
 
     def _gathered(self, start: int, stop: int, reader: Reader) -> Array:
         out = np.empty((len(self.form), stop - start), np.float32)
@@ -395,7 +385,7 @@ class ParameterReplay:
     def _copy(self, rank: int, number: int, piece: Piece, common: Box, box: Box, out: Array, reader: Reader) -> None:
         """Fill of a block `box` what a piece has of the part `common`."""
         layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
-        low, high = _flat_ends(common.within(piece.box), block)
+        low, high = flat_ends(common.within(piece.box), block)
         low, high = max(low, piece.start), min(high, piece.stop)
         begin = layout.starts[number]
         while low < high:
@@ -414,11 +404,3 @@ class ParameterReplay:
                         target[both.within(box).index] = source[both.within(there).index]
                 offset += part.size
             low = end
-
-
-def _flat_ends(box: Box, shape: Shape) -> tuple[int, int]:
-    """From which to before which element, in C order, a block of a tensor reaches."""
-    first = last = 0
-    for length, low, high in zip(shape, box.start, box.stop, strict=True):
-        first, last = first * length + low, last * length + high - 1
-    return first, last + 1

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckpt_codecs.gradients import GRADIENT_CODECS
 from ckpt_formats.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.files import Reader, read_whole
 from ckpt_formats.gradients import layout as layouts
@@ -18,7 +19,7 @@ from ckpt_formats.typed_json import decode
 from ckpt_formats.values import Value
 
 FOLDER = "gradients-{:010d}"
-LOSSY = ("bf16", "int8")
+LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
 """Codecs that store gradients rounded."""
 _MAX_LAYOUT = 1 << 30
 _MAX_RANDOM = 1 << 24
@@ -54,7 +55,7 @@ class Segment:
     @cached_property
     def updates(self) -> tuple[tuple[tuple[Update, ...], ...], ...]:
         """By rank and by step, from the one after the first: the updates of that step. Whole steps only."""
-        return tuple(tuple(self._steps(log)) for log in self.logs)
+        return tuple(tuple(self._steps(rank)) for rank in range(len(self.logs)))
 
     @property
     def first(self) -> int:
@@ -156,7 +157,8 @@ class Segment:
         except (ValueError, RecursionError):
             raise Corrupt(f"step {record.step}: its random states are no JSON", where=path) from None
 
-    def _steps(self, log: RankLog) -> Iterator[tuple[Update, ...]]:
+    def _steps(self, rank: int) -> Iterator[tuple[Update, ...]]:
+        log = self.logs[rank]
         updates: list[Update] = []
         step = self.first + 1
         for record in log.records:
@@ -169,7 +171,7 @@ class Segment:
             part, count = self._part(record, log.path)
             if part != len(updates):
                 raise Corrupt(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
-            updates.append(self._update(record, log))
+            updates.append(self._update(record, rank))
             if len(updates) == count:
                 yield tuple(updates)
                 updates, step = [], step + 1
@@ -190,8 +192,8 @@ class Segment:
             raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
         return tuple(options)
 
-    def _update(self, record: Record, log: RankLog) -> Update:
-        rank = self.layout.ranks[self.logs.index(log)]
+    def _update(self, record: Record, number: int) -> Update:
+        rank, log = self.layout.ranks[number], self.logs[number]
         optimizer = record.meta.get("optimizer", 0)
         if not natural(optimizer):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)

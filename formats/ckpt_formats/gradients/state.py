@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 
 from ckpt_codecs.rounded import Rounded
+from ckpt_codecs.stepping import WEIGHTS
 from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
 from ckpt_formats.coded import read_chunks
 from ckpt_formats.dtypes import DTYPES, DType
@@ -15,7 +16,7 @@ from ckpt_formats.files import Reader
 from ckpt_formats.geometry import Box, Shape
 from ckpt_formats.gradients.layout import LoggedOptimizer, LoggedTensor
 from ckpt_formats.gradients.record import Kind, Record, hash_values
-from ckpt_formats.gradients.replay import FLOAT32, WEIGHTS, ParameterReplay, SegmentReplay, Start
+from ckpt_formats.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, Start
 from ckpt_formats.gradients.segment import LOSSY, Segment
 from ckpt_formats.naming import show
 from ckpt_formats.notices import Notice, Weight
