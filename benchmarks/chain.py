@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING
 
 from measure import Run, measure, medians, warm
 
-from ckpt_cli.chains.append import Anchors, append
-from ckpt_cli.chains.writing import Manner
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats import sealed_json
-from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
-from ckpt_formats.chain import index
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Held, Tensor
+from ckpt.chains.append import Anchors, append
+from ckpt.chains.write import Manner
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Held, Tensor
 from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.chain import file as index
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 WHOLE, FILE, WEIGHTS = "cp, DCP", "cp, torch file", "cp, weights"
 METADATA = {
     "ckpt, read_metadata": OPEN.format(
-        imports="from ckpt_formats.dcp.metadata import read_metadata", call="read_metadata(Path(sys.argv[1]))"
+        imports="from ckpt_formats.engines.dcp.metadata import read_metadata", call="read_metadata(Path(sys.argv[1]))"
     ),
     "pickle.load": OPEN.format(
         imports="import pickle, torch.distributed.checkpoint", call="pickle.load(open(sys.argv[1], 'rb'))"

@@ -36,12 +36,12 @@ from states import START, default_folder, state_path
 
 from ckpt_codecs import Change, DeltaCodec, Rounded, Step, delta_from_config
 from ckpt_codecs.delta import States
-from ckpt_codecs.deltas.parts import cut
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.coded import ENTRY, chunk_form
+from ckpt_codecs.deltas.chunk_parts import cut
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.universal.coded_state import chunk_shape
+from ckpt_formats.universal.chunked import ENTRY, chunk_form
+from ckpt_formats.universal.encode_state import chunk_shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")

@@ -138,7 +138,7 @@ def pairs_of_sparse_steps(old: Any, share: float) -> Iterator[Pair]:
 
 
 def pairs_of_ans_steps(old: Any) -> Iterator[Pair]:
-    tables = import_module("ckpt_codecs.deltas.tables")
+    tables = import_module("ckpt_codecs.deltas.residuals.ans_steps")
     before, after = halves(np.random.default_rng(3), 0.4, 6)
     which = deltas.exponent_buckets(before, 7, 106, 16).copy()
     yield (

@@ -34,8 +34,8 @@ from states import default_folder
 
 from ckpt_codecs.delta import Change, DeltaCodec, States, Step
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
-from ckpt_formats.coded import ENTRY
-from ckpt_formats.universal.coded_state import chunk_shape
+from ckpt_formats.universal.chunked import ENTRY
+from ckpt_formats.universal.encode_state import chunk_shape
 
 Array = np.ndarray[Any, Any]
 

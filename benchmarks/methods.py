@@ -21,10 +21,10 @@ from pcodec import ChunkConfig, standalone
 from ckpt_codecs import Codec, Rounded, best_for
 from ckpt_codecs.base import Bytes, room
 from ckpt_codecs.scratch import borrow
-from ckpt_formats.coded import ENTRY, chunk_form
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.universal.coded_state import chunk_shape
+from ckpt_formats.universal.chunked import ENTRY, chunk_form
+from ckpt_formats.universal.encode_state import chunk_shape
 
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
 PIECE = 4 << 20

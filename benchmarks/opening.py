@@ -31,7 +31,7 @@ print(json.dumps([seconds * 1e3, (status("VmHWM") - before) / 1e6, status("VmHWM
 """
 READERS = {
     "ckpt, open_file": OPEN.format(
-        imports="from ckpt_formats.torchfile import open_file", call="open_file(Path(sys.argv[1]))"
+        imports="from ckpt_formats.containers.torchfile import open_file", call="open_file(Path(sys.argv[1]))"
     ),
     "ckpt, open_checkpoint": OPEN.format(
         imports="from ckpt_formats.registry import *\n[*map(format_named, FORMATS)]",
@@ -47,8 +47,8 @@ def write(path: Path, nbytes: int) -> None:
     """A state dict of zeros by our own writer, which streams; runs of zeros are left as holes."""
     import numpy as np
 
-    from ckpt_formats.tensor import Held, Tensor
-    from ckpt_formats.torchfile import layout_file
+    from ckpt_formats.containers.torchfile import layout_file
+    from ckpt_formats.core.tensor import Held, Tensor
 
     zeros = np.zeros(nbytes // TENSORS // 4, np.float32)
     tree = {f"layers.{i // 10}.weight{i % 10}": Tensor.of(Held(zeros)) for i in range(TENSORS)}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_codecs.stepping import Adagrad, Adam, OptimizerStep, Sgd, whole_vectors
+from ckpt_codecs.optimizers import Adagrad, Adam, OptimizerStep, Sgd, whole_vectors
 
 CHUNK = 1 << 18
 """Elements of a chunk of a checkpoint: states are replayed so."""

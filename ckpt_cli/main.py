@@ -11,7 +11,7 @@ from importlib import import_module
 import click
 
 from ckpt_cli import notes
-from ckpt_formats.errors import (
+from ckpt_formats.core.errors import (
     BadRules,
     CkptError,
     Corrupt,
@@ -23,8 +23,8 @@ from ckpt_formats.errors import (
     Unsafe,
     Unsupported,
 )
-from ckpt_formats.naming import show
-from ckpt_formats.version import VERSION
+from ckpt_formats.core.text import show
+from ckpt_formats.core.version import VERSION
 
 COMMANDS = {
     "convert": "ckpt_cli.commands.convert:convert",

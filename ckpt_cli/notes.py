@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice, Weight, by_weight
+from ckpt_formats.core.notices import Notice, Weight, by_weight
+from ckpt_formats.core.text import show
 
 
 @dataclass

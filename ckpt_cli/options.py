@@ -59,7 +59,7 @@ class FloatType(click.ParamType[str]):
     name = "type"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, is_float
+        from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
 
         dtype = DTYPES.get(SHORT_NAMES.get(value, value))
         if dtype is None or not is_float(dtype):

@@ -9,23 +9,25 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ckpt_cli import notes, pipeline, report
+from ckpt import pipeline
+from ckpt.edits import Edits
+from ckpt.pipeline import Effort, Outcome
+from ckpt.sizes import delta_codecs, is_coded
+from ckpt_cli import notes
 from ckpt_cli.options import Cut, Reading
-from ckpt_cli.pipeline import Effort, Outcome
 from ckpt_cli.progress import on_terminal, progress, spoken
-from ckpt_cli.savings import delta_codecs, is_coded
-from ckpt_cli.selection import Edits
+from ckpt_cli.views import report
 from ckpt_codecs.native import library
-from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, WritableFormat
-from ckpt_formats.errors import BadRules, Unsupported
-from ckpt_formats.files import most_workers, read_whole
-from ckpt_formats.layout import Layout, Rule
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Options, WritableFormat
+from ckpt_formats.core.errors import BadRules, Unsupported
+from ckpt_formats.core.files import most_workers, read_whole
+from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.rules import read_rules
+from ckpt_formats.core.text import show
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.rules import read_rules
 from ckpt_formats.state_dicts.keys import STYLES
-from ckpt_formats.universal.delta import Delta
+from ckpt_formats.universal.delta_format import Delta
 
 _MOST_ORDER = 1 << 28
 """Bytes of a file of names."""
@@ -63,7 +65,7 @@ def layout_of(checkpoint: Checkpoint, reading: Reading) -> Layout:
     if checkpoint.layout.rules:
         return checkpoint.layout
     if checkpoint.origin.engine == "megatron":
-        from ckpt_formats.megatron.rules import layout_of as megatron_layout_of
+        from ckpt_formats.engines.megatron.shared.rules import layout_of as megatron_layout_of
 
         return megatron_layout_of(checkpoint, rules_of(reading))
     return Layout(rules_of(reading))

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_codecs import CODECS
-from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
-from ckpt_formats.coding import LEVELS, Coding
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.files import Reader
-from ckpt_formats.tensor import Array, Held, Tensor, read
-from ckpt_formats.transfer import Transfer
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.encoding import LEVELS, Coding
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import Array, Held, Tensor, read
+from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal
 
 HERE = Path(__file__).resolve().parent

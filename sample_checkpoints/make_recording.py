@@ -29,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_cli.main import run as command
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_codecs.stepping import whole_vectors
-from ckpt_formats.chain import index
-from ckpt_formats.chain.index import Chain, LoggedSteps
-from ckpt_formats.geometry import Box
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
-from ckpt_formats.gradients.record import FileHead, Kind, hash_values, record_parts
-from ckpt_formats.gradients.segment import rank_file
-from ckpt_formats.tensor import Array
-from ckpt_formats.typed_json import encode
+from ckpt_codecs.optimizers import whole_vectors
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
+from ckpt_formats.universal.gradients.segment import rank_file
 
 TARGET = Path(__file__).resolve().parent / "recorded-v1"
 BASE, LAST = 3, 6

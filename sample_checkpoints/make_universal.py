@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.tensor import Array, Held, Tensor
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.tensor import Array, Held, Tensor
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
 
 HERE = Path(__file__).resolve().parent
 NAME = "universal-v1"

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckpt_codecs import Codec, FirstMoment, Integers, Planes, SecondMoment, Zstd
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from held import FLOATS, STORABLE, array
 
 CHUNKED: list[Codec] = [Planes(), FirstMoment(), SecondMoment(), Integers(), Zstd()]

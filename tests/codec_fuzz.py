@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckpt_codecs import Codec, CodecError, FirstMoment, Integers, Planes, SecondMoment, Zstd
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, Case, cases
 
 LARGE = [0xFFFFFFFF, 0x80000000, 0x7FFFFFFF, 1 << 24, 65536, 255, 1, 0]

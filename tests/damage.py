@@ -24,8 +24,8 @@ from typing import Any
 import xxhash
 
 from ckpt_cli.main import run
-from ckpt_formats.files import Reader
-from ckpt_formats.torchfile import open_file, reading_chunks, write_file
+from ckpt_formats.containers.torchfile import open_file, reading_chunks, write_file
+from ckpt_formats.core.files import Reader
 
 SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
 

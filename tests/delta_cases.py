@@ -8,8 +8,8 @@ import numpy as np
 from ckpt_codecs import DeltaCodec
 from ckpt_codecs.delta import Change, States, Step
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from held import FLOATS, STORABLE, array
 
 F32, F16, BF16 = DTYPES["float32"], DTYPES["float16"], DTYPES["bfloat16"]

@@ -8,8 +8,8 @@ import numpy as np
 from ckpt_codecs import DeltaCodec
 from ckpt_codecs.delta import Change
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 
 GOLDEN = Path(__file__).parent / "golden_deltas"
 

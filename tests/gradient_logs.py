@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_codecs.stepping import Adam
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.chain import index, states
-from ckpt_formats.chain.index import Chain, LoggedSteps
-from ckpt_formats.geometry import Box
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
-from ckpt_formats.gradients.record import FileHead, Kind, hash_values, record_parts
-from ckpt_formats.gradients.segment import rank_file
-from ckpt_formats.tensor import Array, read
-from ckpt_formats.typed_json import encode
+from ckpt_codecs.optimizers import Adam
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
+from ckpt_formats.universal.gradients.segment import rank_file
 
 SHAPES = {"w": (3, 4), "b": (5,), "v": (2, 3, 2)}
 OPTIONS: list[dict[str, Any]] = [

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ckpt_formats.base import Checkpoint, Group, Origin, Parameter, Role
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS, DType, is_float
-from ckpt_formats.geometry import Box, Shape
-from ckpt_formats.tensor import Array, Fragment, Held, Raw, Tensor, read
-from ckpt_formats.values import Value
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter, Role
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType, is_float
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Array, Fragment, Held, Raw, Tensor, read
+from ckpt_formats.core.values import Value
 
 STORABLE = [DTYPES[name] for name in SAFETENSORS_TAGS]
 """Every element type that a safetensors file, and so the universal format, can hold."""
@@ -179,7 +179,7 @@ def everything(seed: int = 0) -> Checkpoint:
 
 def plain(value: Any) -> Any:
     """A value in a form in which `==` compares types and bits too."""
-    from ckpt_formats.values import Record, StdDict
+    from ckpt_formats.core.values import Record, StdDict
 
     if isinstance(value, (np.ndarray, np.generic)):
         return type(value).__name__, value.dtype.str, value.shape, value.tobytes()

@@ -6,8 +6,8 @@ import numpy as np
 
 from ckpt_codecs.delta import Change, DeltaCodec, States
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from held import array
 
 LOSSY: list[DeltaCodec] = [

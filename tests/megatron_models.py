@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import Rounded
-from ckpt_formats.base import Checkpoint, Group, Origin, Parameter
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.geometry import Shape
-from ckpt_formats.tensor import Array
-from ckpt_formats.values import Global, Record, TensorName, Value
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.values import Global, Record, TensorName, Value
 from held import array, checkpoint, parameter
 
 F32 = DTYPES["float32"]

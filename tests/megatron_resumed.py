@@ -6,9 +6,9 @@ from typing import Any
 
 from click.testing import CliRunner
 
+from ckpt.pipeline import check_sound, check_whole
 from ckpt_cli.main import cli
-from ckpt_cli.pipeline import check_sound, check_whole
-from ckpt_formats.base import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import detect, open_checkpoint
 from megatron_jobs.kinds import KINDS
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_formats.files import Reader
-from ckpt_formats.torchfile import open_file, reading_chunks, write_file
+from ckpt_formats.containers.torchfile import open_file, reading_chunks, write_file
+from ckpt_formats.core.files import Reader
 
 State = Mapping[str, Any]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_formats.base import MASTER, MODEL, Checkpoint
-from ckpt_formats.tensor import Array, read
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
+from ckpt_formats.core.tensor import Array, read
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "maximize", "amsgrad")
 

@@ -31,11 +31,12 @@ import torch._dynamo  # which the first step of an optimizer would import in eac
 import xxhash
 from torch import distributed, nn
 
-from ckpt_formats.chain import folder, index, states
-from ckpt_formats.errors import CkptError, NotFound
-from ckpt_formats.gradients.record import HEAD
-from ckpt_formats.gradients.segment import Segment, rank_file
-from ckpt_formats.tensor import read
+from ckpt_formats.core.errors import CkptError, NotFound
+from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.gradients.record import HEAD
+from ckpt_formats.universal.gradients.segment import Segment, rank_file
 from ckpt_recorder import Recorder
 from damage import ckpt
 

@@ -14,23 +14,23 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ckpt_cli.chains.append import Anchors, append
-from ckpt_cli.chains.restore import open_step
-from ckpt_cli.chains.writing import Manner
-from ckpt_cli.pipeline import Effort, copy
+from ckpt.chains.append import Anchors, append
+from ckpt.chains.restore import open_step
+from ckpt.chains.write import Manner
+from ckpt.pipeline import Effort, copy
 from ckpt_codecs import NotApplicable, from_config
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
-from ckpt_formats.base import Checkpoint, Goal, Group, Options, Origin
-from ckpt_formats.chain import folder as chain_folder
-from ckpt_formats.chain import index
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.files import Reader
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import read
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.coded_state import CHUNK
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import folder as chain_folder
+from ckpt_formats.universal.encode_state import CHUNK
 from damage import ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.chain import index
 from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from engines import launch
 from held import contents

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.chains import restore as restoring
-from ckpt_formats.chain import index
+from ckpt.chains import restore as restoring
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from held import contents
 from killing import interrupted, killed, points, spread

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.chain import index
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from held import contents
 from killing import killed, points, spread

@@ -15,19 +15,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from ckpt_cli.chains.append import Anchors, append
-from ckpt_cli.chains.restore import open_step
-from ckpt_cli.chains.writing import Manner
-from ckpt_cli.pipeline import Effort, copy
+from ckpt.chains.append import Anchors, append
+from ckpt.chains.restore import open_step
+from ckpt.chains.write import Manner
+from ckpt.pipeline import Effort, copy
 from ckpt_codecs.base import Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
 from ckpt_codecs.registry import DELTA_CODECS
-from ckpt_formats.base import Checkpoint, Goal, Group, Options, Origin
-from ckpt_formats.chain import index
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import Array, read
 from ckpt_formats.universal import manifest
+from ckpt_formats.universal.chain import file as index
 from damage import UNSUPPORTED, Ran, ckpt
 from held import bits, checkpoint, contents, parameter, plain
 from lossy_states import BF16, training

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Goal, Options, Parameter
-from ckpt_formats.geometry import Box
-from ckpt_formats.tensor import Fragment, Held, Tensor
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Goal, Options, Parameter
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Fragment, Held, Tensor
 from ckpt_formats.universal import Universal
 from held import checkpoint, everything, flip, parameter
 

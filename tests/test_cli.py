@@ -18,8 +18,8 @@ from click import Context
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli, exit_code
 from ckpt_cli.options import Cut, Reading
 from ckpt_cli.work import goal_of
-from ckpt_formats import errors
-from ckpt_formats.errors import CkptError
+from ckpt_formats.core import errors
+from ckpt_formats.core.errors import CkptError
 from damage import HOSTILE_NAMES, SAMPLES, ckpt
 
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))

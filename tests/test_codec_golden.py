@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import CODECS, Codec, Rounded, from_config
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 
 GOLDEN = sorted((Path(__file__).parent / "golden_codecs").glob("*.npz"))

@@ -10,11 +10,11 @@ import pytest
 
 import oracle.chunks
 from ckpt_codecs import Codec, CodecError, FirstMoment, Integers, Planes, SecondMoment, from_config
-from ckpt_codecs.kinds import DIGITS as DIGITS_KIND
-from ckpt_codecs.kinds import HUF0
-from ckpt_codecs.kinds import RUNS as RUNS_KIND
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_codecs.format_ids import DIGITS as DIGITS_KIND
+from ckpt_codecs.format_ids import HUF0
+from ckpt_codecs.format_ids import RUNS as RUNS_KIND
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from codec_arrays import CHUNKED, F32, Case
 from codec_fuzz import fuzz, mutations, seeds, survives
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import ckpt_codecs
 from ckpt_codecs import CODECS, Codec, CodecError, Integers, Planes, SecondMoment, Zstd, best_for, from_config, parse
-from ckpt_codecs.rounded import Rounded
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_codecs.lossless.rounded import Rounded
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from codec_arrays import CHUNKED, F32, Case, cases
 from effort import examples
 from held import FLOATS, STORABLE, array, arrays, bits

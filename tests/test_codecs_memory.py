@@ -16,8 +16,8 @@ import pytest
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
 from ckpt_codecs.base import room
 from ckpt_codecs.scratch import give, lent, take
-from ckpt_formats.files import Reader
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, cases
 from held import bits
 

@@ -14,22 +14,22 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli import savings
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
+from ckpt import sizes as savings
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
 from ckpt_codecs import best_for
-from ckpt_formats.base import Checkpoint, Goal, Options, Parameter
-from ckpt_formats.coded import Coded, chunk_count, chunk_form
-from ckpt_formats.coding import LEVELS, Coding
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt, Unsupported
-from ckpt_formats.files import Reader, settle
-from ckpt_formats.geometry import Box
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.encoding import LEVELS, Coding
+from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
+from ckpt_formats.core.files import Reader, settle
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array, Decoded, Raw, Tensor, read
+from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Array, Decoded, Raw, Tensor, read
-from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.coded_state import CHUNK, Choice, chunk_shape, write_coded
+from ckpt_formats.universal.chunked import Coded, chunk_count, chunk_form
+from ckpt_formats.universal.encode_state import CHUNK, Choice, chunk_shape, write_coded
 from damage import SAMPLES, content_id
 from held import STORABLE, array, bits, boxes, checkpoint, contents, everything, flip, folder, parameter, tensor
 
@@ -195,7 +195,7 @@ def coded(draw: st.DrawFn, at: Path) -> tuple[Tensor, Array]:
         out.write(b"behind")
     file = {"parameters/a.safetensors": state}
     entry = manifest.Entry("w", "parameter", next(iter(file)), 0, "", {"param": state})
-    from ckpt_formats.universal import stored_states
+    from ckpt_formats.universal import read_states as stored_states
 
     return stored_states.read_states(at / "states", entry)["param"], values
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt_formats import sealed_json
-from ckpt_formats.files import Reader
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.containers.torchfile import StorageView, open_file, reading_chunks, write_file
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import Held, Tensor
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.torchfile import StorageView, open_file, reading_chunks, write_file
 from ckpt_formats.universal import manifest
 from damage import BROKEN, SAMPLES, UNSAFE, Ran, ckpt
 from held import contents

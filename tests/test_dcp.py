@@ -17,21 +17,21 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
-from ckpt_formats.dcp import DCP
-from ckpt_formats.dcp.cut import Mesh, blocks
-from ckpt_formats.dcp.items import Items
-from ckpt_formats.dcp.metadata import Item
-from ckpt_formats.dcp.nesting import flattened
-from ckpt_formats.dcp.objects import Objects
-from ckpt_formats.errors import CkptError, NotFound, Unsupported
-from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box
-from ckpt_formats.layout import Rule
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Degrees, Goal, Options
+from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.dcp import DCP
+from ckpt_formats.engines.dcp.balance import Mesh, blocks
+from ckpt_formats.engines.dcp.items import Items
+from ckpt_formats.engines.dcp.metadata import Item
+from ckpt_formats.engines.dcp.nesting import flattened
+from ckpt_formats.engines.dcp.objects import Objects
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
-from ckpt_formats.tensor import read
 from ckpt_formats.universal import Universal
 from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state
 from held import array, bits, checkpoint, contents, everything, folder, parameter, plain, tensor

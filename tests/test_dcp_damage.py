@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Degrees, Goal
-from ckpt_formats.dcp import DCP
-from ckpt_formats.errors import CkptError
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Degrees, Goal
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.engines.dcp import DCP
 from ckpt_formats.registry import open_checkpoint
 from damage import Ran, ckpt
 from dcp_states import loaded, save, state

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_cli.selection import cast
-from ckpt_formats.base import MODEL, Checkpoint, Degrees, Goal, Options
-from ckpt_formats.errors import Corrupt, Incomplete
+from ckpt.edits import cast
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Degrees, Goal, Options
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, StateKeys
-from ckpt_formats.tensor import read
-from ckpt_formats.values import TensorName, Value
 from torch_jobs import launch
 from torch_jobs.kinds import KINDS, TRAININGS, Kind
 from torch_values import as_torch, same

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_formats.base import Options
-from ckpt_formats.dcp.metadata import FORMS, Item, read_metadata
-from ckpt_formats.errors import CkptError
-from ckpt_formats.layout import Rule
+from ckpt_formats.containers.torchfile import Formed, load_pickle
+from ckpt_formats.core.checkpoint import Options
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Record
+from ckpt_formats.engines.dcp.metadata import FORMS, Item, read_metadata
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.torchfile import Formed, load_pickle
-from ckpt_formats.values import Record
 from dcp_states import save
 from held import folder
 

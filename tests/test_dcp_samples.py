@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Checkpoint, Goal
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal
+from ckpt_formats.core.tensor import read
+from ckpt_formats.detection.unread_files import BESIDE
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import read
-from ckpt_formats.unread import BESIDE
 
 SAMPLES = sorted(path for path in (Path(__file__).parents[1] / "sample_checkpoints").glob("dcp-*"))
 

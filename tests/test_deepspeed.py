@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_formats.base import MASTER, MODEL, Parameter
-from ckpt_formats.deepspeed.carried import carry
-from ckpt_formats.deepspeed.one_run import check_one_run
-from ckpt_formats.deepspeed.pipeline import find_pipeline
-from ckpt_formats.deepspeed.rules import rules_of
-from ckpt_formats.deepspeed.states import check_options
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt
-from ckpt_formats.geometry import Box
-from ckpt_formats.layout import Placed
-from ckpt_formats.tensor import Array, Tensor
-from ckpt_formats.torchfile import TorchFile, open_file
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Placed
+from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.engines.deepspeed.consistency import check_one_run
+from ckpt_formats.engines.deepspeed.extras import carry
+from ckpt_formats.engines.deepspeed.optimizer_states import check_options
+from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
+from ckpt_formats.engines.deepspeed.rules import rules_of
 from held import lay
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Origin
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
-from ckpt_formats.layout import Rule
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.containers.torchfile import open_file
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Origin
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, format_named, open_checkpoint, writable
-from ckpt_formats.tensor import read
-from ckpt_formats.torchfile import open_file
 from damage import SAMPLES, ckpt
 from held import checkpoint, parameter
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Goal
-from ckpt_formats.errors import Corrupt
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import Goal
+from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.registry import open_checkpoint, writable
 from engines import launch
 from engines.kinds import KINDS, Kind

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MASTER, MODEL, Checkpoint, Goal
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import read
 from engines.kinds import EVERY_KIND, KINDS
 from torch_values import same
 

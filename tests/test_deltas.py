@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import CodecError, DeltaCodec, best_for
 from ckpt_codecs.delta import Change, Step
-from ckpt_codecs.deltas.halves import encode_halves
-from ckpt_codecs.deltas.spans import MANTISSA
+from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
+from ckpt_codecs.deltas.residuals.float16 import encode_halves
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
 from effort import examples

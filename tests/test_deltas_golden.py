@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_codecs.deltas.parts import cut
+from ckpt_codecs.deltas.chunk_parts import cut
 from cpu_levels import LEVELS, at_level
 from delta_golden import GOLDEN, golden
 

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt_codecs import CodecError, DeltaCodec
 from ckpt_codecs.delta import Change
-from ckpt_codecs.deltas import kinds
-from ckpt_codecs.deltas.rare import decode as decode_rare
+from ckpt_codecs.deltas import format_ids as kinds
+from ckpt_codecs.deltas.residuals.old_sparse import decode as decode_rare
 from ckpt_codecs.native.deltas import write_rows
 from ckpt_codecs.registry import delta_from_config
 from delta_cases import BF16, DELTAS, F32, decoded

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_codecs.delta import Change, Step
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from delta_cases import decoded, fitted
 from held import bits
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli.differences import Choice, Differences, Histogram, Pair, Sums, chosen, compare, paired, sums_of
-from ckpt_cli.differences.groups import grouped, layer_of, role_of
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Goal, Group, Origin
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import NotFound
+from ckpt.compare import Choice, Differences, Histogram, Pair, Sums, chosen, compare, paired, sums_of
+from ckpt.compare.groups import grouped, layer_of, role_of
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import NotFound
 from ckpt_formats.registry import writable
 from damage import SAMPLES, ckpt
 from held import FLOATS, SHAPES, array, checkpoint, everything, parameter

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Goal
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Goal
 from ckpt_formats.registry import writable
 from damage import NOT_FOUND, OUTPUT, SAMPLES, ckpt
 from held import checkpoint, everything, parameter
@@ -173,8 +173,8 @@ def test_a_difference_too_large_for_a_number_is_null_in_the_page(tmp_path: Path)
 
 
 def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
-    from ckpt_cli.differences import compare, paired
-    from ckpt_cli.differences.page import page_of
+    from ckpt.compare import compare, paired
+    from ckpt_cli.views.diff_page import page_of
 
     source = everything()
     lossy = replace(source, path=pair[1], losses={("layers.0.w", "fp32"): {"largest": 1e-3}})

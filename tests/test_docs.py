@@ -11,17 +11,17 @@ import click
 import numpy as np
 import pytest
 
-from ckpt_cli.checks import examine
+from ckpt.edits import cast
+from ckpt.pipeline import Effort, copy, plan
+from ckpt.verify import examine
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
-from ckpt_cli.pipeline import Effort, copy, plan
-from ckpt_cli.selection import cast
 from ckpt_formats import registry
-from ckpt_formats.base import Goal, WritableFormat
-from ckpt_formats.errors import Unsafe, Unsupported
-from ckpt_formats.layout import Rule
+from ckpt_formats.core.checkpoint import Goal, WritableFormat
+from ckpt_formats.core.errors import Unsafe, Unsupported
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import read_rules
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import FORMATS, ONLY_READ, detect, format_named, open_checkpoint, writable
-from ckpt_formats.rules import read_rules
-from ckpt_formats.tensor import read
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -119,7 +119,7 @@ def test_help_names_the_formats_that_can_be_written():
 
 def test_every_module_has_its_place_in_the_architecture():
     told = (DOCS / "architecture.md").read_text("utf-8")
-    for package in ("ckpt_cli", "formats/ckpt_formats", "codecs/ckpt_codecs"):
+    for package in ("ckpt_cli", "formats/ckpt", "formats/ckpt_formats", "codecs/ckpt_codecs"):
         for path in sorted((ROOT / package).iterdir()):
             name = path.stem if path.suffix == ".py" else path.name
             if not name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").exists()):

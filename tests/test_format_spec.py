@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_cli.selection import cast
+from ckpt.edits import cast
+from ckpt.pipeline import Effort, copy
 from ckpt_codecs import from_config
-from ckpt_formats.base import Checkpoint, Goal, Group, Origin, Parameter
-from ckpt_formats.coding import Coding
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.tensor import Held, Tensor, read
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import Held, Tensor, read
-from ckpt_formats.typed_json import encode
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName
 from universal_reader import ITEMSIZE, TAGS, UniversalReader
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,16 +20,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt_cli.checks import examine
+from ckpt.pipeline import Effort, check_whole
+from ckpt.verify import examine
 from ckpt_cli.main import cli
-from ckpt_cli.pipeline import Effort, check_whole
-from ckpt_formats.base import Checkpoint, Options
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.fsdp_ranks import FsdpRanks
+from ckpt_formats.containers.torchfile import TensorRef, open_file
+from ckpt_formats.core.checkpoint import Checkpoint, Options
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Global, Record, Size
+from ckpt_formats.engines.fsdp_ranks import FsdpRanks
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.torchfile import TensorRef, open_file
-from ckpt_formats.values import Global, Record, Size
 from effort import examples
 from rank_files import edit, rows, spread, write
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
-from ckpt_formats.errors import CkptError, Unsupported
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import read
 from rank_jobs import launch
 from rank_jobs.kinds import KINDS, Kind
 from torch_values import same

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from ckpt_formats.errors import Unsafe
-from ckpt_formats.fsdp_ranks.dtensor import DTensor, gather
-from ckpt_formats.fsdp_ranks.mesh import Mesh
-from ckpt_formats.fsdp_ranks.placement import Placement, Spec, cut, cut_first
-from ckpt_formats.geometry import Box, missing, overlaps
-from ckpt_formats.tensor import read
-from ckpt_formats.torchfile import open_file
+from ckpt_formats.containers.torchfile import open_file
+from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.geometry import Box, missing, overlaps
+from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, gather
+from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
+from ckpt_formats.engines.fsdp_ranks.placement import Placement, Spec, cut, cut_first
 
 
 @st.composite

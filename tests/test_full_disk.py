@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.torchfile import write_file
+from ckpt_formats.containers.torchfile import write_file
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Held, Tensor
 from damage import SAMPLES, ckpt
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats.geometry import Box, Shape, flat_boxes, missing, overlaps, slab, slabs
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab, slabs
 from held import boxes, cuts, shapes
 
 SMALL: list[Shape] = [(), (0,), (1,), (4,), (2, 3), (3, 0), (0, 2), (2, 2, 2), (1, 3, 2)]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Goal, Origin
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Origin
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.tensor import Decoded, read
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import Decoded, read
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
 from held import plain
 
 SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
@@ -170,7 +170,7 @@ def test_it_has_one_of_everything(golden: Checkpoint) -> None:
             look(inner)
 
     look(json.loads((GOLDEN / manifest.NAME).read_text())["extras"])
-    from ckpt_formats.typed_json import _READERS
+    from ckpt_formats.containers.typed_json import _READERS
 
     assert kinds == set(_READERS)
 

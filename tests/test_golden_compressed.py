@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import xxhash
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort
+from ckpt.pipeline import Effort
+from ckpt.verify import examine
 from ckpt_codecs import CODECS
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.coded import Coded
-from ckpt_formats.coding import LEVELS
-from ckpt_formats.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.core.encoding import LEVELS
+from ckpt_formats.core.tensor import Decoded, Raw, read
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Decoded, Raw, read
 from ckpt_formats.universal import manifest
+from ckpt_formats.universal.chunked import Coded
 from damage import SAMPLES
 
 GOLDEN = SAMPLES / "universal-v2"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import Codec, CodecError, NotApplicable
 from ckpt_codecs.base import Array, room
+from ckpt_codecs.format_ids import BLOCKS, MAGNITUDES, MULTIPLES, PLANES, RAW, SAME, SPARSE
 from ckpt_codecs.gradients import (
     GRADIENT_CODECS,
     Bfloat16Gradients,
@@ -23,7 +24,6 @@ from ckpt_codecs.gradients import (
     gradient_codec,
 )
 from ckpt_codecs.gradients.magnitudes import encode_magnitudes
-from ckpt_codecs.kinds import BLOCKS, MAGNITUDES, MULTIPLES, PLANES, RAW, SAME, SPARSE
 from ckpt_codecs.native import lossless
 from ckpt_codecs.native.gradients import BLOCK
 from codec_fuzz import mutations

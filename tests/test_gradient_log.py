@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats import sealed_json
-from ckpt_formats.chain import index
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound
-from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.layout import (
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import (
     ALONE,
     CHUNK,
     EXACTNESS,
@@ -33,8 +33,8 @@ from ckpt_formats.gradients.layout import (
     RankLayout,
     Vector,
 )
-from ckpt_formats.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
-from ckpt_formats.gradients.segment import open_segment, rank_file
+from ckpt_formats.universal.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
+from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from damage import BROKEN, NOT_FOUND, OUTPUT, UNSAFE, UNSUPPORTED, ckpt
 from effort import TIMES
 from gradient_logs import Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
@@ -412,7 +412,7 @@ def _assert_true_values(run: Path, log: Log, what: str) -> None:
 
 
 def states_last(run: Path) -> int:
-    from ckpt_formats.chain import states
+    from ckpt_formats.universal.chain import states
 
     return states.last_step(run, index.load(run / index.NAME))
 
@@ -542,7 +542,7 @@ def _reindexed(parts: list[Any], directory: bytes) -> list[Any]:
     """A record with another directory, under hashes that fit."""
     import xxhash
 
-    from ckpt_formats.gradients.record import HEAD
+    from ckpt_formats.universal.gradients.record import HEAD
 
     fields = list(HEAD.unpack(bytes(parts[0])))
     fields[7] = xxhash.xxh3_64_intdigest(bytes(parts[1]) + directory)

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, check_whole, copy
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Options, Parameter
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.hf import beside
-from ckpt_formats.hf.order import numbered_only
+from ckpt.pipeline import Effort, check_whole, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options, Parameter
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.tensor import Held, Tensor, read
+from ckpt_formats.core.values import Global, Record, TensorName
+from ckpt_formats.engines.hf import side_files as beside
+from ckpt_formats.engines.hf.parameter_order import numbered_only
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import Held, Tensor, read
-from ckpt_formats.values import Global, Record, TensorName
 from held import bits, checkpoint, flip, parameter
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "float32"}

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, check_whole, copy
-from ckpt_cli.selection import cast
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
+from ckpt.edits import cast
+from ckpt.pipeline import Effort, check_whole, copy
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Record, TensorName
 from ckpt_formats.names import table_for
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import read
-from ckpt_formats.values import Record, TensorName
 from engines import launch
 from hf_jobs.models import MODELS, STEPS
 from trained import once

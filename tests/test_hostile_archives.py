@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_formats.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckpt_formats.files import Reader, crc32, holds
-from ckpt_formats.tensor import read
-from ckpt_formats.torchfile import TensorRef, open_file, tensor_of
+from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
+from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.files import Reader, crc32, holds
+from ckpt_formats.core.tensor import read
 
 Typed = (Corrupt, Unsafe, Unsupported)
 

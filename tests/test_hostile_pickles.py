@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_formats import torchfile
-from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
-from ckpt_formats.torchfile import interpreter, load_pickle, open_file, tensor_of
-from ckpt_formats.values import Global, Record
+from ckpt_formats.containers import torchfile
+from ckpt_formats.containers.torchfile import load_pickle, open_file, tensor_of
+from ckpt_formats.containers.torchfile import pickle_reader as interpreter
+from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.values import Global, Record
 
 Typed = (Corrupt, Unsafe, Unsupported)
 FORMATS = Path(torchfile.__file__).parents[2]
@@ -611,8 +612,8 @@ def test_no_claim_of_a_length_takes_memory(tmp_path: Path) -> None:
     (tmp_path / "attacks").write_bytes(pickle.dumps(attacks))
     code = (
         "import ast, resource, struct, sys\n"
-        "from ckpt_formats.errors import CkptError\n"
-        "from ckpt_formats.torchfile import load_pickle\n"
+        "from ckpt_formats.core.errors import CkptError\n"
+        "from ckpt_formats.containers.torchfile import load_pickle\n"
         f"attacks = load_pickle(open({str(tmp_path / 'attacks')!r}, 'rb').read())\n"
         "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (now + (200 << 20),) * 2)\n"

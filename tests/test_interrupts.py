@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ckpt_cli.interrupts import deferred, heeding
+from ckpt.interrupts import deferred, heeding
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

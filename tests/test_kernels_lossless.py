@@ -15,7 +15,7 @@ import oracle.huffman
 import oracle.planes
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
-from ckpt_codecs.kinds import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
 from ckpt_codecs.native import library, lossless
 from cpu_levels import LEVELS, at_level
 from kernel_trials import Engine, Trial, Trials

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import oracle.moments
 import oracle.symbol_coder
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossy import lattice
+from ckpt_codecs.lossy import log_levels as lattice
 from ckpt_codecs.native import lossy
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 from effort import examples
 from held import bits

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import NotFound
+from ckpt_formats.containers.torchfile import write_file
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.tensor import Held, Tensor
 from ckpt_formats.registry import detect
-from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.torchfile import write_file
 from damage import ckpt
 from killing import killed, points, spread
 

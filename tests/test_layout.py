@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import BadRules, Corrupt
-from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box
-from ckpt_formats.layout import How, Layout, Placed, Rule, lengths, merge, place, split
-from ckpt_formats.rules import rule_set
-from ckpt_formats.tensor import Array, Tensor, c_strides, read
-from ckpt_formats.transfer import Transfer
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import BadRules, Corrupt
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import How, Layout, Placed, Rule, lengths, merge, place, split
+from ckpt_formats.core.rules import rule_set
+from ckpt_formats.core.tensor import Array, Tensor, c_strides, read
+from ckpt_formats.core.transfer import Transfer
 from held import array, bits, lay, tensor
 
 RANKS = [1, 2, 3, 4]

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from ckpt_codecs import NotApplicable
 from ckpt_codecs.delta import Change, DeltaCodec, States, Step
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure, symbols
+from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure
+from ckpt_codecs.lossy import symbol_coder as symbols
 from ckpt_codecs.lossy.basis import Basis
+from ckpt_codecs.lossy.error_stats import Loss
 from ckpt_codecs.lossy.logarithm import log2
-from ckpt_codecs.lossy.loss import Loss
 from ckpt_codecs.registry import delta_from_config, parse_delta
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 from effort import examples
 from held import bits

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from ckpt_codecs.delta import Change, Form
-from ckpt_codecs.lossy import forms
-from ckpt_codecs.lossy.sections import Pieces
+from ckpt_codecs.lossy import state_types as forms
+from ckpt_codecs.lossy.byte_reader import Pieces
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 
 GOLDEN = sorted((Path(__file__).parent / "golden_lossy").glob("*.npz"))

@@ -7,8 +7,9 @@ import pytest
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import Change
-from ckpt_codecs.lossy import LcCheckpoint, Subspace, symbols
-from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.lossy import LcCheckpoint, Subspace
+from ckpt_codecs.lossy import symbol_coder as symbols
+from ckpt_codecs.lossy.byte_reader import Pieces, piece
 from lossy_fuzz import Seed, fuzz, of_seed, seeds, survives
 from lossy_states import F32, LOSSY
 

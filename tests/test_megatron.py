@@ -12,22 +12,22 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_cli.main import cli
-from ckpt_formats.base import Options
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.geometry import Box
-from ckpt_formats.layout import Rule
-from ckpt_formats.megatron import MegatronLegacy
-from ckpt_formats.megatron.buffers import Item, fill, fit
-from ckpt_formats.megatron.dist_model import named
-from ckpt_formats.megatron.dist_optimizer import unflattened
-from ckpt_formats.megatron.names import Naming
-from ckpt_formats.megatron.stages import drawn, even, uneven
-from ckpt_formats.megatron.whole import Held as RankHeld
-from ckpt_formats.megatron.whole import copies
+from ckpt_formats.core.checkpoint import Options
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import read_rules
+from ckpt_formats.core.tensor import Fragment, Held, Tensor, read
+from ckpt_formats.engines.megatron import MegatronLegacy
+from ckpt_formats.engines.megatron.dist.model import named
+from ckpt_formats.engines.megatron.dist.optimizer import unflattened
+from ckpt_formats.engines.megatron.shared.buffers import Item, fill, fit
+from ckpt_formats.engines.megatron.shared.merge import Held as RankHeld
+from ckpt_formats.engines.megatron.shared.merge import copies
+from ckpt_formats.engines.megatron.shared.names import Naming
+from ckpt_formats.engines.megatron.shared.stages import drawn, even, uneven
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.rules import read_rules
-from ckpt_formats.tensor import Fragment, Held, Tensor, read
 from held import array, tensor
 from megatron_files import cut, whole, write
 

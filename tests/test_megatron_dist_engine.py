@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.dcp.metadata import read_metadata
-from ckpt_formats.tensor import read
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.dcp.metadata import read_metadata
 from held import bits
 from megatron_jobs.kinds import KINDS
 from megatron_jobs.launch import resume

@@ -14,19 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_cli import pipeline
-from ckpt_cli.pipeline import Effort
-from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Parameter
-from ckpt_formats.dcp.metadata import read_metadata
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Unsupported
-from ckpt_formats.geometry import Box
-from ckpt_formats.layout import Rule
-from ckpt_formats.megatron import MegatronDist
+from ckpt import pipeline
+from ckpt.pipeline import Effort
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Record
+from ckpt_formats.core.views import Pile
+from ckpt_formats.engines.dcp.metadata import read_metadata
+from ckpt_formats.engines.megatron import MegatronDist
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.tensor_views import Pile
-from ckpt_formats.values import Record
 from effort import examples
 from held import array, bits, boxes, folder, parameter, plain, tensor
 from megatron_models import EACH_FAMILY, args_of, model

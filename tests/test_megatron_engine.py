@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, check_sound, check_whole
-from ckpt_formats.base import Checkpoint, Options
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt.pipeline import Effort, check_sound, check_whole
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import Checkpoint, Options
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
 from megatron_jobs.kinds import KINDS, Kind
 from megatron_jobs.truth import read_truth
 
@@ -172,6 +172,6 @@ def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
 
 
 def test_reading_needs_none_of_the_options(megatron_folder: Path) -> None:
-    from ckpt_formats.megatron import MegatronLegacy
+    from ckpt_formats.engines.megatron import MegatronLegacy
 
     assert MegatronLegacy().read(megatron_folder / "llama" / "legacy" / "iter_0000002", Options()).origin.step == 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Degrees, Goal
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import read
 from held import bits
 from megatron_files import loaded
 from megatron_jobs.launch import resume

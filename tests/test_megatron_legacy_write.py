@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Checkpoint, Degrees, Goal
-from ckpt_formats.errors import BadRules, CkptError, Corrupt, Unsupported
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal
+from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
-from ckpt_formats.tensor import read
 from effort import examples
 from held import contents, folder, parameter, plain
 from megatron_files import loaded, write

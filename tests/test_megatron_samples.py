@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort
-from ckpt_formats.base import Checkpoint
+from ckpt.pipeline import Effort
+from ckpt.verify import examine
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
 from damage import BROKEN, ckpt
 
 FOLDER = Path(__file__).parents[1] / "sample_checkpoints"

@@ -6,19 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_formats.base import MODEL, Group, Origin
-from ckpt_formats.layout import Layout
-from ckpt_formats.megatron.arguments import Arguments, Parallel
-from ckpt_formats.megatron.carried import EXTRA_STATE
-from ckpt_formats.megatron.distributed_optimizer import buckets_of
-from ckpt_formats.megatron.local import Place
-from ckpt_formats.megatron.new_optimizer import NewOptimizer
-from ckpt_formats.megatron.origin import origin_of
-from ckpt_formats.megatron.rank_items import RankItems
-from ckpt_formats.megatron.rules import layout_of
-from ckpt_formats.megatron.stages import Stages
-from ckpt_formats.megatron.target import Target
-from ckpt_formats.values import Global, Record
+from ckpt_formats.core.checkpoint import MODEL, Group, Origin
+from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.values import Global, Record
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.distributed_optimizer import buckets_of
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
+from ckpt_formats.engines.megatron.shared.origin import origin_of
+from ckpt_formats.engines.megatron.shared.rules import layout_of
+from ckpt_formats.engines.megatron.shared.split import Place
+from ckpt_formats.engines.megatron.shared.stages import Stages
+from ckpt_formats.engines.megatron.shared.write_extras import RankItems
+from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer
 from held import checkpoint, parameter
 
 

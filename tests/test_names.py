@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import Box
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array, Held, Tensor, read
 from ckpt_formats.names import table_for, tables
-from ckpt_formats.names.shipped import parse
+from ckpt_formats.names.tables import parse
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
 from ckpt_formats.names.views import strided, unstacked
-from ckpt_formats.tensor import Array, Held, Tensor, read
 from held import boxes, shapes
 
 SIZES = Sizes(heads=6, groups=2, vocabulary=10, padded_vocabulary=16)

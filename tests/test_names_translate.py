@@ -13,21 +13,21 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.pipeline import check_whole
+from ckpt.rename import renamed
 from ckpt_cli.main import cli
-from ckpt_cli.pipeline import check_whole
-from ckpt_cli.renaming import renamed
-from ckpt_formats.base import MASTER, Checkpoint, Group, Parameter
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Group, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names import naming_of, table_for, tables, to_core, to_hf, to_legacy, to_megatron
 from ckpt_formats.names.architecture import Architecture, Scaling
-from ckpt_formats.names.arguments import ARGUMENTS, of_arguments
 from ckpt_formats.names.config import CONFIG, of_config, to_config
 from ckpt_formats.names.family import pattern_of
-from ckpt_formats.names.made_arguments import to_arguments, updated
+from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments
+from ckpt_formats.names.to_arguments import to_arguments, updated
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Array, read
-from ckpt_formats.values import Record, Value
 from effort import examples
 from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor
 from megatron_files import LLAMA, whole, write

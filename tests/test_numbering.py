@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckpt_formats.geometry import Shape
-from ckpt_formats.numbering import is_state_of
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.state_dicts.parameter_order import is_state_of
 
 
 @pytest.mark.parametrize(

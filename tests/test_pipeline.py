@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_cli.executors import results
-from ckpt_cli.pipeline import Effort, Outcome, check_whole, copy, plan
-from ckpt_cli.staging import staging
-from ckpt_formats.base import MODEL, Checkpoint, Format, Goal, Group, Options, Part, Receipt, WritableFormat
-from ckpt_formats.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
-from ckpt_formats.geometry import Box
-from ckpt_formats.plain_torch import PlainTorch
+from ckpt.executors import results
+from ckpt.pipeline import Effort, Outcome, check_whole, copy, plan
+from ckpt.staging import staging
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Goal, Group, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.engines.safetensors import Safetensors
+from ckpt_formats.engines.torch_save import PlainTorch
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.safetensors import Safetensors
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.transfer import Transfer
 from ckpt_formats.universal import Universal
 from held import checkpoint, contents, everything, flip, lay, parameter
 
@@ -459,7 +459,7 @@ def test_until_it_is_committed_nobody_takes_it_for_a_checkpoint(name: str, tmp_p
 
 
 def _reader():  # type: ignore[no-untyped-def]
-    from ckpt_formats.files import Reader
+    from ckpt_formats.core.files import Reader
 
     return Reader()
 

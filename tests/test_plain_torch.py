@@ -12,16 +12,16 @@ import torch
 from hypothesis import example, given
 from torch import nn
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Parameter
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt, NotFound
-from ckpt_formats.files import Reader
-from ckpt_formats.plain_torch import PlainTorch
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Options, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import TensorName, Value
+from ckpt_formats.engines.torch_save import PlainTorch
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import TensorName, Value
 from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
 from typed_values import values
 

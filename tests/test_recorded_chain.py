@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_formats.chain import folder, index
-from ckpt_formats.gradients.segment import open_segment, rank_file
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder, resume
 from damage import ckpt
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from ckpt_formats.base import Parameter
-from ckpt_formats.chain import index, states
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.record import Kind
-from ckpt_formats.tensor import read
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.record import Kind
 from damage import SAMPLES, ckpt
 
 GOLDEN = SAMPLES / "recorded-v1"

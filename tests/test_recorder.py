@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_formats.base import MODEL, Checkpoint
-from ckpt_formats.chain import index, states
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.tensor import read
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import states
 from ckpt_recorder import Recorder, RecorderWarning, resume
 
 STEPS = 6

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_formats.chain import index, states
-from ckpt_formats.gradients.record import Kind
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.gradients.record import Kind
 from damage import ckpt
 from recorded import differences
 from recording_jobs import launch

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_formats.chain import folder, index, states
-from ckpt_formats.errors import CkptError, Locked, OutputError, Unsupported
-from ckpt_formats.tensor import read
+from ckpt_formats.core.errors import CkptError, Locked, OutputError, Unsupported
+from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import folder, states
 from ckpt_recorder import Recorder, RecorderWarning, link, segments
 from ckpt_recorder.recording import RankRecording
 from ckpt_recorder.writer import Orders, OrdersEnd

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_cli.pipeline import Effort, copy
+from ckpt.pipeline import Effort, copy
 from ckpt_codecs import Rounded
-from ckpt_formats.base import Checkpoint, Degrees, Goal, Group, Options, Origin, Parameter
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import BadRules
+from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Options, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.core.values import Value
 from ckpt_formats.registry import open_checkpoint, writable
-from ckpt_formats.tensor import Array, read
-from ckpt_formats.torchfile import TensorRef, open_file, tensor_of
-from ckpt_formats.values import Value
 from damage import SAMPLES, ckpt
 from effort import examples
 from engines import launch

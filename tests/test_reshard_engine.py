@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Degrees, Goal
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import Degrees, Goal
 from ckpt_formats.registry import open_checkpoint, writable
 from engines import launch
 from engines.cuts import VOCABULARY

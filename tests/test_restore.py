@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_cli.chains.log import accuracy
-from ckpt_formats.chain import index
+from ckpt_cli.views.chain_log import accuracy
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.universal import manifest
+from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from dcp_states import loaded
 from held import contents

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.errors import BadRules, NotFound, Unsafe
-from ckpt_formats.layout import Rule
-from ckpt_formats.megatron.rules import SETS
-from ckpt_formats.rules import read_rules, rule_set, safe_pattern, shipped
+from ckpt_formats.core.errors import BadRules, NotFound, Unsafe
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import read_rules, rule_set, safe_pattern, shipped
+from ckpt_formats.engines.megatron.shared.rules import SETS
 
 GOOD = {
     "match = 'a'": Rule("a"),

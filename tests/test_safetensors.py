@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
-from ckpt_cli.pipeline import Effort, copy, plan
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Options
-from ckpt_formats.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
+from ckpt.pipeline import Effort, copy, plan
+from ckpt_formats.containers.safetensors import Slot, header_bytes, read_header
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options
+from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
+from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.safetensors import INDEX, Safetensors
 from ckpt_formats.registry import detect, open_checkpoint
-from ckpt_formats.safetensors import INDEX, Safetensors
-from ckpt_formats.safetensors_file import Slot, header_bytes, read_header
-from ckpt_formats.tensor import read
 from held import SHAPES, STORABLE, array, arrays, checkpoint, contents, everything, folder, parameter
 
 EFFORT = Effort(2, 1 << 20)
@@ -357,7 +357,7 @@ def test_a_target_that_is_a_file_is_one_file_however_large(tmp_path: Path) -> No
     st.integers(0, 3000),
 )
 def test_a_header_keeps_the_room_it_was_given(pairs: list[tuple[str, str]], room: int) -> None:
-    from ckpt_formats.dtypes import DTYPES
+    from ckpt_formats.core.dtypes import DTYPES
 
     slots = [Slot(name, DTYPES[tag], (0,), 0) for name, tag in pairs if name != "__metadata__"]
     room = room // 64 * 64

@@ -12,20 +12,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli.staging import staging
-from ckpt_formats.base import Receipt
-from ckpt_formats.errors import Corrupt, NotFound
-from ckpt_formats.files import (
-    Evidence,
-    Kind,
-    Reader,
-    Seal,
-    crc32,
-    crc32_combine,
-    holds,
-    settle,
-    write_sealed,
-)
+from ckpt.staging import staging
+from ckpt_formats.core.checkpoint import Receipt
+from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.files import Evidence, Kind, Reader, Seal, crc32, crc32_combine, holds, settle, write_sealed
 from held import flip, folder
 
 KINDS: list[Kind] = ["crc32", "xxh3-128"]

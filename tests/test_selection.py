@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli.pipeline import Effort, check_whole, copy
-from ckpt_cli.selection import cast, model_only, only
-from ckpt_formats.base import MASTER, MODEL, Goal, Options
-from ckpt_formats.dtypes import DTYPES, SHORT_NAMES, is_float
-from ckpt_formats.errors import BadRules, NotFound, Unsafe, Unsupported
-from ckpt_formats.tensor import read
+from ckpt.edits import cast, model_only, only
+from ckpt.pipeline import Effort, check_whole, copy
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Goal, Options
+from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
+from ckpt_formats.core.errors import BadRules, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Value
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import Value
 from held import bits, contents, everything, folder
 
 SOURCE = everything()

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
-from ckpt_codecs.stepping import (
+from ckpt_codecs.optimizers import (
     DEEPSPEED_VECTOR,
     Adagrad,
     Adam,

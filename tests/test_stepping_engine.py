@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_codecs.stepping import DeepSpeedCpuAdam, whole_vectors
+from ckpt_codecs.optimizers import DeepSpeedCpuAdam, whole_vectors
 from engines import launch
 from engines.kinds import COMPILER
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.flat import Piece, tensor_in
-from ckpt_formats.geometry import Shape
-from ckpt_formats.tensor import Array, Tensor, read
-from ckpt_formats.tensor_views import Pile, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Array, Tensor, read
+from ckpt_formats.core.views import Pile, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
 from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
 
 

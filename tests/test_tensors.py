@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_codecs import Rounded
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt, NotFound
-from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box, Shape, slab
-from ckpt_formats.tensor import (
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape, slab
+from ckpt_formats.core.tensor import (
     Array,
     Decoded,
     Fragment,
@@ -30,8 +30,8 @@ from ckpt_formats.tensor import (
     packed,
     read,
 )
-from ckpt_formats.transfer import Transfer
-from ckpt_formats.universal.coded_state import flat
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.universal.encode_state import flat
 from held import FLOATS, SHAPES, STORABLE, array, arrays, bits, boxes, folder, lay, placements, scattered, tensor
 
 

@@ -21,12 +21,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt_formats import torchfile
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt, NotFound, OutputError, Unsupported
-from ckpt_formats.files import Reader, holds
-from ckpt_formats.tensor import Held, Tensor, read
-from ckpt_formats.torchfile import (
+from ckpt_formats.containers import torchfile
+from ckpt_formats.containers.torchfile import (
     Storage,
     StorageView,
     TensorRef,
@@ -38,7 +34,11 @@ from ckpt_formats.torchfile import (
     tensor_of,
     write_file,
 )
-from ckpt_formats.values import Global, Record, Size, StdDict, Value
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
+from ckpt_formats.core.files import Reader, holds
+from ckpt_formats.core.tensor import Held, Tensor, read
+from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 from effort import examples
 
 SAMPLES = Path(__file__).parents[2] / "shared" / "samples"
@@ -484,7 +484,7 @@ def sample_files() -> Iterator[Path]:
 def test_every_sample_opens_without_torch_being_imported() -> None:
     code = (
         "import sys\n"
-        "from ckpt_formats.torchfile import open_file\n"
+        "from ckpt_formats.containers.torchfile import open_file\n"
         "files = sys.stdin.read().splitlines()\n"
         "for file in files: open_file(file).seals()\n"
         "loaded = {'torch', 'pickle', '_pickle', 'deepspeed', 'zipfile'} & set(sys.modules)\n"

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from ckpt_formats.base import Checkpoint, Origin
-from ckpt_formats.dcp.nesting import flattened
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import BadRules, Corrupt
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import BadRules, Corrupt
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import TensorName
+from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.state_dicts.keys import STYLES, StateKeys, keys_of
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.state_dicts.record import KEY
 from ckpt_formats.state_dicts.write import added_options, state_tree
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.values import TensorName
 from held import array, checkpoint, contents, everything, parameter, plain, tensor
 
 F32 = DTYPES["float32"]
@@ -73,7 +73,7 @@ def test_without_our_record_scripts_find_masters_counters_and_groups(keys: State
 
 
 def checkpoint_of(one: Tensor) -> Checkpoint:
-    from ckpt_formats.base import Parameter
+    from ckpt_formats.core.checkpoint import Parameter
 
     return checkpoint([Parameter("one", "parameter", {"param": one})])
 
@@ -199,7 +199,7 @@ def test_a_damaged_record_is_an_error(broken: str) -> None:
 
 def test_options_are_added_for_adam_of_other_engines_alone() -> None:
     moments = {"param": array(F32, (2,)), "exp_avg": array(F32, (2,)), "exp_avg_sq": array(F32, (2,))}
-    from ckpt_formats.base import Group
+    from ckpt_formats.core.checkpoint import Group
     from held import parameter
 
     group = Group({"lr": 0.1, "amsgrad": True}, ("w",))

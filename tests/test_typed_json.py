@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
-from ckpt_formats.typed_json import decode, encode
-from ckpt_formats.values import Global, Record, TensorName, Value
+from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.values import Global, Record, TensorName, Value
 from held import array, plain
 from typed_values import HALVES, values
 

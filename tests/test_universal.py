@@ -18,17 +18,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpt_cli.checks import examine
-from ckpt_cli.pipeline import Effort, copy
+from ckpt.pipeline import Effort, copy
+from ckpt.verify import examine
 from ckpt_codecs import Rounded
-from ckpt_formats import sealed_json
-from ckpt_formats.base import MODEL, Checkpoint, Goal, Group, Options, Origin, Parameter
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Options, Origin, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.tensor import Decoded, Raw, Tensor, read
+from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Decoded, Raw, Tensor, read
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.values import Global, Record, TensorName, Value
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 
 EFFORT = Effort(1, 1 << 20)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from ckpt_formats.tensor import Array, Tensor, read
+from ckpt_formats.core.tensor import Array, Tensor, read
 
 
 def as_torch(array: Array) -> torch.Tensor:

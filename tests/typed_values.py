@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.values import Global, Record, Size, StdDict, TensorName, Value
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from held import array
 
 HALVES = "\ud83d\ude00"

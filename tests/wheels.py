@@ -64,7 +64,7 @@ def check(wheel: Path, platform: str) -> str:
         assert [n for n in names if Path(n).suffix in (".so", ".dylib", ".dll", ".pdb", ".lib")] == [library]
         assert not [n for n in names if Path(n).suffix in (".c", ".h")]
         assert not [n for n in names if n.startswith("kernels/")]
-        assert {"ckpt_cli/main.py", "ckpt_formats/version.py", "ckpt_codecs/native/library.py"} <= set(names)
+        assert {"ckpt_cli/main.py", "ckpt_formats/core/version.py", "ckpt_codecs/native/library.py"} <= set(names)
         data = archive.read(library)
     first, offset, machine = FORMATS[platform]
     assert data.startswith(first)

@@ -62,12 +62,12 @@ def compact(
     """
     from pathlib import Path
 
+    from ckpt.chains import compact as compacting
+    from ckpt.chains.append import Anchors
+    from ckpt.chains.compact import Retention
+    from ckpt.chains.write import Manner
     from ckpt_cli import work
-    from ckpt_cli.chains import compact as compacting
-    from ckpt_cli.chains.append import Anchors
-    from ckpt_cli.chains.compact import Retention
-    from ckpt_cli.chains.writing import Manner
-    from ckpt_formats.chain import index
+    from ckpt_formats.universal.chain import file as index
 
     run, anchors = Path(chain), Anchors(anchor_every)
     retention = Retention(keep, gradients, upto)

@@ -3,7 +3,7 @@
 import click
 
 from ckpt_cli.options import Place, PlacesCommand, Reading, accept_doubts, as_json, common, effort, no_lock, reading
-from ckpt_formats.coding import LEVELS
+from ckpt_formats.core.encoding import LEVELS
 
 
 @click.command(cls=PlacesCommand)
@@ -61,8 +61,9 @@ def compress(
     """
     from pathlib import Path
 
-    from ckpt_cli import compression, notes, work
-    from ckpt_formats.base import Goal
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import compress as compression
+    from ckpt_formats.core.checkpoint import Goal
 
     checkpoint = work.open_source(source, reading, accept_doubts)
     notes.note(*checkpoint.notices)

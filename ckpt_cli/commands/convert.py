@@ -108,9 +108,12 @@ def convert(
     """
     from pathlib import Path
 
-    from ckpt_cli import notes, pipeline, renaming, report, work
-    from ckpt_cli.selection import Edits
-    from ckpt_formats.base import Goal
+    from ckpt import pipeline
+    from ckpt import rename as renaming
+    from ckpt.edits import Edits
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import report
+    from ckpt_formats.core.checkpoint import Goal
     from ckpt_formats.registry import writable
 
     checkpoint = work.open_source(source, reading, accept_doubts)

@@ -39,7 +39,8 @@ def decompress(
     """
     from pathlib import Path
 
-    from ckpt_cli import compression, notes, work
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import compress as compression
 
     checkpoint = work.open_source(source, reading)
     notes.note(*checkpoint.notices)

@@ -8,7 +8,7 @@ from ckpt_cli.delta_options import Writing, check_together, writing
 from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, no_lock, reading
 
 if TYPE_CHECKING:
-    from ckpt_cli.pipeline import Effort
+    from ckpt.pipeline import Effort
 
 
 @click.command(cls=PlacesCommand)
@@ -84,14 +84,16 @@ def diff(
     """
     from pathlib import Path
 
-    from ckpt_cli import notes, report, work
-    from ckpt_cli.differences import Choice, chosen, compare, page, paired
-    from ckpt_cli.differences.facts import facts
-    from ckpt_cli.differences.report import as_text, note_differences
-    from ckpt_cli.pipeline import check_whole
+    from ckpt.compare import Choice, chosen, compare, paired
+    from ckpt.compare.to_json import facts
+    from ckpt.pipeline import check_whole
+    from ckpt_cli import notes, work
     from ckpt_cli.progress import progress
-    from ckpt_formats.identity import check_unchanged
-    from ckpt_formats.notices import Weight
+    from ckpt_cli.views import diff_page as page
+    from ckpt_cli.views import report
+    from ckpt_cli.views.diff import as_text, note_differences
+    from ckpt_formats.core.identity import check_unchanged
+    from ckpt_formats.core.notices import Weight
 
     check_together(writing, click.get_current_context())
     if writing.asked:
@@ -127,7 +129,7 @@ def _write(first: str, second: str | None, writing: Writing, effort: "Effort", r
     from pathlib import Path
 
     from ckpt_cli import work
-    from ckpt_cli.chains import diffing
+    from ckpt_cli.views import append as diffing
 
     if writing.into is not None:
         if second is not None:

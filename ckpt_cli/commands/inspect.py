@@ -23,7 +23,8 @@ def inspect(path: str, depth: int | None, extras: bool, reading: Reading, as_jso
       ckpt inspect run --depth 2
       ckpt inspect run --json | jq '.parameters[].name'
     """
-    from ckpt_cli import notes, picture, work
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import inspect as picture
 
     checkpoint = work.open_source(path, reading)
     notes.note(*checkpoint.notices)

@@ -24,10 +24,9 @@ def log(chain: str, as_json: bool) -> None:
     """
     from pathlib import Path
 
-    from ckpt_cli import report
-    from ckpt_cli.chains import segments
-    from ckpt_cli.chains.log import lines, to_json
-    from ckpt_formats.chain import index
+    from ckpt_cli.views import report, segments
+    from ckpt_cli.views.chain_log import lines, to_json
+    from ckpt_formats.universal.chain import file as index
 
     found = index.read(Path(chain))
     logged = segments.open_all(Path(chain), found)

@@ -58,7 +58,11 @@ def reshard(
     """
     from pathlib import Path
 
-    from ckpt_cli import notes, picture, pipeline, renaming, report, work
+    from ckpt import pipeline
+    from ckpt import rename as renaming
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import inspect as picture
+    from ckpt_cli.views import report
     from ckpt_formats.registry import detect, writable
 
     format = writable(format_name or detect(Path(source)).name)

@@ -57,8 +57,10 @@ def restore(
     """
     from pathlib import Path
 
-    from ckpt_cli import notes, pipeline, report, work
-    from ckpt_cli.chains import restore as restoring
+    from ckpt import pipeline
+    from ckpt.chains import restore as restoring
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import report
     from ckpt_formats.registry import writable
 
     format = writable(format_name)

@@ -22,7 +22,8 @@ def rules(path: str, reading: Reading, as_json: bool) -> None:
       ckpt rules run/iter_0001000 --rules mine.toml
       ckpt rules run --json | jq '.parameters[] | select(.rule == null)'
     """
-    from ckpt_cli import notes, rule_table, work
+    from ckpt_cli import notes, work
+    from ckpt_cli.views import rules as rule_table
 
     checkpoint = work.open_source(path, reading)
     notes.note(*checkpoint.notices)

@@ -31,7 +31,8 @@ def verify(path: str, replay: bool, workers: int | None, memory: int, reading: R
     """
     from pathlib import Path
 
-    from ckpt_cli import verification, work
+    from ckpt_cli import work
+    from ckpt_cli.views import verify as verification
 
     if not verification.verify(Path(path), reading, work.effort_of(workers, memory), replay, as_json):
         raise SystemExit(20)

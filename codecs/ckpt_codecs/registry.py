@@ -10,12 +10,12 @@ from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.deltas.difference import Difference
 from ckpt_codecs.deltas.replay import Replay
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.general import Zstd
-from ckpt_codecs.integers import Integers
+from ckpt_codecs.lossless.float_planes import Planes
+from ckpt_codecs.lossless.integers import Integers
+from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
+from ckpt_codecs.lossless.rounded import Rounded
+from ckpt_codecs.lossless.zstd import Zstd
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
-from ckpt_codecs.moments import FirstMoment, SecondMoment
-from ckpt_codecs.planes import Planes
-from ckpt_codecs.rounded import Rounded
 
 _Kind = TypeVar("_Kind", Codec, DeltaCodec)
 

@@ -8,28 +8,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_formats.errors import CkptError, NotFound, Unsupported
-from ckpt_formats.gc_pause import gc_paused
-from ckpt_formats.naming import PARTIAL, show
+from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.core.gc_pause import gc_paused
+from ckpt_formats.core.text import PARTIAL, show
 
 if TYPE_CHECKING:
-    from ckpt_formats.base import Checkpoint, Format, Options, WritableFormat
-    from ckpt_formats.notices import Notice
+    from ckpt_formats.core.checkpoint import Checkpoint, Format, Options, WritableFormat
+    from ckpt_formats.core.notices import Notice
 
 FORMATS: dict[str, str] = {
     "universal": "ckpt_formats.universal:Universal",
-    "chain": "ckpt_formats.chain.format:ChainFormat",
-    "deepspeed-universal": "ckpt_formats.deepspeed_universal:DeepSpeedUniversal",
-    "megatron": "ckpt_formats.megatron:MegatronDist",
-    "megatron-legacy": "ckpt_formats.megatron:MegatronLegacy",
-    "deepspeed": "ckpt_formats.deepspeed:DeepSpeed",
-    "torchtune": "ckpt_formats.torchtune:Torchtune",
-    "hf": "ckpt_formats.hf:HuggingFace",
-    "fsdp-ranks": "ckpt_formats.fsdp_ranks:FsdpRanks",
-    "dcp": "ckpt_formats.dcp:DCP",
-    "safetensors": "ckpt_formats.safetensors:Safetensors",
-    "torch": "ckpt_formats.plain_torch:PlainTorch",
-    "torch-folder": "ckpt_formats.torch_folder:TorchFolder",
+    "chain": "ckpt_formats.universal.chain.format:ChainFormat",
+    "deepspeed-universal": "ckpt_formats.engines.deepspeed.universal:DeepSpeedUniversal",
+    "megatron": "ckpt_formats.engines.megatron:MegatronDist",
+    "megatron-legacy": "ckpt_formats.engines.megatron:MegatronLegacy",
+    "deepspeed": "ckpt_formats.engines.deepspeed:DeepSpeed",
+    "torchtune": "ckpt_formats.engines.torchtune:Torchtune",
+    "hf": "ckpt_formats.engines.hf:HuggingFace",
+    "fsdp-ranks": "ckpt_formats.engines.fsdp_ranks:FsdpRanks",
+    "dcp": "ckpt_formats.engines.dcp:DCP",
+    "safetensors": "ckpt_formats.engines.safetensors:Safetensors",
+    "torch": "ckpt_formats.engines.torch_save:PlainTorch",
+    "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }
 ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
 """What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
@@ -50,7 +50,7 @@ def format_named(name: str) -> "Format":
 
 def writable(name: str) -> "WritableFormat":
     """The format of this name, for writing. Raises `Unsupported` if it can only be read."""
-    from ckpt_formats.base import WritableFormat
+    from ckpt_formats.core.checkpoint import WritableFormat
 
     format = format_named(name)
     if not isinstance(format, WritableFormat):
@@ -71,11 +71,11 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     """
     from dataclasses import replace
 
-    from ckpt_formats.base import Options, SavedAs, identified
-    from ckpt_formats.lacking_states import check_states
-    from ckpt_formats.one_of_several import check_alone, check_whole_of_meta, parts_unread
-    from ckpt_formats.torchfile import check_repeated
-    from ckpt_formats.unread import unread
+    from ckpt_formats.containers.torchfile import check_repeated
+    from ckpt_formats.core.checkpoint import Options, SavedAs, identified
+    from ckpt_formats.core.missing_states import check_states
+    from ckpt_formats.detection.shard_alone import check_alone, check_whole_of_meta, parts_unread
+    from ckpt_formats.detection.unread_files import unread
 
     if is_file := path.is_file():
         check_alone(path)
@@ -102,7 +102,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
 
 def _read(located: "_Located", options: "Options") -> "Checkpoint":
     """The checkpoint, and what a trainer around its engine left beside it."""
-    from ckpt_formats.hf.around import with_run_around
+    from ckpt_formats.engines.hf.trainer_files import with_run_around
 
     found = located.format.read(located.path, options)
     of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
@@ -119,7 +119,7 @@ class _Located(NamedTuple):
 
 def _located(path: Path) -> _Located:
     """The checkpoint that is meant by a path. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
-    from ckpt_formats.parents import find_inside
+    from ckpt_formats.detection.parents import find_inside
 
     if (state := _state_of_chain(path)) is not None:
         return state
@@ -141,8 +141,8 @@ def _state_of_chain(path: Path) -> _Located | None:
     """What `run.chain@1234` names."""
     if "@" not in path.name:
         return None
-    from ckpt_formats.chain.address import parse
-    from ckpt_formats.chain.format import ChainFormat
+    from ckpt_formats.universal.chain.address import parse
+    from ckpt_formats.universal.chain.format import ChainFormat
 
     address = parse(path)
     return None if address is None else _Located(address.run, ChainFormat(address))
@@ -150,7 +150,7 @@ def _state_of_chain(path: Path) -> _Located | None:
 
 def _check_folders(found: "Checkpoint", located: _Located) -> None:
     """Raises `Incomplete` if files were read from a folder in which another engine has left its traces."""
-    from ckpt_formats.traces import check_traces, names_in
+    from ckpt_formats.detection.traces import check_traces, names_in
 
     folders = dict.fromkeys(shard.path.parent for shard in found.shards)
     for folder in [folder for folder in folders if folder != located.path][:_MOST_FOLDERS]:
@@ -159,7 +159,7 @@ def _check_folders(found: "Checkpoint", located: _Located) -> None:
 
 
 def _of_file(path: Path) -> "Format":
-    from ckpt_formats.foreign import check_file
+    from ckpt_formats.detection.foreign import check_file
 
     check_file(path)
     format = _first(path)
@@ -170,7 +170,7 @@ def _of_file(path: Path) -> "Format":
 
 def _of_folder(path: Path) -> "Format | None":
     """The format of a folder. Raises `Incomplete` if it is what is left of a checkpoint of another."""
-    from ckpt_formats.traces import check_around, check_traces, names_in
+    from ckpt_formats.detection.traces import check_around, check_traces, names_in
 
     format, names = _first(path), set(names_in(path))
     check_traces(path, names, None if format is None else format.name)
@@ -208,8 +208,8 @@ def _check_there(path: Path) -> None:
 
 def _unknown(path: Path) -> CkptError:
     """The error for a folder that no format knows, by what it holds."""
-    from ckpt_formats.foreign import check_folder
-    from ckpt_formats.traces import check_run, names_in
+    from ckpt_formats.detection.foreign import check_folder
+    from ckpt_formats.detection.traces import check_run, names_in
 
     names = names_in(path)
     try:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import Box
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box
 from ckpt_recorder.run import LocalPiece, TrackedRun, TrackedTensor, dtype_name, names_of
 
 

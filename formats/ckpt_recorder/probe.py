@@ -15,11 +15,11 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
-from ckpt_formats.errors import CkptError, Unsupported
-from ckpt_formats.gradients.layout import Exactness, LoggedOptimizer
-from ckpt_formats.gradients.optimizers import METHODS, step_of
-from ckpt_formats.values import Value
+from ckpt_codecs.optimizers import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
+from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
+from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """Elements of the tensors that are tried: around whole SIMD vectors, and more than a thread's share."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_formats.values import Value
+from ckpt_formats.core.values import Value
 
 
 def random_states() -> dict[str, Value]:

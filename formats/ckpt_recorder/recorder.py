@@ -14,19 +14,12 @@ import torch
 from torch import nn
 
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_formats.errors import CkptError, OutputError, Unsupported
-from ckpt_formats.gradients.layout import EXACTNESS, Exactness
+from ckpt_formats.core.errors import CkptError, OutputError, Unsupported
+from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
-from ckpt_recorder.recording import (
-    RankPart,
-    RankRecording,
-    UnknownTensor,
-    draft_layout,
-    rank_part,
-    without_copies,
-)
+from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
 from ckpt_recorder.run import TrackedRun, count_of, plain_run
 from ckpt_recorder.writer import Settings
 

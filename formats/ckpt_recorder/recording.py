@@ -9,11 +9,19 @@ import torch
 import xxhash
 
 from ckpt_codecs.base import Array
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import Box
-from ckpt_formats.gradients.layout import ALONE, Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
-from ckpt_formats.gradients.record import Kind
-from ckpt_formats.typed_json import encode
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.universal.gradients.layout import (
+    ALONE,
+    Layout,
+    LoggedOptimizer,
+    LoggedTensor,
+    Piece,
+    RankLayout,
+    Vector,
+)
+from ckpt_formats.universal.gradients.record import Kind
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.probe import Probed, group_options

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_formats.errors import Corrupt
-from ckpt_formats.typed_json import decode
+from ckpt_formats.containers.typed_json import decode
+from ckpt_formats.core.errors import Corrupt
 from ckpt_recorder.random_states import restore_random_states
 from ckpt_recorder.ranks import rank_and_world
 from ckpt_recorder.run import unwrap

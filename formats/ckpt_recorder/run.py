@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import Box
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box
 
 Names = Mapping[torch.Tensor, str]
 

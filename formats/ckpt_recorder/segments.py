@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ckpt_formats.chain import folder, index, states
-from ckpt_formats.chain.index import Chain, LoggedSteps
-from ckpt_formats.errors import CkptError, Incomplete, Locked, Unsupported
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.layout import Layout
-from ckpt_formats.gradients.segment import FOLDER
-from ckpt_formats.locking import unwritable
+from ckpt_formats.core.errors import CkptError, Incomplete, Locked, Unsupported
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import Layout
+from ckpt_formats.universal.gradients.segment import FOLDER
 
 _DRAIN_SECONDS = 120.0
 

@@ -17,8 +17,8 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.stepping import WEIGHTS, States
-from ckpt_formats.values import Value
+from ckpt_codecs.optimizers import WEIGHTS, States
+from ckpt_formats.core.values import Value
 
 MODULES = ("torch.optim.",)
 """Whose classes may be imported because a log names them."""

@@ -27,11 +27,11 @@ import numpy as np
 from ckpt_codecs import Codec
 from ckpt_codecs.base import Bytes
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_formats.gradients import layout as layouts
-from ckpt_formats.gradients.layout import RankLayout
-from ckpt_formats.gradients.record import FileHead, Kind, hash_values, record_parts
-from ckpt_formats.gradients.segment import rank_file
-from ckpt_formats.gradients.state import BUFFER_CHUNK
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import RankLayout
+from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
+from ckpt_formats.universal.gradients.segment import rank_file
+from ckpt_formats.universal.gradients.state import BUFFER_CHUNK
 from ckpt_recorder.ring import Ring
 
 _MAX_PARTS = 512

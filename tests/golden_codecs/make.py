@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_codecs import Codec, FirstMoment, Integers, Planes, SecondMoment, Zstd
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
 F32, F16, BF16 = DTYPES["float32"], DTYPES["float16"], DTYPES["bfloat16"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_codecs.delta import Change, States, Step
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_codecs.delta import Change, DeltaCodec, States
 from ckpt_codecs.lossy import LcCheckpoint, Subspace
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

@@ -12,7 +12,12 @@ import tomllib
 from mutating.operators import Change, Node, changes
 
 ROOT = Path(__file__).parents[2]
-_PACKAGES = {"ckpt_cli": ROOT, "ckpt_formats": ROOT / "formats", "ckpt_codecs": ROOT / "codecs"}
+_PACKAGES = {
+    "ckpt_cli": ROOT,
+    "ckpt": ROOT / "formats",
+    "ckpt_formats": ROOT / "formats",
+    "ckpt_codecs": ROOT / "codecs",
+}
 _WORDS = {"Notice", "echo", "print", "warn", "note", "say"}
 """Calls whose arguments are words for people."""
 _LEAST = "arguments_swapped"

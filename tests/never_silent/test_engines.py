@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_formats.base import MODEL, Checkpoint
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Record
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
-from ckpt_formats.values import Record
 from damage import SAMPLES, Ran, ckpt, drop, in_file, put, remove, tree
 from dcp_states import loaded, save
 from rank_files import being, edit, rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_cli import notes, progress
-from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.core.notices import Notice, Weight
 from damage import ckpt
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"

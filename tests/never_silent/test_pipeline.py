@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_cli import differences, publishing, staging, verification
-from ckpt_cli.pipeline import job_id
-from ckpt_cli.selection import Edits
-from ckpt_formats import locking
-from ckpt_formats.base import Checkpoint, Degrees, Goal, Options, Origin
-from ckpt_formats.coding import Coding
-from ckpt_formats.identity import Identity
-from ckpt_formats.layout import Rule
+from ckpt import compare as differences
+from ckpt import publish as publishing
+from ckpt import staging
+from ckpt.edits import Edits
+from ckpt.pipeline import job_id
+from ckpt_cli.views import verify as verification
+from ckpt_formats.core import locking
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Options, Origin
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.identity import Identity
+from ckpt_formats.core.layout import Rule
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.universal import Universal
 from damage import Ran, ckpt
@@ -190,8 +193,8 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
 
 
 def test_a_file_that_is_opened_again_must_be_the_one_that_was_opened_first(tmp_path: Path) -> None:
-    from ckpt_formats.errors import Corrupt
-    from ckpt_formats.files import Reader
+    from ckpt_formats.core.errors import Corrupt
+    from ckpt_formats.core.files import Reader
 
     one, two = tmp_path / "one", tmp_path / "two"
     for path in (one, two):

@@ -16,14 +16,14 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.tensor import Replicate
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import MODEL, Checkpoint, Goal
-from ckpt_formats.errors import CkptError
-from ckpt_formats.plain_torch import PlainTorch
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.tensor import Tensor, read
+from ckpt_formats.core.values import tensor_names
+from ckpt_formats.engines.torch_save import PlainTorch
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import Tensor, read
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import tensor_names
 from damage import BAD_RULES, NOT_FOUND, UNSUPPORTED, ckpt
 from effort import examples
 from rank_files import being, rows, spread, write

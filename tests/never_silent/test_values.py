@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_cli.pipeline import Effort, copy
-from ckpt_formats.base import Goal
-from ckpt_formats.dtypes import DTYPES
+from ckpt.pipeline import Effort, copy
+from ckpt_formats.containers.typed_json import same
+from ckpt_formats.core.checkpoint import Goal
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Global, Record, brief
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer
-from ckpt_formats.tensor import read
-from ckpt_formats.typed_json import same
 from ckpt_formats.universal import Universal
-from ckpt_formats.values import Global, Record, brief
 from damage import BROKEN, NOT_FOUND, UNSAFE, UNSUPPORTED, Ran, ckpt
 from held import bits, checkpoint, parameter
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kinds import CONSTANT, ENTRY, HUF0, HUFFMAN, STORED
+from ckpt_codecs.format_ids import CONSTANT, ENTRY, HUF0, HUFFMAN, STORED
 from oracle import sparse
 from oracle.entropy import estimate_bits
 from oracle.planes import merge_planes, split_planes

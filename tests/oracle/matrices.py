@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 
 NO_LENGTH = 1e-200
 """The square of a length up to which a column has no direction."""

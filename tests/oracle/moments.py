@@ -5,7 +5,7 @@ from math import isqrt
 
 import numpy as np
 
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from oracle.matrices import sum_in_order
 
 LOWEST, HIGHEST = -149 * 8, 128 * 8 - 1

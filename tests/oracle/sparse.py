@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kinds import CONSTANT, DIGITS, ENTRY, HUFFMAN, RUNS, STORED
+from ckpt_codecs.format_ids import CONSTANT, DIGITS, ENTRY, HUFFMAN, RUNS, STORED
 from oracle.huffman import code_of, write_huffman
 
 PER_BYTE = {2: 8, 3: 5, **dict.fromkeys(range(4, 17), 2)}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.kinds import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
 from oracle.entropy import entropy_of, estimate_bits
 from oracle.huffman import code_of, read_huffman, write_huffman
 from oracle.planes import all_below_128, pack7, unpack7

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 
 GROUP = 8
 """Neighbours in a row that one decision can say to be zero."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ckpt_formats.tensor import Array
+from ckpt_formats.core.tensor import Array
 from oracle.matrices import sum_in_order
 
 CENTRED = 3

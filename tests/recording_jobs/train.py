@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import distributed
 
-from ckpt_formats.errors import Unsupported
+from ckpt_formats.core.errors import Unsupported
 from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.best import best_for
-from ckpt_codecs.chunks import words
+from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.delta import Change
-from ckpt_codecs.deltas.kinds import BEFORE
-from ckpt_codecs.deltas.parts import PartsCodec, Reading, earlier_words, join, told_of, unchanged
-from ckpt_codecs.deltas.plain import encode_plain, guess_by_rows, guess_plain
-from ckpt_codecs.deltas.residuals import encode_residual
+from ckpt_codecs.deltas.chunk_parts import PartsCodec, Reading, earlier_words, join, told_of, unchanged
+from ckpt_codecs.deltas.format_ids import BEFORE
+from ckpt_codecs.deltas.residuals.choose import encode_residual
+from ckpt_codecs.deltas.unpredicted import encode_plain, guess_by_rows, guess_plain
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.moments import FirstMoment, SecondMoment
-from ckpt_codecs.streams import LEVELS
+from ckpt_codecs.lossless.candidates import best_for
+from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
 
 MARGINS = {SecondMoment.name: 0.94, FirstMoment.name: 0.985}
 """A part that takes less than this share of what planes would take, as a sample says, is not held against

@@ -8,15 +8,21 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunks import words
+from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.delta import Change, DeltaCodec, Step
+from ckpt_codecs.deltas.chunk_parts import PartsCodec, Reading, join
 from ckpt_codecs.deltas.difference import Difference
-from ckpt_codecs.deltas.drift import decode_drift
-from ckpt_codecs.deltas.fitting import fit_adam, fit_descent
-from ckpt_codecs.deltas.joint import BFLOAT16, SIZE, Joint
-from ckpt_codecs.deltas.kinds import BEFORE, CARRIED, DRIFTED, FADED, GRADIENT, REPLAYED, ROUNDED
-from ckpt_codecs.deltas.parts import PartsCodec, Reading, join
-from ckpt_codecs.deltas.rules import (
+from ckpt_codecs.deltas.format_ids import BEFORE, CARRIED, DRIFTED, FADED, GRADIENT, REPLAYED, ROUNDED
+from ckpt_codecs.deltas.moment_drift import decode_drift
+from ckpt_codecs.deltas.replay_encoder import BFLOAT16, SIZE, Joint
+from ckpt_codecs.deltas.residuals.second_moments import SECOND
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.lossless.moments import FirstMoment
+from ckpt_codecs.optimizers.fit import fit_adam, fit_descent
+from ckpt_codecs.optimizers.sample import sample
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_all, weights_of
+from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
     Rule,
@@ -32,12 +38,6 @@ from ckpt_codecs.deltas.rules import (
     second_moment,
     widened,
 )
-from ckpt_codecs.deltas.sampling import sample
-from ckpt_codecs.deltas.states import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_all, weights_of
-from ckpt_codecs.deltas.told import SECOND
-from ckpt_codecs.errors import CodecError
-from ckpt_codecs.moments import FirstMoment
-from ckpt_codecs.streams import LEVELS
 
 SAMPLED_CHUNKS = 2
 

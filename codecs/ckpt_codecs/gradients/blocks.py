@@ -5,18 +5,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import raw, same, words
+from ckpt_codecs.chunk import streams
+from ckpt_codecs.chunk.frame import raw, same, words
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.format_ids import BLOCKS, ENTRY
 from ckpt_codecs.gradients.chunk import OfGradients, append, put_number, take_number
-from ckpt_codecs.kinds import BLOCKS, ENTRY
+from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
 from ckpt_codecs.native.gradients import BLOCK
-from ckpt_codecs.planes import Planes
 from ckpt_codecs.scratch import borrow
-from ckpt_codecs.streams import LEVELS
 
 HEAD = 1 + ENTRY
 STORED_SCALE = np.uint32(0x7FC00000)

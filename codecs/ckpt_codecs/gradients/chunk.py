@@ -3,8 +3,8 @@
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType, room
-from ckpt_codecs.chunked import Levelled
-from ckpt_codecs.chunks import MOST
+from ckpt_codecs.chunk.codec import Levelled
+from ckpt_codecs.chunk.frame import MOST
 from ckpt_codecs.errors import CodecError, NotApplicable
 
 FLOAT32 = np.dtype(np.float32)

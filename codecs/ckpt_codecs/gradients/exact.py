@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import plain, same, words
+from ckpt_codecs.chunk.frame import plain, same, words
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.format_ids import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
 from ckpt_codecs.gradients.chunk import OfGradients
 from ckpt_codecs.gradients.magnitudes import decode_magnitudes, encode_magnitudes
 from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
 from ckpt_codecs.gradients.sparse import decode_sparse, encode_sparse
-from ckpt_codecs.kinds import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
-from ckpt_codecs.planes import Planes, decode_planes
+from ckpt_codecs.lossless.float_planes import Planes, decode_planes
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ Within a binade smaller ones are more frequent, so the code of the exponent take
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import LEAST_FLOATS, words
+from ckpt_codecs.chunk.frame import LEAST_FLOATS, words
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import MAGNITUDES
+from ckpt_codecs.format_ids import MAGNITUDES
+from ckpt_codecs.lossless.float_planes import read_planes
 from ckpt_codecs.native import lossless
-from ckpt_codecs.planes import read_planes
 from ckpt_codecs.scratch import borrow
-from ckpt_codecs.streams import LEVELS
 
 HEAD = 3
 """The mode, the least top."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import LEAST, raw, same, words
+from ckpt_codecs.chunk.frame import LEAST, raw, same, words
 from ckpt_codecs.gradients.chunk import OfGradients
 from ckpt_codecs.gradients.exact import decode_own
 from ckpt_codecs.gradients.scaled import encode_multiples, encode_scaled

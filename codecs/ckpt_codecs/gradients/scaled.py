@@ -8,12 +8,12 @@ unknown up to powers of two, so the factor is from 1 up to 2.
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import words
+from ckpt_codecs.chunk.frame import words
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.format_ids import MULTIPLES
 from ckpt_codecs.gradients.chunk import append, put_number, take_number
-from ckpt_codecs.kinds import MULTIPLES
+from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.native import gradients as kernels
-from ckpt_codecs.planes import Planes
 from ckpt_codecs.scratch import borrow
 
 HEAD = 5

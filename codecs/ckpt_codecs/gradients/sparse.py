@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunks import LEAST, MOST
+from ckpt_codecs.chunk import streams
+from ckpt_codecs.chunk.frame import LEAST, MOST
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.format_ids import ENTRY, SPARSE
 from ckpt_codecs.gradients.chunk import append, put_number, take_number
-from ckpt_codecs.kinds import ENTRY, SPARSE
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import borrow
-from ckpt_codecs.streams import LEVELS
 
 HEAD = 10
 """The mode, how many values, how many bytes of gaps, the shift."""

@@ -1,8 +1,8 @@
 """Delta codecs that lose something, for those who asked for it. `docs/lossy-codecs.md` specifies the bytes."""
 
+from ckpt_codecs.lossy.error_stats import Loss, measure
 from ckpt_codecs.lossy.excp import Excp
 from ckpt_codecs.lossy.lc import LcCheckpoint
-from ckpt_codecs.lossy.loss import Loss, measure
 from ckpt_codecs.lossy.presets import PRESETS
 from ckpt_codecs.lossy.search import coarsest
 from ckpt_codecs.lossy.subspace import Subspace

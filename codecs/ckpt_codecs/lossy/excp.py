@@ -10,9 +10,9 @@ import numpy as np
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossy import forms
-from ckpt_codecs.lossy.sections import Pieces, piece
-from ckpt_codecs.planes import Planes
+from ckpt_codecs.lossless.float_planes import Planes
+from ckpt_codecs.lossy import state_types as forms
+from ckpt_codecs.lossy.byte_reader import Pieces, piece
 
 EXACT, CLUSTERS = 0, 1
 ITERATIONS, CAP = 25, 2.5

@@ -10,9 +10,10 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
-from ckpt_codecs.lossy import lattice, symbols
+from ckpt_codecs.lossy import log_levels as lattice
+from ckpt_codecs.lossy import symbol_coder as symbols
+from ckpt_codecs.lossy.byte_reader import Pieces, piece
 from ckpt_codecs.lossy.logarithm import log2
-from ckpt_codecs.lossy.sections import Pieces, piece
 from ckpt_codecs.native import lossy
 from ckpt_codecs.scratch import borrow
 

@@ -7,15 +7,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs import streams
 from ckpt_codecs.base import Array, Shape
+from ckpt_codecs.chunk import streams
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.kinds import CONSTANT, HUFFMAN, STORED
-from ckpt_codecs.lossy import forms, symbols
-from ckpt_codecs.lossy.sections import Pieces, piece
+from ckpt_codecs.format_ids import CONSTANT, HUFFMAN, STORED
+from ckpt_codecs.lossless.float_planes import Planes
+from ckpt_codecs.lossy import state_types as forms
+from ckpt_codecs.lossy import symbol_coder as symbols
+from ckpt_codecs.lossy.byte_reader import Pieces, piece
 from ckpt_codecs.native import lossless
-from ckpt_codecs.planes import Planes
 from ckpt_codecs.scratch import borrow
 
 EXACT, BUCKETS = 0, 1
@@ -23,7 +24,7 @@ CODERS = ("huffman", "packed", "context")
 SCOPES = ("parameter", "state")
 _ENTRY = Struct("<f")
 _CONTEXT = 255
-"""The kind of a stream that the range coder made; others are those of `ckpt_codecs.kinds`."""
+"""The kind of a stream that the range coder made; others are those of `ckpt_codecs.format_ids`."""
 Extremes = dict[int, tuple[float, float]]
 """Of each bucket (sign and exponent, the upper nine bits of a float32) the least and the largest value."""
 

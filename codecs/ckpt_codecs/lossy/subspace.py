@@ -14,12 +14,15 @@ import numpy as np
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
 from ckpt_codecs.errors import CodecError, NotApplicable
-from ckpt_codecs.lossy import factors, first, forms, weights
-from ckpt_codecs.lossy.made import Made
-from ckpt_codecs.lossy.quantise import Quantiser
-from ckpt_codecs.lossy.sections import Pieces, piece
-from ckpt_codecs.lossy.weights import Way
-from ckpt_codecs.planes import Planes
+from ckpt_codecs.lossless.float_planes import Planes
+from ckpt_codecs.lossy import factors
+from ckpt_codecs.lossy import first_moment as first
+from ckpt_codecs.lossy import state_types as forms
+from ckpt_codecs.lossy import weight_transform as weights
+from ckpt_codecs.lossy.byte_reader import Pieces, piece
+from ckpt_codecs.lossy.chunk_context import Made
+from ckpt_codecs.lossy.quantizer import Quantiser
+from ckpt_codecs.lossy.weight_transform import Way
 
 EXACT, SAME, FACTORS, WEIGHTS, FIRST = range(5)
 """How a state is held in a chunk."""

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ckpt_formats.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.text import show
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.table import Table
-from ckpt_formats.naming import show
-from ckpt_formats.safetensors_file import natural
 
 CONFIG = "hf/config.json"
 """Where a model's configuration lies among a checkpoint's extras."""

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.names.shipped import tables
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.text import show
 from ckpt_formats.names.table import Row, Table
-from ckpt_formats.naming import show
+from ckpt_formats.names.tables import tables
 
 COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
 """Tensors that old versions save and all compute."""

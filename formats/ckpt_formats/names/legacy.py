@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.names.change import Change, changed
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Record
+from ckpt_formats.names.renames import Change, changed
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
 from ckpt_formats.names.views import stacked, strided
-from ckpt_formats.naming import show
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.values import Record
 
 VERSION = "checkpoint_version"
 CURRENT = 3.0

@@ -2,11 +2,11 @@
 
 import re
 
-from ckpt_formats.errors import Corrupt
-from ckpt_formats.formula import evaluate
-from ckpt_formats.geometry import Shape
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.formula import evaluate
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.text import show
 from ckpt_formats.names.architecture import Architecture
-from ckpt_formats.naming import show
 
 _SHAPES = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight", ("vocabulary", "hidden")),

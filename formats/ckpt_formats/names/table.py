@@ -12,7 +12,7 @@ from itertools import groupby, product
 from math import prod
 from typing import Any
 
-from ckpt_formats.safetensors_file import natural
+from ckpt_formats.containers.safetensors import natural
 
 PLACES = ("layer", "expert")  # the outer one first
 _MOST_NAMES = 1_000_000

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_formats.errors import Unsupported
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.names.views import padded, rows_of, stacked, transposed
-from ckpt_formats.tensor import Tensor
 
 
 @dataclass(frozen=True)

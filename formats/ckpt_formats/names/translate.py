@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ckpt_formats.base import Checkpoint
-from ckpt_formats.errors import Incomplete, Unsupported
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
 from ckpt_formats.names import legacy
 from ckpt_formats.names.architecture import Architecture
-from ckpt_formats.names.arguments import ARGUMENTS
-from ckpt_formats.names.change import Change, changed
 from ckpt_formats.names.config import CONFIG
-from ckpt_formats.names.described import Described, by_config_alone, config_of, described, weights_dtype
+from ckpt_formats.names.describe import Described, by_config_alone, config_of, described, weights_dtype
 from ckpt_formats.names.family import COMPUTED, pattern_of
-from ckpt_formats.names.made_arguments import to_arguments, updated
+from ckpt_formats.names.from_arguments import ARGUMENTS
+from ckpt_formats.names.renames import Change, changed
 from ckpt_formats.names.shapes import check_shape
-from ckpt_formats.names.shipped import table_for, tables
 from ckpt_formats.names.table import Line
+from ckpt_formats.names.tables import table_for, tables
+from ckpt_formats.names.to_arguments import to_arguments, updated
 from ckpt_formats.names.transforms import TRANSFORMS, Sizes
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice
-from ckpt_formats.tensor import Tensor
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 

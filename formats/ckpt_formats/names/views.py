@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt_formats.dtypes import DType
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.files import Reader
-from ckpt_formats.geometry import Box, Shape, slab
-from ckpt_formats.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros, read
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape, slab
+from ckpt_formats.core.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros, read
 
 _WHOLE_ROWS = 16 << 10
 """Bytes of a row up to which it is faster to read all of it than to begin a read for some of its columns."""

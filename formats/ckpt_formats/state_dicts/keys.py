@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the names of styles are in `--help`, which needs no NumPy
-    from ckpt_formats.values import Value
+    from ckpt_formats.core.values import Value
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from ckpt_formats.errors import Corrupt
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.torchfile import TensorRef, tensor_of
-from ckpt_formats.values import Value
+from ckpt_formats.containers.torchfile import TensorRef, tensor_of
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value
 
 Leaf: TypeAlias = TensorRef | Tensor
 """A tensor of one file, or one that was put together from several."""

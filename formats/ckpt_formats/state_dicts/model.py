@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckpt_formats.dtypes import is_float
-from ckpt_formats.notices import Notice, Weight
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Place, title
-from ckpt_formats.values import Value
 
 MODEL_KEYS = (
     *("model", "state_dict", "model_state_dict", "module", "net", "network", "params"),

@@ -7,8 +7,8 @@ whatever its class sets. Source: torch/nn/modules/module.py, `_save_to_state_dic
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_formats.errors import Unsafe
-from ckpt_formats.values import Record, Value
+from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.values import Record, Value
 
 _TENSORS, _MODULES = ("_parameters", "_buffers"), "_modules"
 _NOT_SAVED = "_non_persistent_buffers_set"

@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_formats.errors import Corrupt, Incomplete
-from ckpt_formats.extras import numbered
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.state_dicts.inside import MOST_DEPTH, holds_tensor, look
+from ckpt_formats.containers.torchfile import TensorRef
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Record, StdDict, Value, kind_of
+from ckpt_formats.state_dicts.extras import numbered
 from ckpt_formats.state_dicts.leaves import named_leaves, place
 from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, NoData, array_tensor, class_of, is_tensor, tensor_parts
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.torchfile import TensorRef
-from ckpt_formats.values import Record, StdDict, Value, kind_of
+from ckpt_formats.state_dicts.walk import MOST_DEPTH, holds_tensor, look
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""

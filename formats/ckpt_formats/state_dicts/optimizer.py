@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from ckpt_formats.base import MASTER, MODEL, Group
-from ckpt_formats.errors import BadRules
-from ckpt_formats.geometry import Shape
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.numbering import BY_ORDER, Named, has_equals, is_state_of
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Group
+from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.numbered import Numbered, number
+from ckpt_formats.state_dicts.numbered_optimizers import Numbered, number
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.values import Value
+from ckpt_formats.state_dicts.parameter_order import BY_ORDER, Named, has_equals, is_state_of
 
 T = TypeVar("T")
 

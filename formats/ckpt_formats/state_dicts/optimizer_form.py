@@ -17,9 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.values import StdDict, Value
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor
-from ckpt_formats.typed_json import encode
-from ckpt_formats.values import StdDict, Value
 
 Place: TypeAlias = tuple[Value, ...]
 """Keys of dicts and places in lists, from the root of a tree on."""

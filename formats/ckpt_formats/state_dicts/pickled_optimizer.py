@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_formats.errors import Corrupt
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import Leaf, place
-from ckpt_formats.values import Record, Value
 
 
 def is_pickled_optimizer(value: Value) -> bool:

@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.base import MODEL, Group, Parameter, Role
-from ckpt_formats.dtypes import is_float
-from ckpt_formats.errors import Corrupt, Unsafe, Unsupported
-from ckpt_formats.extras import lift, numbered
-from ckpt_formats.naming import show
-from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.numbering import Named
+from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value, kind_of
+from ckpt_formats.state_dicts.extras import lift, numbered
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
 from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
-from ckpt_formats.state_dicts.not_weights import not_weights
 from ckpt_formats.state_dicts.objects import open_objects
 from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
-from ckpt_formats.state_dicts.part import signs_of_part
+from ckpt_formats.state_dicts.parameter_order import Named
+from ckpt_formats.state_dicts.partial_model import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
-from ckpt_formats.state_dicts.sorted_state import TrainingState
 from ckpt_formats.state_dicts.steps import contradictions, step_of
-from ckpt_formats.values import Value, kind_of
+from ckpt_formats.state_dicts.training_state import TrainingState
+from ckpt_formats.state_dicts.unused_values import not_weights
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that other things must not have, since they would be taken for the model or the optimizer."""

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ckpt_codecs import Rounded
-from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Corrupt, flaw
-from ckpt_formats.safetensors_file import natural
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt, flaw
+from ckpt_formats.core.tensor import Decoded, Fragment, Tensor
+from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.sorted_state import TrainingState
-from ckpt_formats.tensor import Decoded, Fragment, Tensor
-from ckpt_formats.typed_json import decode, encode
-from ckpt_formats.values import Value, tensor_names
+from ckpt_formats.state_dicts.training_state import TrainingState
 
 KEY = "ckpt"
 _VERSION = 1

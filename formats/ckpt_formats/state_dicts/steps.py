@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.safetensors_file import natural
-from ckpt_formats.values import Value
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.values import Value
 
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")

@@ -13,14 +13,14 @@ from math import prod
 
 import numpy as np
 
-from ckpt_formats.base import Checkpoint, Parameter
-from ckpt_formats.dtypes import DType
-from ckpt_formats.geometry import Box, Shape
-from ckpt_formats.safetensors_file import natural
-from ckpt_formats.tensor import Fragment, Range, Raw, Tensor, c_strides, join
-from ckpt_formats.tensor_views import permuted
-from ckpt_formats.torchfile import StorageView
-from ckpt_formats.values import Value
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile import StorageView
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Fragment, Range, Raw, Tensor, c_strides, join
+from ckpt_formats.core.values import Value
+from ckpt_formats.core.views import permuted
 
 _MOST_TURNED = 8 << 20
 """Bytes of a tensor that may lie with another axis first: all of it is read for each slab of such a one."""

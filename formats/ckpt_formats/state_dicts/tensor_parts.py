@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.extras import rebuilt_by_name
+from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef
+from ckpt_formats.containers.torchfile.builders import TENSOR_BUILDERS, TORCH_DTYPES
+from ckpt_formats.containers.torchfile.storages import tensor_ref
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.values import Global, Record, Value
+from ckpt_formats.state_dicts.extras import rebuilt_by_name
 from ckpt_formats.state_dicts.leaves import Leaf
-from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.torchfile import Storage, StorageSlice, TensorRef
-from ckpt_formats.torchfile.builders import TENSOR_BUILDERS, TORCH_DTYPES
-from ckpt_formats.torchfile.storages import tensor_ref
-from ckpt_formats.values import Global, Record, Value
 
 OBJECT = "object"
 """The part that is no tensor."""

@@ -12,14 +12,14 @@ from itertools import chain
 
 import numpy as np
 
-from ckpt_formats.base import MASTER, MODEL, Checkpoint, Group, Parameter
-from ckpt_formats.extras import lower
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
+from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.values import Record, TensorName, Value, tensor_names
+from ckpt_formats.state_dicts.extras import lower
 from ckpt_formats.state_dicts.keys import StateKeys, keys_of
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in
 from ckpt_formats.state_dicts.read import RESERVED
 from ckpt_formats.state_dicts.record import KEY, record_of
-from ckpt_formats.tensor import Held, Tensor
-from ckpt_formats.values import Record, TensorName, Value, tensor_names
 
 _EXTRA_STATE = "_extra_state"
 """What `torch.nn.Module` calls what a module's `get_extra_state` gives."""

@@ -5,20 +5,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.base import Checkpoint, Goal, Loss, Options, Parameter, Part, Receipt, Shard, WritableFormat
-from ckpt_formats.coding import Coding
-from ckpt_formats.errors import Corrupt, Incomplete
-from ckpt_formats.files import unreadable
-from ckpt_formats.naming import file_stem, show
-from ckpt_formats.notices import Notice, Weight
-from ckpt_formats.sealed_json import hash_number
-from ckpt_formats.transfer import Transfer
-from ckpt_formats.universal import manifest, parameter_file, stored_states
+from ckpt_formats.containers.sealed_json import hash_number
+from ckpt_formats.core.checkpoint import (
+    Checkpoint,
+    Goal,
+    Loss,
+    Options,
+    Parameter,
+    Part,
+    Receipt,
+    Shard,
+    WritableFormat,
+)
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import file_stem, show
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.universal import manifest, parameter_file
+from ckpt_formats.universal import read_states as stored_states
 from ckpt_formats.universal.delta_plan import Against
 from ckpt_formats.universal.entry import Entry, entry_json, entry_of
 from ckpt_formats.universal.lineage import lineage
 from ckpt_formats.universal.manifest import Manifest, Parent
-from ckpt_formats.version import WRITTEN_BY
 
 
 class Universal(WritableFormat):

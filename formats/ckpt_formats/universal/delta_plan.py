@@ -7,16 +7,16 @@ from math import prod
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
 from ckpt_codecs.delta import Change, DeltaCodec, Form, Step
-from ckpt_formats.base import MASTER, MODEL, Parameter
-from ckpt_formats.coded import ENTRY, chunk_count, chunk_form
-from ckpt_formats.coding import Coding
-from ckpt_formats.dtypes import is_float
-from ckpt_formats.geometry import Box, Shape
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.transfer import Transfer
-from ckpt_formats.universal.coded_state import choose_for, chunk_shape, flat
-from ckpt_formats.universal.copies import Copy
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.universal.chunked import ENTRY, chunk_count, chunk_form
+from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
 from ckpt_formats.universal.entry import MOST_JOINT
+from ckpt_formats.universal.model_copy import Copy
 from ckpt_formats.universal.replay import Replayed
 
 _COUNT = "step"

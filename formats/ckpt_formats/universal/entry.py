@@ -7,15 +7,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_formats.base import Loss, Role
-from ckpt_formats.coded import ENTRY, MOST_ELEMENTS, chunk_count
-from ckpt_formats.dtypes import DTYPES
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.geometry import Shape
-from ckpt_formats.json_checks import Checks
-from ckpt_formats.safetensors_file import natural
-from ckpt_formats.typed_json import encode
-from ckpt_formats.values import Value
+from ckpt_formats.containers.json_checks import Checks
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Loss, Role
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.values import Value
+from ckpt_formats.universal.chunked import ENTRY, MOST_ELEMENTS, chunk_count
 
 MOST_JOINT = 64 << 20
 """Bytes of a chunk of all states that a delta holds."""

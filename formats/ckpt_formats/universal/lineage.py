@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.chain import index
-from ckpt_formats.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.universal import manifest
+from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.entry import Entry
 from ckpt_formats.universal.manifest import Manifest, Parent
 

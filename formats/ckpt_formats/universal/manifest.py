@@ -14,14 +14,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats import sealed_json
-from ckpt_formats.base import Group, Origin, SavedAs
-from ckpt_formats.errors import CkptError, Corrupt, Unsupported
-from ckpt_formats.json_checks import Checks
-from ckpt_formats.safetensors_file import natural
-from ckpt_formats.typed_json import decode, encode
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.containers.json_checks import Checks
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.core.checkpoint import Group, Origin, SavedAs
+from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
+from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal.entry import Entry, entry_json, entry_of
-from ckpt_formats.values import Value, tensor_names
 
 NAME = "manifest.json"
 VERSION = 3

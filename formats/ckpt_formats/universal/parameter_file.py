@@ -11,23 +11,23 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import NotApplicable
-from ckpt_formats.base import MASTER, MODEL, Parameter
-from ckpt_formats.coding import Coding
-from ckpt_formats.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.errors import Unsupported
-from ckpt_formats.files import write_all
-from ckpt_formats.naming import show
-from ckpt_formats.safetensors_file import Slot, header_bytes
-from ckpt_formats.sealed_json import hash_text
-from ckpt_formats.tensor import Tensor
-from ckpt_formats.transfer import Transfer, as_bytes
-from ckpt_formats.universal.coded_state import choose, write_coded
-from ckpt_formats.universal.copies import Copy
+from ckpt_formats.containers.safetensors import Slot, header_bytes
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.files import write_all
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.delta_plan import Against, Plan, plan_delta
-from ckpt_formats.universal.delta_state import write_delta
+from ckpt_formats.universal.encode_state import choose, write_coded
 from ckpt_formats.universal.entry import Entry, State
-from ckpt_formats.universal.joint import replay_of, spilled, write_together
-from ckpt_formats.universal.stored_states import DELTA
+from ckpt_formats.universal.model_copy import Copy
+from ckpt_formats.universal.read_states import DELTA
+from ckpt_formats.universal.write_delta import write_delta
+from ckpt_formats.universal.write_replayed import replay_of, spilled, write_together
 
 _ROOM = 64
 """Bytes by which the entry of a coded state may be longer in the header than that of its values."""

@@ -20,11 +20,11 @@ import xxhash
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
-from ckpt_formats.coded import OVERHEAD, Listed, chunk_count, chunk_form, read_chunks
-from ckpt_formats.dtypes import DType
-from ckpt_formats.files import Reader, Seal
-from ckpt_formats.geometry import Box, Shape
-from ckpt_formats.tensor import Array, Blob, Decoded, Range, Raw
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Array, Blob, Decoded, Range, Raw
+from ckpt_formats.universal.chunked import OVERHEAD, Listed, chunk_count, chunk_form, read_chunks
 
 Joint = dict[str, Array]
 """A chunk of every state, each as a vector."""

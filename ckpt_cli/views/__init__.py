@@ -1,0 +1,1 @@
+"""What commands show: text for a terminal, JSON, and pages."""

@@ -1,0 +1,122 @@
+"""`ckpt log`: what a chain holds, step by step."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckpt_cli.views.report import size
+from ckpt_cli.views.segments import SegmentView
+from ckpt_cli.views.segments import lines as segment_lines
+from ckpt_cli.views.segments import to_json as segments_json
+from ckpt_formats.universal.chain.file import Chain, Member
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS = 80
+
+
+def to_json(chain: Chain, segments: list[SegmentView]) -> dict[str, Any]:
+    """All of it, for programs."""
+    raw, stored = _sums(chain)
+    return {
+        "last": max([member.step for member in chain.members] + [one.last for one in segments if one.last is not None]),
+        "segments": [segments_json(one) for one in segments],
+        "steps": [_member_json(chain, member) for member in chain.members],
+        "raw_nbytes": raw,
+        "stored_nbytes": stored,
+        "ratio": round(raw / max(stored, 1), 4),
+        "exact": all(member.exact for member in chain.members),
+    }
+
+
+def lines(chain: Chain, segments: list[SegmentView]) -> Iterator[str]:
+    """The same, for people."""
+    if chain.members:
+        yield from _member_lines(chain)
+        yield from [""] * bool(segments)
+    yield from segment_lines(segments)
+
+
+def _member_lines(chain: Chain) -> Iterator[str]:
+    rows = [("step", "kind", "stored", "raw", "ratio", "to restore", "values", "codecs")]
+    for member in chain.members:
+        needed = chain.upto(member.step)
+        deltas = len(needed) - 1
+        replays = f", replays {deltas} delta{'s' * (deltas > 1)}" if deltas else ""
+        rows.append(
+            (
+                str(member.step),
+                member.kind,
+                size(member.stored_nbytes),
+                size(member.raw_nbytes),
+                f"{member.raw_nbytes / member.stored_nbytes:.2f}",
+                f"reads {size(_stored(needed))}{replays}",
+                accuracy(member),
+                ", ".join(member.codecs),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.rjust(w) if i in (0, 2, 3, 4) else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+    raw, stored = _sums(chain)
+    yield ""
+    yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
+    yield f"total   {size(stored)} for {len(chain.members)} states of {size(raw)}: {times(raw, stored)}"
+
+
+def times(raw: int, stored: int) -> str:
+    """How much smaller what is stored is than what it stands for, or larger."""
+    smaller = raw >= stored
+    ratio = raw / max(stored, 1) if smaller else stored / max(raw, 1)
+    return f"{ratio:.2f} times {'smaller' if smaller else 'larger'}"
+
+
+def accuracy(member: Member) -> str:
+    """Is a state exact, or how far is the worst of its tensors from what was saved?"""
+    if member.exact:
+        return "exact"
+    measured = [("rel", _most(member, "rel")), ("max", _most(member, "max_abs"))]
+    figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
+    return f"approximate: {figures}" if figures else "approximate"
+
+
+def sparkline(values: Sequence[int]) -> str:
+    """Sizes as bars, on a scale from 0; of many, the largest of each few."""
+    each = -(-len(values) // _MOST_BARS)
+    shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
+    top = max(*shown, 1)
+    return "".join(_BARS[min(len(_BARS) - 1, value * len(_BARS) // top)] for value in shown)
+
+
+def _member_json(chain: Chain, member: Member) -> dict[str, Any]:
+    needed = chain.upto(member.step)
+    return {
+        "step": member.step,
+        "kind": member.kind,
+        "folder": member.folder,
+        "content": member.content,
+        "time": member.time,
+        "codecs": list(member.codecs),
+        "raw_nbytes": member.raw_nbytes,
+        "stored_nbytes": member.stored_nbytes,
+        "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
+        "restore": {"reads_nbytes": _stored(needed), "deltas": len(needed) - 1},
+        "exact": member.exact,
+        "losses": {state: dict(loss) for state, loss in member.losses.items()},
+    }
+
+
+def _most(member: Member, key: str) -> float | None:
+    """The largest of a figure; None if no state has it."""
+    values = (loss.get(key) for loss in member.losses.values())
+    return max((float(value) for value in values if isinstance(value, (int, float))), default=None)
+
+
+def _sums(chain: Chain) -> tuple[int, int]:
+    return sum(member.raw_nbytes for member in chain.members), _stored(chain.members)
+
+
+def _stored(members: Sequence[Member]) -> int:
+    return sum(member.stored_nbytes for member in members)

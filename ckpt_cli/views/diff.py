@@ -1,0 +1,91 @@
+"""What `diff` prints for people."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from ckpt.compare.groups import grouped
+from ckpt.compare.pairs import Differences, Pair
+from ckpt.compare.sums import Sums
+from ckpt_cli import notes
+from ckpt_cli.views.report import say
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.notices import Weight
+from ckpt_formats.core.text import show
+
+SORTS: dict[str, Callable[[Pair], Any]] = {
+    "relative": lambda pair: -(pair.sums.relative or 0.0),
+    "max": lambda pair: -pair.sums.largest,
+    "rms": lambda pair: -pair.sums.rms,
+    "changed": lambda pair: -pair.sums.changed,
+    "cosine": lambda pair: 1.0 if pair.sums.cosine is None else pair.sums.cosine,
+    "name": lambda pair: (pair.name, pair.state),
+}
+_HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
+_MOST_VALUES = 20
+
+
+def as_text(first: Checkpoint, second: Checkpoint, found: Differences, sort: str, by: Sequence[str], top: int) -> None:
+    """What is not there on both sides, the most changed, and all of it in one line."""
+    unpaired = [pair for pair in found.pairs if pair.kind in ("missing", "added", "reshaped")]
+    for pair in unpaired[:top] if top else unpaired:
+        click.echo(f"{pair.kind:>9}  {show(pair.name)} {show(pair.state)}  {show(pair.what)}")
+    if top and len(unpaired) > top:
+        click.echo(f"{'':>9}  and {len(unpaired) - top} more that are not on both sides")
+    differing = sorted((pair for pair in found.compared if pair.kind != "equal"), key=SORTS[sort])
+    if differing:
+        click.echo(_HEAD)
+    for pair in differing[:top] if top else differing:
+        retyped = f"  ({show(pair.what)})" if pair.what else ""
+        click.echo(f"{_row(pair.sums)}  {show(pair.name)} {show(pair.state)}{retyped}")
+    if top and len(differing) > top:
+        click.echo(f"{'':>9} and {len(differing) - top} more (--top 0 shows all)")
+    if by and differing:
+        _groups(grouped(found.compared, by), sort, by, top)
+    for value in found.values[:_MOST_VALUES]:
+        click.echo(show(value))
+    if len(found.values) > _MOST_VALUES:
+        click.echo(f"and {len(found.values) - _MOST_VALUES} more values")
+    say(_summary(first, second, found, unpaired))
+
+
+def _groups(groups: list[tuple[tuple[str, ...], Sums]], sort: str, by: Sequence[str], top: int) -> None:
+    click.echo(f"\nby {' and '.join(by)}\n{_HEAD}")
+    groups.sort(key=lambda row: SORTS[sort](Pair(" ".join(row[0]), "", "changed", "", row[1])))
+    for key, total in groups[:top] if top else groups:
+        click.echo(f"{_row(total)}  {' '.join(map(show, key))}")
+    if top and len(groups) > top:
+        click.echo(f"{'':>9} and {len(groups) - top} more (--top 0 shows all)")
+
+
+def note_differences(first: Checkpoint, second: Checkpoint, found: Differences) -> None:
+    """What is to be known of the comparison."""
+    if found.pairs and not found.compared:
+        notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
+    for which, checkpoint in (("first", first), ("second", second)):
+        if checkpoint.losses:
+            notes.note(f"{len(checkpoint.losses)} states of the {which} are approximate: they were coded with loss")
+
+
+def _summary(first: Checkpoint, second: Checkpoint, found: Differences, unpaired: Sequence[Pair]) -> str:
+    compared = found.compared
+    total = sum((pair.sums for pair in compared), Sums())
+    unequal = sum(pair.kind != "equal" for pair in compared)
+    steps = "" if found.same_step else f", step {first.origin.step} -> {second.origin.step}"
+    if found.same:
+        return f"the same: {len(compared)} tensors, {total.elements:,} elements, every bit{steps}"
+    lacking = f", {len(unpaired)} not comparable" if unpaired else ""
+    values = f", {len(found.values)} other values" if found.values else ""
+    return (
+        f"different: {unequal} of {len(compared)} tensors{lacking}, {total.changed:,} of {total.elements:,} elements"
+        f"{values}{steps}"
+    )
+
+
+def _row(sums: Sums) -> str:
+    share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
+    cosine = "-" if sums.cosine is None else f"{sums.cosine:.7f}"
+    relative = "-" if sums.relative is None else f"{sums.relative:.3g}"
+    strange = f"  ({sums.not_finite:,} not finite)" if sums.not_finite else ""
+    return f"{share:>9} {sums.largest:>9.3g} {sums.rms:>9.3g} {relative:>9} {cosine:>10}{strange}"

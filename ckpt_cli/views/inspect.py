@@ -1,0 +1,318 @@
+"""What `inspect` shows: a checkpoint's index, for people and for programs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt import sizes as savings
+from ckpt.pipeline import space_needed
+from ckpt_cli.views.report import data, say, size
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter, Part
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import brief
+from ckpt_formats.registry import detect
+
+_COLUMNS = 48
+_MOST_FILES = 40
+_MOST_VALUE = 70
+_MANY = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+
+
+def print_json(checkpoint: Checkpoint) -> None:
+    """The whole index as one JSON object on stdout."""
+    data(
+        {
+            "path": str(checkpoint.path),
+            "format": detect(checkpoint.path).name,
+            "origin": _origin(checkpoint),
+            "parameters": [
+                {
+                    "name": p.name,
+                    "role": p.role,
+                    "states": {
+                        s: {
+                            "dtype": t.dtype.name,
+                            "shape": list(t.shape),
+                            "nbytes": t.nbytes,
+                            "blocks": len(t.fragments),
+                            **_coded(t),
+                        }
+                        for s, t in p.states.items()
+                    },
+                    "values": encode(p.values),
+                }
+                for p in checkpoint.parameters.values()
+            ],
+            "aliases": dict(checkpoint.aliases),
+            "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
+            "extras": encode(checkpoint.extras),
+            "files": [
+                {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
+                for s in checkpoint.shards
+            ],
+        }
+    )
+
+
+def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
+    """The index for people, on stdout."""
+    origin = checkpoint.origin
+    click.echo(f"{show(str(checkpoint.path))}: {detect(checkpoint.path).name}")
+    version = f" {show(origin.version)}" if origin.version else ""
+    laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
+    click.echo(f"engine      {show(origin.engine)}{version}")
+    click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
+    click.echo(f"layout      {show(laid_out) or 'one piece'}")
+    roles: dict[str, list[Parameter]] = {}
+    for parameter in checkpoint.parameters.values():
+        roles.setdefault(parameter.role, []).append(parameter)
+    for role, members in roles.items():
+        count = sum(parameter.weight.size for parameter in members)
+        held = size(sum(parameter.nbytes for parameter in members))
+        click.echo(f"{_MANY[role]:<11} {_tensors(len(members))}, {count:,} elements, {held} with all states")
+    if savings.is_coded(checkpoint):
+        click.echo("\nstored")
+        for line in savings.table(savings.rows(checkpoint)):
+            click.echo(f"  {line}")
+    click.echo("\nparameters")
+    for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
+        click.echo(f"  {line}")
+    for alias, name in checkpoint.aliases.items():
+        click.echo(f"  {show(alias)} is tied to {show(name)}")
+    if checkpoint.groups:
+        click.echo("\noptimizer groups")
+        for i, group in enumerate(checkpoint.groups):
+            options = {key: value for key, value in group.options.items() if value is not None}
+            click.echo(f"  {i}: {len(group.names)} parameters, {show(brief(options, 200))}")
+    if checkpoint.extras:
+        click.echo("\nextras")
+        for key, value in checkpoint.extras.items():
+            click.echo(f"  {show(key)}: {show(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
+    if any(shard.rank for shard in checkpoint.shards):
+        click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
+        for line in grid(checkpoint):
+            click.echo(f"  {line}")
+
+
+def print_ranks(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
+    """What a run would write for each rank, and where it comes from; the layout before and after."""
+    if as_json:
+        rows = []
+        for part in parts:
+            kept, moved = moves(checkpoint, part)
+            said = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
+            rows.append(said | {"kept_nbytes": kept, "moved_nbytes": moved})
+        data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
+        return
+    click.echo("before")
+    for line in grid(checkpoint):
+        click.echo(f"  {line}")
+    click.echo("after")
+    for line in grid_after(checkpoint, parts):
+        click.echo(f"  {line}")
+    say(f"would write {size(space_needed(parts))} in {len(parts)} files to {show(str(target))}; nothing was written")
+
+
+def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
+    """The tree of names, one line each; layers of one form are folded into `{0..11}`."""
+    yield from _lines(_nested(parameters), 0, depth)
+
+
+def grid(checkpoint: Checkpoint) -> Iterator[str]:
+    """A row for each file: which of the parameters, laid end to end, it holds a part of."""
+    held: dict[Path, set[int]] = {}
+    for path, _, _, first, last in _ranges(checkpoint):
+        held.setdefault(path, set()).update(range(first, last + 1))
+    rows = [(_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), size(s.nbytes)) for s in checkpoint.shards]
+    return _rows(rows)
+
+
+def grid_after(checkpoint: Checkpoint, parts: Sequence[Part]) -> Iterator[str]:
+    """The same for files that are yet to be written: what they will hold, and how much of it comes from other ranks."""
+    index: dict[Path, list[tuple[int, int, int, int]]] = {}
+    for path, start, stop, first, last in _ranges(checkpoint):
+        index.setdefault(path, []).append((start, stop, first, last))
+    rows = []
+    for part in parts:
+        cells: set[int] = set()
+        for raw in sources(part):
+            for start, stop, first, last in index.get(raw.path, ()):
+                low, high = max(raw.offset, start), min(raw.offset + raw.span, stop)
+                if low < high:
+                    a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
+                    cells.update(range(a, b + 1))
+        kept, moved = moves(checkpoint, part)
+        rows.append(
+            (_rank(part.rank, part.file), part.role, cells, f"{size(kept + moved)}, {size(moved)} from other ranks")
+        )
+    return _rows(rows)
+
+
+def moves(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
+    """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
+    ranks = {shard.path: shard.rank for shard in checkpoint.shards}
+    kept = moved = 0
+    for raw in sources(part):
+        nbytes = prod(raw.shape) * raw.dtype.itemsize
+        old = ranks.get(raw.path, {})
+        if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
+            kept += nbytes
+        else:
+            moved += nbytes
+    return kept, moved
+
+
+def sources(part: Part) -> Iterator[Raw]:
+    """The ranges of the source's files that a new file is made of."""
+    for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
+        for fragment in tensor.fragments:
+            yield from fragment.blob.sources()
+
+
+def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:
+    """Ranges of files, (path, start, stop), and the columns, (first, last), of the parameters they hold."""
+    total = max(sum(p.weight.size for p in checkpoint.parameters.values() if p.role != "extra"), 1)
+    at = 0
+    for parameter in checkpoint.parameters.values():
+        if parameter.role == "extra":
+            continue
+        for tensor in parameter.states.values():
+            for fragment in (f for whole in (tensor, *tensor.replicas) for f in whole.fragments):
+                low, high = _flat_range(tensor.shape, fragment.box)
+                first, last = (min((at + x) * _COLUMNS // total, _COLUMNS - 1) for x in (low, max(low, high - 1)))
+                for raw in fragment.blob.sources():
+                    yield raw.path, raw.offset, raw.offset + raw.span, first, last
+        at += parameter.weight.size
+
+
+def _coded(tensor: Tensor) -> dict[str, Any]:
+    """How a state is stored that is not stored as it is."""
+    nbytes, codecs = savings.stored(tensor)
+    return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
+
+
+def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
+    for rank, role, held, said in rows[:_MOST_FILES]:
+        cells = "".join("█" if i in held else "·" for i in range(_COLUMNS))
+        yield f"{rank:<22} {role:<9} {cells} {said:>10}"
+    if len(rows) > _MOST_FILES:
+        yield f"and {len(rows) - _MOST_FILES} more files"
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    origin = checkpoint.origin
+    return {"engine": origin.engine, "version": origin.version, "step": origin.step, "layout": encode(origin.layout)}
+
+
+def _rank(rank: Mapping[str, int], file: str) -> str:
+    said = " ".join(f"{axis} {number}" for axis, number in rank.items())
+    name = show(file.rpartition("/")[2])
+    return said or (name if len(name) <= 22 else f"{name[:21]}…")
+
+
+Nested = dict[str, Any]
+
+
+def _nested(parameters: Mapping[str, Parameter]) -> Nested:
+    root: Nested = {}
+    for name, parameter in parameters.items():
+        here, *rest = name.split(".")
+        node = root
+        for part in rest:
+            child = node.setdefault(here, {})
+            if not isinstance(child, dict):  # a tensor that is also the head of longer names
+                here = f"{here}.{part}"
+                continue
+            node, here = child, part
+        node[here] = parameter
+    return root
+
+
+def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
+    indent = "  " * level
+    for label, child in _folded(node):
+        while isinstance(child, dict) and len(child) == 1:
+            ((inner, child),) = child.items()
+            label = f"{label}.{inner}"
+        if isinstance(child, Parameter):
+            yield f"{indent}{show(label)}  {_leaf(child)}"
+        elif depth is not None and level + 1 >= depth:
+            leaves = list(_leaves(child))
+            yield f"{indent}{show(label)}  … {_tensors(len(leaves))}, {size(sum(p.nbytes for p in leaves))}"
+        else:
+            yield f"{indent}{show(label)}"
+            yield from _lines(child, level + 1, depth)
+
+
+def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
+    """Children, with runs of numbered ones of the same form shown as one."""
+    run: list[str] = []
+    items = [*_in_order(node), ("", None)]
+    for i, (label, child) in enumerate(items):
+        previous = items[i - 1][1] if i else None
+        if run and _is_number(label) and isinstance(child, dict) and _form(child) == _form(previous):
+            run.append(label)
+            continue
+        if run:
+            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} ({len(run)} alike)"), node[run[0]]
+            run = []
+        if _is_number(label) and isinstance(child, dict):
+            run = [label]
+        elif child is not None:
+            yield label, child
+
+
+def _in_order(node: Nested) -> list[tuple[str, Any]]:
+    """Children as they are, but those that are numbers in their order, where numbers are."""
+    numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
+    return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdecimal() and len(label) < 19
+
+
+def _form(node: Any) -> Any:
+    if isinstance(node, Parameter):
+        return _said(node)
+    return [(label, _form(child)) for label, child in node.items()]
+
+
+def _leaf(parameter: Parameter) -> str:
+    blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
+    return _said(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
+
+
+def _said(parameter: Parameter) -> str:
+    weight = parameter.weight
+    states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
+    values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
+    role = "" if parameter.role == "parameter" else f" ({parameter.role})"
+    return show("  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part))
+
+
+def _leaves(node: Nested) -> Iterator[Parameter]:
+    for child in node.values():
+        if isinstance(child, Parameter):
+            yield child
+        else:
+            yield from _leaves(child)
+
+
+def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
+    """From the first to behind the last element of a block, in C order of the whole tensor."""
+    low = high = 0
+    for axis, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
+        step = prod(shape[axis + 1 :])
+        low, high = low + a * step, high + (b - 1) * step
+    return low, high + 1
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor" if count == 1 else f"{count} tensors"

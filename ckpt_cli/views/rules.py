@@ -1,0 +1,70 @@
+"""What `ckpt rules` shows: the rule of each parameter, those of all layers in one line."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ckpt_cli.views import report
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.text import show
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter and its rule, if it has one."""
+
+    parameter: Parameter
+    rule: Rule | None
+
+    @property
+    def title(self) -> str:
+        """Its name, whatever its layer."""
+        return _NUMBER.sub("*", self.parameter.name)
+
+    @property
+    def how(self) -> str:
+        return "no rule" if self.rule is None else str(self.rule)
+
+    @property
+    def why(self) -> str:
+        return "" if self.rule is None else f"{self.rule.origin}: {self.rule.pattern}"
+
+
+def rows(checkpoint: Checkpoint, layout: Layout) -> list[Row]:
+    """All parameters of the model. Raises `BadRules` for a rule whose formulas have no numbers."""
+    model = (parameter for parameter in checkpoint.parameters.values() if parameter.role != "extra")
+    return [Row(one, layout.rule(one.name) if layout.matching(one.name) else None) for one in model]
+
+
+def show_rules(checkpoint: Checkpoint, layout: Layout, as_json: bool) -> None:
+    """Print the table, and what to do about parameters without a rule."""
+    found = rows(checkpoint, layout)
+    without = [row.parameter.name for row in found if row.rule is None]
+    if as_json:
+        report.data({"path": str(checkpoint.path), "sizes": dict(layout.sizes), "parameters": list(map(_json, found))})
+        return
+    folded: dict[tuple[str, str, str], int] = {}
+    for row in found:
+        key = (row.title, row.how, row.why)
+        folded[key] = folded.get(key, 0) + 1
+    for (title, how, why), count in folded.items():
+        click.echo(f"{show(title)}{f' ({count})' if count > 1 else ''}\n    {show(how)}")
+        if why:
+            click.echo(f"    by {show(why)}")
+    if without:
+        first = show(re.escape(without[0]))
+        report.say(
+            f"note: {len(without)} parameters have no rule; over several ranks each needs one. "
+            f"For example:  [[rule]]  match = '{first}'  axis = 0"
+        )
+
+
+def _json(row: Row) -> dict[str, Any]:
+    rule = row.rule
+    said = None if rule is None else {"how": str(rule), "match": rule.pattern, "origin": rule.origin}
+    return {"name": row.parameter.name, "shape": list(row.parameter.weight.shape), "rule": said}

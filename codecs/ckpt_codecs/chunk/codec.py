@@ -1,0 +1,47 @@
+"""Codecs that make chunks, in memory that they are given."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, room
+from ckpt_codecs.chunk.frame import plain
+from ckpt_codecs.chunk.streams import LEVELS
+from ckpt_codecs.errors import CodecError
+
+
+class Chunked(Codec):
+    """What `encode` and `decode` give is the caller's; `encode_into` and `decode_into` take no memory of their own."""
+
+    def encode(self, array: Array, base: Array | None = None) -> Bytes:
+        return self.encode_into(array, base, np.empty(room(array.nbytes), np.uint8))
+
+    @abstractmethod
+    def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes: ...
+
+    def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None = None) -> Array:
+        out = np.empty(shape, dtype)
+        self.decode_into(data, out, base)
+        return out
+
+    def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
+        if not (out.flags.c_contiguous and out.flags.aligned):
+            out[...] = self.decode(data, out.shape, out.dtype, base)
+        elif not plain(data, out):
+            self._decode(data, out, base)
+
+    def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
+        """Fill `out` from a chunk of a mode of this codec's own."""
+        raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
+
+
+@dataclass(frozen=True)
+class Levelled(Chunked):
+    """A codec with a choice of effort."""
+
+    level: str = "default"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.level, str) or self.level not in LEVELS:
+            raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")

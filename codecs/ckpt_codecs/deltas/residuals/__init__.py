@@ -1,0 +1,1 @@
+"""Residuals: the differences between predicted and actual values, as bytes."""

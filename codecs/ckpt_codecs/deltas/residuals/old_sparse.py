@@ -1,0 +1,29 @@
+"""Planes that are mostly zero, as version 0.3.0 wrote them: read, and written no more."""
+
+from struct import Struct
+
+from ckpt_codecs.base import Array, Bytes
+from ckpt_codecs.chunk.frame import read
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import deltas
+from ckpt_codecs.scratch import borrow
+
+_SIZE = Struct("<I")
+DENSE = 255
+"""The kind of a context whose values are coded one by one; of others, the bits of a gap that are stored."""
+MOST_BITS = 24
+
+
+def decode(data: Bytes, which: Array, counts: Array, others: list[int]) -> list[Array]:
+    """The plane, and the others, which have such sizes."""
+    used = _SIZE.unpack_from(data)[0] if len(data) >= _SIZE.size else which.size + 1
+    if used > which.size:
+        raise CodecError("a part of rare values ends in its head")
+    *rest, kinds, coded = read(data[_SIZE.size :], [*others, counts.size, used], "rare")
+    if ((kinds > MOST_BITS) & (kinds != DENSE)).any():
+        raise CodecError("a part of rare values has gaps that are too long")
+    gathered, plane = borrow("gathered", which.size), borrow("scattered", which.size)
+    if not deltas.read_sparse_plane(coded, counts, kinds, gathered):
+        raise CodecError("a part of rare values is damaged")
+    deltas.scatter(which, gathered, plane)
+    return [plane, *rest]

@@ -1,0 +1,1 @@
+"""Lossless codecs of a single state."""

@@ -1,0 +1,22 @@
+"""Steps of optimizers on arrays, without torch: the same bits as the trainer's own optimizer, given its gradients."""
+
+from ckpt_codecs.optimizers.adagrad import Adagrad
+from ckpt_codecs.optimizers.adam import Adam
+from ckpt_codecs.optimizers.base import VECTOR, WEIGHTS, OptimizerStep, States, whole_vectors
+from ckpt_codecs.optimizers.deepspeed_cpu_adam import DEEPSPEED_VECTOR, DeepSpeedCpuAdam
+from ckpt_codecs.optimizers.lion import Lion
+from ckpt_codecs.optimizers.sgd import Sgd
+
+__all__ = [
+    "DEEPSPEED_VECTOR",
+    "VECTOR",
+    "WEIGHTS",
+    "Adagrad",
+    "Adam",
+    "DeepSpeedCpuAdam",
+    "Lion",
+    "OptimizerStep",
+    "Sgd",
+    "States",
+    "whole_vectors",
+]

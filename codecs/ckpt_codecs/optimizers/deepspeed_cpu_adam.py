@@ -1,0 +1,82 @@
+"""Steps of DeepSpeed's Adam for CPUs, which offloads optimizers."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.native import stepping
+from ckpt_codecs.optimizers.adam import FIRST, SECOND
+from ckpt_codecs.optimizers.base import WEIGHTS, States, check_count, state_of
+
+DEEPSPEED_VECTOR = 16
+"""Elements that the operator takes at once where it was built for AVX-512: 8 for AVX2, 4 for NEON. See `whole_vectors`.
+
+Where it was built for none of these, no element lies in a whole vector."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedCpuAdam:
+    """Adam, or AdamW if `adamw_mode`: the bits of `deepspeed.ops.adam.DeepSpeedCPUAdam` with float32 states.
+
+    The operator computes in float32 what torch computes in float64, the powers of the betas among it: each is that of
+    the step before times beta. After a checkpoint was loaded it begins anew, with a power that is rounded once.
+
+    Attributes:
+        powers_from: The step at which the powers of betas were computed anew: the first one after loading, or `count`
+            itself where groups have other betas or counts, so that they are at every step. 0: not since the beginning.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adamw_mode: bool = True
+    bias_correction: bool = True
+    powers_from: int = 0
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (WEIGHTS, FIRST, SECOND)
+
+    def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
+        """Step in place; see `OptimizerStep.apply`. `vectors` counts vectors of the operator: DEEPSPEED_VECTOR."""
+        check_count(count)
+        if not 0 <= self.powers_from <= count:
+            raise CodecError(f"the powers of step {count} cannot be computed from those of step {self.powers_from}")
+        one, lr = np.float32(1), np.float32(self.lr)
+        beta1, beta2 = (np.float32(beta) for beta in self.betas)
+        bias1 = bias2 = one
+        if self.bias_correction:
+            bias1, bias2 = (one - _power(float(beta), count, self.powers_from) for beta in (beta1, beta2))
+            if not bias1 > 0 or not bias2 > 0:
+                raise CodecError(f"betas of {self.betas} leave no moments to correct")
+        decaying, decay = stepping.Decaying.NOTHING, np.float32(self.weight_decay)
+        if decay > 0:
+            decaying = stepping.Decaying.WEIGHTS if self.adamw_mode else stepping.Decaying.GRADIENT
+        stepping.step_adam_deepspeed(
+            state_of(states, WEIGHTS),
+            state_of(states, FIRST),
+            state_of(states, SECOND),
+            gradients,
+            vectors,
+            decaying,
+            decay=float(-lr * decay if self.adamw_mode else decay),
+            first_kept=float(beta1),
+            first_gain=float(one - beta1),
+            second_kept=float(beta2),
+            second_gain=float(one - beta2),
+            step_size=float(-lr / bias1),
+            bias2_scale=float(one / np.sqrt(bias2)),
+            eps=self.eps,
+        )
+
+
+@lru_cache(64)
+def _power(beta: float, count: int, begin: int) -> np.float32:
+    """beta^count in float32: beta^begin, rounded once, times beta again and again."""
+    factors = np.full(count - begin + 1, beta, np.float32)
+    factors[0] = beta**begin
+    return np.float32(np.multiply.accumulate(factors)[-1])

@@ -1,0 +1,1 @@
+"""Checkpoints of distributed training: open, look, edit, save."""

@@ -1,0 +1,248 @@
+"""`ckpt compact`: fewer members, and deltas folded into bases, without losing a state that is kept."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from ckpt.chains.append import Anchors, folder_name, sweep
+from ckpt.chains.write import Manner, write_base, write_delta
+from ckpt.pipeline import Effort
+from ckpt_cli.views import report
+from ckpt_cli.views.report import size
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.chain.file import Chain, LoggedSteps, Member
+from ckpt_formats.universal.chain.members import member_at, open_member
+from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
+
+_FATES = {
+    "as it is": "stays as it is",
+    "base": "is written again, as a base",
+    "delta": "is written again, as a delta against the last that stays",
+    "from log": "is written as a base, from the log of gradients",
+    "removed": "is removed",
+}
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a user wants to stay."""
+
+    keep: tuple[str, ...] = ("all",)
+    """Policies of states, as they are typed."""
+    gradients: int | None = None
+    """How many segments of the log, the last ones; None: all."""
+    upto: int | None = None
+    """The last step that stays; None: all do."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state that stays, and what becomes of it."""
+
+    step: int
+    member: Member | None
+    """None: one that is in the log alone."""
+    how: str
+    """`as it is`, `base`, `delta` or `from log`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a chain is to become."""
+
+    states: tuple[Kept, ...]
+    segments: tuple[LoggedSteps, ...]
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What was done."""
+
+    before: Chain
+    after: Chain
+
+    @property
+    def freed(self) -> int:
+        """Bytes; negative, if bases take more than the deltas that they replace. Without those of the log."""
+        stored = [sum(member.stored_nbytes for member in chain.members) for chain in (self.before, self.after)]
+        return stored[0] - stored[1]
+
+
+def plan(run: Path, chain: Chain, retention: Retention, anchors: Anchors) -> Plan:
+    """Which states and segments stay, and how. The last state always does.
+
+    Raises `NotFound` for a step that is not there.
+    """
+    chain = _cut(run, chain, retention.upto)
+    segments = chain.segments if retention.gradients is None else _last(chain.segments, retention.gradients)
+    last = last_step(run, chain)
+    steps = set().union(*(_steps(run, chain, one) for one in retention.keep))
+    if not any(_reaches(run, one, last) for one in segments):
+        steps.add(last)
+    if chain.members:
+        steps.add(chain.members[-1].step)
+    steps |= {one.first for one in segments if one.parent is not None}  # they are replayed from these
+    members = {member.step: member for member in chain.members}
+    kept: list[Kept] = []
+    since = 0
+    for step in sorted(steps):
+        member = members.get(step)
+        if member is None:
+            how = "from log"
+        elif member.kind == "base":
+            how = "as it is"
+        elif not kept or (anchors.every is not None and since >= anchors.every):
+            how = "base"
+        else:
+            above = kept[-1].member
+            how = "as it is" if above is not None and above.content == member.parent else "delta"
+        since = since + 1 if how == "delta" or (how == "as it is" and member and member.kind == "delta") else 1
+        kept.append(Kept(step, member, how))
+    return Plan(tuple(kept), segments)
+
+
+def compact(run: Path, retention: Retention, anchors: Anchors, manner: Manner, effort: Effort) -> Compacted:
+    """Write anew what would lose its parent, then replace the list, then remove what it no longer names."""
+    with folder.locked(run, locks=effort.locks) as chain:
+        assert chain is not None  # it was to be there
+        sweep(run, chain)
+        found = plan(run, chain, retention, anchors)
+        members: list[Member] = []
+        for kept in found.states:
+            stays = kept.member if kept.how == "as it is" else None
+            members.append(stays or _rewritten(run, chain, kept, members, manner, effort))
+        after = Chain(tuple(members), found.segments)
+        if after != chain:
+            folder.replace(run, after)
+            folder.remove(folder.leftovers(run, after))
+            _drop_later_records(run, after)
+    return Compacted(chain, after)
+
+
+def _drop_later_records(run: Path, chain: Chain) -> None:
+    """Free what follows the end of a segment. The list says already that it does not count."""
+    for one in chain.segments:
+        if one.step is not None:
+            segment = open_steps(run, one)
+            for rank, log in enumerate(segment.logs):
+                if segment.nbytes_upto(rank, one.step) < log.path.stat().st_size:
+                    os.truncate(log.path, segment.nbytes_upto(rank, one.step))
+
+
+def _cut(run: Path, chain: Chain, upto: int | None) -> Chain:
+    """The chain without what comes after a step. Raises `NotFound` if it has no such step."""
+    if upto is None:
+        return chain
+    open_state(run, chain, upto)
+    members = tuple(member for member in chain.members if member.step <= upto)
+    stored = any(member.step == upto for member in members)
+    segments: list[LoggedSteps] = []
+    for one in chain.segments:
+        held = stored or any(_reaches(run, before, upto) for before in segments)
+        if one.first < upto or (one.first == upto and not held):
+            end = open_steps(run, one).last
+            segments.append(replace(one, step=min(end, upto)) if end >= upto or one.step is None else one)
+    return Chain(members, tuple(segments))
+
+
+def _reaches(run: Path, logged: LoggedSteps, step: int) -> bool:
+    """Has a segment this step, by itself or from a state that it stands on?"""
+    return logged.first <= step <= (open_steps(run, logged).last if logged.step is None else logged.step)
+
+
+def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, ...]:
+    return segments[len(segments) - count :] if count < len(segments) else segments
+
+
+def say_plan(chain: Chain, found: Plan, as_json: bool) -> None:
+    """What would become of each state, and of each segment of the log."""
+    how = {one.step: one.how for one in found.states}
+    fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
+    ends = {one.folder: one.step for one in found.segments}
+    if as_json:
+        segments = [
+            {"first": one.first, "becomes": _fate(one, ends), "last": ends.get(one.folder)} for one in chain.segments
+        ]
+        states = [{"step": step, "becomes": fate} for step, fate in fates.items()]
+        report.data({"steps": states, **({"segments": segments} if segments else {})})
+        return
+    for step, fate in fates.items():
+        click.echo(f"{step:>12}  {_FATES[fate]}")
+    for one in chain.segments:
+        fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
+        click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
+    report.say(f"{len(found.states)} of {len(fates)} states would stay; nothing was written")
+
+
+_SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
+
+
+def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
+    if logged.folder not in ends:
+        return "removed"
+    return "as it is" if ends[logged.folder] == logged.step else "cut"
+
+
+def say(done: Compacted, as_json: bool) -> None:
+    """What was done."""
+    before, after = ({member.step for member in chain.members} for chain in (done.before, done.after))
+    removed, added = len(before - after), len(after - before)
+    if as_json:
+        steps = [member.step for member in done.after.members]
+        segments = [{"first": one.first, "last": one.step} for one in done.after.segments]
+        logged = {"added": added, "segments": segments} if done.before.segments else {}
+        report.data({"steps": steps, "removed": removed, "freed_nbytes": done.freed, **logged})
+        return
+    freed = f"{size(done.freed)} freed" if done.freed >= 0 else f"{size(-done.freed)} more, for fewer deltas to replay"
+    from_log = f", {added} written from the log" if added else ""
+    report.say(f"{len(done.after.members)} states stay{from_log}, {removed} removed, {freed}")
+
+
+def _rewritten(run: Path, chain: Chain, kept: Kept, before: list[Member], manner: Manner, effort: Effort) -> Member:
+    """The same state, bit for bit, in a folder of its own: as a base, or against the last that is kept."""
+    member, target = kept.member, _free(run, kept.step)
+    if member is None:
+        source = open_state(run, chain, kept.step)
+        return write_base(source, target, kept.step, False, manner, effort).member
+    source = open_member(run, chain, member)
+    if kept.how == "base":
+        written = write_base(source, target, member.step, False, manner, effort, member.content)
+    else:
+        last = before[-1]
+        earlier = _opened(run, chain, last)
+        written = write_delta(source, target, member.step, earlier, run / last.folder, manner, effort, member.content)
+    return replace(written.member, time=member.time, losses=member.losses)
+
+
+def _opened(run: Path, chain: Chain, member: Member) -> Checkpoint:
+    """A state that stays: as the chain has it, or as it was just written from the log."""
+    stored = any(one.step == member.step for one in chain.members)
+    known = member_at(run, chain, member.step) if stored else member
+    return open_member(run, chain, known)
+
+
+def _free(run: Path, step: int) -> Path:
+    number = 0
+    while (run / (name := folder_name(step) + (f".{number}" if number else ""))).exists():
+        number += 1
+    return run / name
+
+
+def _steps(run: Path, chain: Chain, keep: str) -> set[int]:
+    steps = [member.step for member in chain.members]
+    if keep == "all":
+        return set(steps)
+    if match := re.fullmatch(r"(last|every):([1-9]\d{0,17})", keep):
+        number = int(match[2])
+        return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
+        raise click.UsageError(f"--keep {keep!r:.60} is no policy: write last:N, every:N, all, or steps with commas.")
+    wanted = {int(step) for step in keep.split(",")}
+    for step in wanted.difference(steps):
+        open_state(run, chain, step)  # says which steps there are
+    return wanted

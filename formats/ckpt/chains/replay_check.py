@@ -1,0 +1,121 @@
+"""`ckpt verify --replay`: do the steps of the log lead to what the run had, and to the states that the chain stores?"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.executors import results
+from ckpt.pipeline import Effort, Moved
+from ckpt.verify import Finding
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.universal.chain.file import Chain
+from ckpt_formats.universal.chain.members import member_at, open_member
+from ckpt_formats.universal.chain.states import open_steps
+from ckpt_formats.universal.gradients.replay import SegmentReplay, Start
+from ckpt_formats.universal.gradients.segment import Segment
+from ckpt_formats.universal.gradients.state import Base, checkpoint_at, replay_to
+
+_SIZE = 4
+"""Bytes of a gradient."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """A segment, the state where it begins, and the states that the chain stores on its way."""
+
+    segment: Segment
+    start: Start
+    stops: tuple[Start, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all gradients, decoded."""
+        return (self.segment.last - self.start.step) * self.segment.layout.numel * _SIZE
+
+
+def courses(run: Path, chain: Chain) -> Iterator[Course]:
+    """All segments with their states. Raises as `open_steps`."""
+    for number, logged in enumerate(chain.segments):
+        segment = open_steps(run, logged)
+        stops: dict[int, Start] = {}
+        for member in chain.members:
+            if segment.first < member.step <= segment.last and member.exact:
+                stops[member.step] = Start(member.step, open_member(run, chain, member).parameters)
+        following = chain.segments[number + 1] if number + 1 < len(chain.segments) else None
+        if following is not None and following.parent is None and segment.first < following.first <= segment.last:
+            stops.setdefault(following.first, Start(following.first, _own_start(open_steps(run, following))))
+        base: Base | None = None
+        if logged.parent is not None:
+            base = Base(logged.first, open_member(run, chain, member_at(run, chain, logged.first)))
+        start = replay_to(segment, segment.first, base).start
+        yield Course(segment, start, tuple(stop for _, stop in sorted(stops.items())))
+
+
+def _own_start(segment: Segment) -> dict[str, Parameter]:
+    return dict(checkpoint_at(segment, segment.first, None).parameters)
+
+
+def check(course: Course, effort: Effort, moved: Moved) -> list[Finding]:
+    """Do all steps of a segment again, and compare with its fingerprints and with the states on its way.
+
+    A state that is as the log has it is where the next steps begin; from any other nothing follows.
+    """
+    findings: list[Finding] = []
+    start = course.start
+    for stop in course.stops:
+        found = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, effort, moved)
+        findings += found
+        start = start if found else stop
+    return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, effort, moved)
+
+
+def _check_leg(replay: SegmentReplay, arrival: Start | None, effort: Effort, moved: Moved) -> list[Finding]:
+    layout = replay.segment.layout
+    chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
+    stored = None if arrival is None else SegmentReplay(replay.segment, replay.step, arrival)
+
+    def check_chunk(chunk: tuple[int, int]) -> Finding | None:
+        with Reader(check=False) as reader:
+            finding = _check_chunk(replay, stored, *chunk, reader)
+        low, high = layout.ranks[chunk[0]].chunk_bounds(chunk[1])
+        moved((high - low) * _SIZE * (replay.step - replay.start.step))
+        return finding
+
+    with ThreadPoolExecutor(effort.workers) as pool:
+        found = list(results(pool, check_chunk, chunks, 2 * effort.workers))
+    return list(dict.fromkeys(finding for finding in found if finding is not None))
+
+
+def _check_chunk(
+    replay: SegmentReplay, arrival: SegmentReplay | None, rank: int, index: int, reader: Reader
+) -> Finding | None:
+    segment = replay.segment
+    try:
+        states = replay.chunk(rank, index, reader)
+        if arrival is None or not segment.is_exact:
+            return None
+        stored = arrival.chunk(rank, index, reader)
+    except CkptError as error:
+        return Finding("replay", error.what, error.where or str(segment.folder))
+    for name, values in states.items():
+        if name not in stored:
+            continue
+        unequal = values.view(np.uint32) != stored[name].view(np.uint32)
+        if unequal.any():
+            first = int(unequal.argmax())
+            tensor = next(
+                segment.layout.tensors[one.piece.tensor].name
+                for one in segment.layout.ranks[rank].ranges(index)
+                if one.offset <= first < one.offset + one.size
+            )
+            what = (
+                f"step {replay.step}: {name!r} of `{tensor}` is stored otherwise than the log gives it: "
+                f"{int(unequal.sum()):,} of {unequal.size:,} values of a chunk differ"
+            )
+            return Finding("replay", what, str(segment.folder), (tensor,))
+    return None

@@ -1,0 +1,48 @@
+"""Pairs of tensors added up: by layer, by role in the layer, by state, by kind."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from ckpt.compare.pairs import Pair
+from ckpt.compare.sums import Sums
+
+GROUPINGS: dict[str, Callable[[Pair], str]] = {
+    "layer": lambda pair: layer_of(pair.name),
+    "role": lambda pair: role_of(pair.name),
+    "state": lambda pair: pair.state,
+    "kind": lambda pair: pair.kind,
+}
+
+_LAYER = re.compile(r"(.*?(?:^|\.)\d{1,9})(?:\.|$)", re.DOTALL)
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+
+
+def layer_of(name: str) -> str:
+    """A name up to its first number, which counts the layers in nearly every model.
+
+    >>> layer_of("model.layers.11.mlp.up.weight")
+    'model.layers.11'
+    """
+    found = _LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0] or name
+
+
+def role_of(name: str) -> str:
+    """What a tensor is in its layer: the rest of its name, or all of a name without a number.
+
+    Further numbers, such as those of experts, count as one.
+
+    >>> role_of("model.layers.11.mlp.experts.3.up.weight")
+    'mlp.experts.*.up.weight'
+    """
+    found = _LAYER.match(name)
+    return _NUMBER.sub("*", name[found.end() :]) if found else name
+
+
+def grouped(pairs: Iterable[Pair], by: Sequence[str]) -> list[tuple[tuple[str, ...], Sums]]:
+    """Pairs added up by all that `by` says together: norms and cosines are those of all tensors of a group as one."""
+    totals: dict[tuple[str, ...], Sums] = {}
+    for pair in pairs:
+        key = tuple(GROUPINGS[how](pair) for how in by)
+        totals[key] = totals.get(key, Sums()) + pair.sums
+    return list(totals.items())

@@ -1,0 +1,157 @@
+"""Pairs of tensors, one of each checkpoint, and their comparison.
+
+Tensors are paired by parameter and state. What the optimizer updates is one
+state, the `weight`, whether a checkpoint calls it master or parameter; the copy
+that a model computes with is a state of its own where there is a master too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from ckpt.compare.sums import Sums, sums_of
+from ckpt.compare.values import values
+from ckpt.executors import results
+from ckpt.interrupts import heeding
+from ckpt.pipeline import Effort, Moved
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.transfer import Transfer
+
+Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
+"""`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
+COMPARED: tuple[Kind, ...] = ("equal", "changed", "retyped")
+"""The kinds of which there are numbers."""
+
+Key = tuple[str, str]
+"""A parameter and a state."""
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two checkpoints, and the tensors of each that are to be compared."""
+
+    first: Checkpoint
+    second: Checkpoint
+    ours: Mapping[Key, Tensor]
+    theirs: Mapping[Key, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """What comparing them reads."""
+        both = ((self.ours[key], self.theirs[key]) for key in self.ours.keys() & self.theirs.keys())
+        return sum(a.nbytes + b.nbytes for a, b in both if a.shape == b.shape)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One state of one parameter, in either checkpoint or both."""
+
+    name: str
+    state: str
+    kind: Kind
+    what: str = ""
+    sums: Sums = field(default_factory=Sums)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All that was compared, and what else differs."""
+
+    pairs: tuple[Pair, ...]
+    values: tuple[str, ...] = ()
+    """Numbers kept of single parameters, options of groups and their members, and extras, in words."""
+    same_step: bool = True
+    tensors_only: bool = False
+    """Nothing but tensors was compared."""
+
+    @property
+    def same(self) -> bool:
+        """Is every bit of every tensor equal, and everything else that was compared?"""
+        return not self.values and self.same_step and all(pair.kind == "equal" for pair in self.pairs)
+
+    @property
+    def compared(self) -> tuple[Pair, ...]:
+        """Those of which there are numbers."""
+        return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
+
+
+def paired(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> Paired:
+    """The tensors of both, all or those of some states. Raises `NotFound` for a state that neither has."""
+    ours, theirs = _tensors(first), _tensors(second)
+    known = {state for _, state in (*ours, *theirs)}
+    for state in states:
+        if state not in known:
+            hint = f"There are: {', '.join(map(show, sorted(known)))}."
+            raise NotFound(f"no tensor has the state `{show(state)}`", hint=hint)
+    if states:
+        ours, theirs = ({key: t for key, t in tensors.items() if key[1] in states} for tensors in (ours, theirs))
+    return Paired(first, second, ours, theirs)
+
+
+def compare(
+    both: Paired, effort: Effort, moved: Moved = lambda nbytes: None, tensors_only: bool = False
+) -> Differences:
+    """Everything that differs. Reads each byte of both once."""
+    ours, theirs = both.ours, both.theirs
+    pairs = [Pair(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
+    pairs += [Pair(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
+    with heeding(moved) as count:
+        work = [partial(_pair, *key, a, theirs[key], effort, count) for key, a in ours.items() if key in theirs]
+        with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
+            pairs += results(pool, lambda job: job(), work, 2 * effort.workers)
+    order = {key: number for number, key in enumerate(dict.fromkeys((*ours, *theirs)))}
+    pairs.sort(key=lambda pair: order[pair.name, pair.state])
+    if tensors_only:
+        return Differences(tuple(pairs), tensors_only=True)
+    same_step = both.first.origin.step == both.second.origin.step
+    return Differences(tuple(pairs), tuple(values(both.first, both.second)), same_step)
+
+
+def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
+    """Every tensor by parameter and state, under names that do not depend on who wrote them. Ties count once a name."""
+    found: dict[Key, Tensor] = {}
+    for name, parameter in source.parameters.items():
+        found |= {(name, state): tensor for state, tensor in _states(parameter)}
+    for alias, name in source.aliases.items():
+        if name in source.parameters:
+            found[alias, WEIGHT] = _weight(source.parameters[name])
+    return found
+
+
+def _states(parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
+    yield WEIGHT, _weight(parameter)
+    if MASTER in parameter.states and MODEL in parameter.states:
+        yield MODEL, parameter.states[MODEL]
+    for state, tensor in parameter.states.items():
+        counter = state == "step" and tensor.shape == ()
+        if state not in (MASTER, MODEL) and not counter:
+            yield state, tensor
+
+
+def _weight(parameter: Parameter) -> Tensor:
+    return parameter.states.get(MASTER, parameter.weight)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"
+
+
+def _pair(name: str, state: str, a: Tensor, b: Tensor, effort: Effort, moved: Moved) -> Pair:
+    if a.shape != b.shape:
+        return Pair(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
+    total = Sums()
+    with Reader(check=False, most_files=effort.files) as reader:
+        transfer = Transfer(reader, effort.slab, moved)
+        for box in transfer.boxes(a):
+            total += sums_of(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
+    if a.dtype != b.dtype:
+        return Pair(name, state, "retyped", f"{a.dtype.name} -> {b.dtype.name}", total)
+    return Pair(name, state, "changed" if total.changed else "equal", "", total)

@@ -1,0 +1,61 @@
+"""Which tensors of two checkpoints are compared."""
+
+import re
+from dataclasses import dataclass, replace
+
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
+from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.text import show
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Parameters whose names match one of `keep` (all, if empty) and none of `drop`.
+
+    Patterns are regular expressions, found anywhere in a name.
+    """
+
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    extras: bool = True
+    """Tensors among the extras, too, whatever they are called."""
+
+    def takes(self, name: str, role: str) -> bool:
+        if role == "extra":
+            return self.extras
+        kept = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
+        return kept and not any(re.search(pattern, name) for pattern in self.drop)
+
+
+def chosen(first: Checkpoint, second: Checkpoint, choice: Choice) -> tuple[Checkpoint, Checkpoint]:
+    """Both with what is chosen. Raises `NotFound` for a pattern that matches in neither: it is mistyped."""
+    names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
+    for pattern in (*choice.keep, *choice.drop):
+        safe_pattern(pattern, "--only or --skip")
+        if not any(re.search(pattern, name) for name in names):
+            raise NotFound(f"no parameter matches `{show(pattern)}`", hint="`ckpt inspect` lists their names.")
+    return _chosen(first, choice), _chosen(second, choice)
+
+
+def _chosen(source: Checkpoint, choice: Choice) -> Checkpoint:
+    """Of tied names, the first that is chosen holds the values, though in the source another may."""
+    kept: dict[str, Parameter] = {}
+    aliases: dict[str, str] = {}
+    holders: dict[str, str] = {}
+    for name, owner in {**{name: name for name in source.parameters}, **source.aliases}.items():
+        parameter = source.parameters.get(owner)
+        if not choice.takes(name, parameter.role if parameter else "parameter"):
+            continue
+        if parameter is not None and owner not in holders:
+            holders[owner] = name
+            kept[name] = replace(parameter, name=name)
+        else:
+            aliases[name] = holders.get(owner, owner)
+    return replace(
+        source,
+        parameters=kept,
+        aliases=aliases,
+        groups=tuple(Group(g.options, tuple(holders[n] for n in g.names if n in holders)) for g in source.groups),
+        losses={(holders[name], state): loss for (name, state), loss in source.losses.items() if name in holders},
+    )

@@ -1,0 +1,136 @@
+"""What is told of two tensors: sums that add up over their blocks, in one pass over both."""
+
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import numpy as np
+
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.transfer import as_bytes
+
+_PIECE = 1 << 13
+"""Elements compared at once. What is computed of them stays in a core's cache, and OpenBLAS, which gives longer vectors
+to threads of its own, leaves the threads to us."""
+_BIAS, _EXPONENTS = 1023, 2048
+"""Of float64."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many differences lie in [2^k, 2^(k+1)), for each k from `lowest` on. Those of 0 are in none."""
+
+    lowest: int = 0
+    counts: tuple[int, ...] = ()
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        if not (self.counts and other.counts):
+            return self if self.counts else other
+        lowest = min(self.lowest, other.lowest)
+        stop = max(self.lowest + len(self.counts), other.lowest + len(other.counts))
+        counts = [0] * (stop - lowest)
+        for part in (self, other):
+            for k, count in enumerate(part.counts, part.lowest - lowest):
+                counts[k] += count
+        return Histogram(lowest, tuple(counts))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What adds up over the blocks of a pair. An element that is not finite on both sides is only counted."""
+
+    elements: int = 0
+    changed: int = 0
+    largest: float = 0.0
+    squares: float = 0.0
+    """Of the differences."""
+    first: float = 0.0
+    """Squares of the first tensor's elements; `second` likewise, `product` of both."""
+    second: float = 0.0
+    product: float = 0.0
+    not_finite: int = 0
+    histogram: Histogram = Histogram()
+    """Of the differences, without their signs."""
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            max(self.largest, other.largest),
+            self.squares + other.squares,
+            self.first + other.first,
+            self.second + other.second,
+            self.product + other.product,
+            self.not_finite + other.not_finite,
+            self.histogram + other.histogram,
+        )
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean squared difference."""
+        return sqrt(self.squares / self.elements) if self.elements else 0.0
+
+    @property
+    def relative(self) -> float | None:
+        """Norm of the difference over the norm of the first; None where that is 0."""
+        return sqrt(self.squares / self.first) if self.first else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between the two; None where one is 0."""
+        norm = sqrt(self.first) * sqrt(self.second)
+        if norm and not self.changed:
+            return 1.0
+        return max(-1.0, min(1.0, self.product / norm)) if norm else None
+
+
+def sums_of(a: Array, b: Array) -> Sums:
+    """Compare two blocks of one shape: bit for bit if they have one type, else by value."""
+    a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    total, counts = Sums(), np.zeros(_EXPONENTS, np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for at in range(0, a.size, _PIECE):
+            total += _sums_of(a[at : at + _PIECE], b[at : at + _PIECE], counts)
+    held = np.flatnonzero(counts)
+    if not held.size:
+        return total
+    lowest, highest = int(held[0]), int(held[-1])
+    return replace(total, histogram=Histogram(lowest - _BIAS, tuple(counts[lowest : highest + 1].tolist())))
+
+
+def _sums_of(a: Array, b: Array, counts: Array) -> Sums:
+    """All but the histogram; differences are added to `counts`, by their exponents."""
+    x, y = _numbers(a), _numbers(b)
+    changed = _unequal_bits(a, b) if a.dtype == b.dtype else _unequal_values(x, y)
+    finite = np.isfinite(x) & np.isfinite(y)
+    strange = x.size - int(np.count_nonzero(finite))
+    if strange:
+        x, y = x[finite], y[finite]
+    first = float(np.vdot(x, x).real)
+    if not changed:
+        return Sums(a.size, 0, 0.0, 0.0, first, first, first, strange)
+    off = np.abs(y - x)
+    sums = float(np.vdot(off, off)), first, float(np.vdot(y, y).real), float(np.vdot(x, y).real)
+    # A float64 that is not negative begins with its exponent.
+    counts += np.bincount(off.view(np.int64) >> 52, minlength=_EXPONENTS)
+    counts[0] -= off.size - np.count_nonzero(off)
+    return Sums(a.size, changed, float(off.max(initial=0.0)), *sums, strange)
+
+
+def _unequal_bits(a: Array, b: Array) -> int:
+    itemsize = a.dtype.itemsize
+    word = min(itemsize, 8)
+    unequal = as_bytes(a).view(f"u{word}") != as_bytes(b).view(f"u{word}")
+    return int(np.count_nonzero(unequal if word == itemsize else unequal.reshape(a.size, -1).any(axis=1)))
+
+
+def _unequal_values(x: Array, y: Array) -> int:
+    return x.size - int(np.count_nonzero((x == y) | (np.isnan(x) & np.isnan(y))))
+
+
+def _numbers(values: Array) -> Array:
+    """As float64, or complex128."""
+    if values.dtype.kind == "c":
+        return values.astype(np.complex128)
+    assert is_float(values.dtype) or values.dtype.kind in "iub", values.dtype
+    return values.astype(np.float64)

@@ -1,0 +1,68 @@
+"""All that was found, as plain data: what `--json` prints and what the page draws."""
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from ckpt.compare.groups import grouped, layer_of, role_of
+from ckpt.compare.pairs import Differences, Pair
+from ckpt.compare.sums import Sums
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.registry import detect
+
+
+def facts(first: Checkpoint, second: Checkpoint, found: Differences, by: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything, in the first checkpoint's order. `docs/diff.md` says what each of it is."""
+    both = (first, second)
+    said: dict[str, Any] = {
+        "first": str(first.path),
+        "second": str(second.path),
+        "same": found.same,
+        "steps": [c.origin.step for c in both],
+        "formats": [detect(c.path).name for c in both],
+        "engines": [c.origin.engine for c in both],
+        "versions": [c.origin.version for c in both],
+        "layouts": [_layout(c) for c in both],
+        "approximate": [len(c.losses) for c in both],
+        "total": numbers(sum((pair.sums for pair in found.compared), Sums())),
+        "tensors": [_row(pair) for pair in found.pairs],
+        "tensors_only": found.tensors_only,
+        "values": list(found.values),
+    }
+    if by:
+        said["groups"] = totals(found, by)
+    return said
+
+
+def totals(found: Differences, by: Sequence[str]) -> list[dict[str, Any]]:
+    """What was compared, added up in groups."""
+    groups = grouped(found.compared, by)
+    return [{**dict(zip(by, key, strict=True)), **numbers(total)} for key, total in groups]
+
+
+def numbers(sums: Sums) -> dict[str, Any]:
+    """What is told of a pair or of several; null where there is no such number."""
+    return {
+        "elements": sums.elements,
+        "changed": sums.changed,
+        "max": _plain(sums.largest),
+        "rms": _plain(sums.rms),
+        "relative": _plain(sums.relative),
+        "cosine": _plain(sums.cosine),
+        "not_finite": sums.not_finite,
+        "histogram": {"lowest": sums.histogram.lowest, "counts": list(sums.histogram.counts)},
+    }
+
+
+def _row(pair: Pair) -> dict[str, Any]:
+    place = {"layer": layer_of(pair.name), "role": role_of(pair.name)}
+    return {"name": pair.name, "state": pair.state, **place, "kind": pair.kind, "what": pair.what, **numbers(pair.sums)}
+
+
+def _layout(source: Checkpoint) -> str:
+    said = {key: value for key, value in source.origin.layout.items() if isinstance(value, (int, str))}
+    return ", ".join(f"{key} {value}" for key, value in said.items())
+
+
+def _plain(value: float | None) -> float | None:
+    return value if value is None or isfinite(value) else None

@@ -1,0 +1,91 @@
+"""What differs besides tensors: counters, options of the optimizer, extras. In words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import read
+from ckpt_formats.core.values import Value, brief
+
+"""Characters of a value."""
+
+
+def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    """All of them. What only one of two engines keeps of a parameter or of a group is no difference."""
+    yield from _numbers(first, second)
+    yield from _options(first, second)
+    yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), "extras")
+
+
+def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    """What is kept of single parameters beside tensors, such as the steps that they have seen."""
+    ours, theirs = _kept(first), _kept(second)
+    apart: dict[str, list[str]] = {}
+    for name in ours.keys() & theirs.keys():
+        for key in ours[name].keys() & theirs[name].keys():
+            if encode(ours[name][key]) != encode(theirs[name][key]):
+                apart.setdefault(key, []).append(name)
+    for key, names in sorted(apart.items()):
+        name = min(names)
+        values = f"{brief(encode(ours[name][key]))} -> {brief(encode(theirs[name][key]))}"
+        yield f"{key} of {len(names)} parameters, such as `{name}`: {values}"
+
+
+def _kept(source: Checkpoint) -> dict[str, dict[str, Value]]:
+    """By parameter. A `step` is a number, whether a tensor tells or a number."""
+    found: dict[str, dict[str, Value]] = {}
+    with Reader(check=False) as reader:
+        for name, parameter in source.parameters.items():
+            kept = found[name] = dict(parameter.values)
+            step, tensor = kept.get("step"), parameter.states.get("step")
+            if tensor is not None and tensor.shape == ():
+                kept["step"] = _plain(float(read(tensor, reader)))
+            elif isinstance(step, (int, float)):
+                kept["step"] = _plain(step)
+    return found
+
+
+def _plain(step: float) -> float:
+    """A whole number as such, so that 3.0 and 3 are the same step."""
+    return int(step) if step == step // 1 else float(step)
+
+
+def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    """Options of the groups that parameters are in, since groups have no names."""
+    ours, theirs = ({name: group.options for group in c.groups for name in group.names} for c in (first, second))
+    said: dict[str, list[str]] = {}
+    for name in ours.keys() & theirs.keys():
+        for key in sorted(ours[name].keys() & theirs[name].keys()):
+            a, b = encode(ours[name][key]), encode(theirs[name][key])
+            if a != b and _listed(a) != _listed(b):
+                said.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
+    for what, names in sorted(said.items()):
+        yield f"option of the optimizer for {len(names)} parameters, {what}"
+
+
+def _listed(value: Any) -> Any:
+    """Lists and tuples of the same items are the same option."""
+    return value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
+
+
+def _apart(a: Any, b: Any, place: str) -> Iterator[str]:
+    """Where two trees of JSON differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() & b.keys():
+        for key in sorted(a.keys() | b.keys()):
+            if key not in b:
+                yield f"{place}/{key}: only in the first, {brief(a[key])}"
+            elif key not in a:
+                yield f"{place}/{key}: only in the second, {brief(b[key])}"
+            else:
+                yield from _apart(a[key], b[key], f"{place}/{key}")
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _are_trees(a) and _are_trees(b):
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _apart(one, other, f"{place}/{i}")
+    elif a != b:
+        yield f"{place}: {brief(a)} -> {brief(b)}"
+
+
+def _are_trees(items: list[Any]) -> bool:
+    return any(isinstance(item, dict) for item in items)

@@ -1,0 +1,85 @@
+"""What coding would save, told from a few chunks of each kind of state."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from math import prod
+
+from ckpt.sizes import PLAIN, Row, kind
+from ckpt_codecs import NotApplicable, Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
+
+CHUNKS = 16
+"""Looked at of each kind of state, evenly spread over its elements."""
+
+Member = tuple[Parameter, str]
+
+
+def estimate(checkpoint: Checkpoint, coding: Coding, chunks: int = CHUNKS) -> list[Row]:
+    """Rows as `savings.rows` would give them of the compressed checkpoint, about."""
+    kinds: dict[tuple[str, str], list[Member]] = {}
+    for parameter, state, tensor in checkpoint.tensors():
+        if tensor.size:
+            kinds.setdefault((kind(parameter, state), tensor.dtype.name), []).append((parameter, state))
+    with Reader(check=False) as reader:
+        transfer = Transfer(reader)
+        found = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
+    return sorted(found, key=lambda row: -row.raw)
+
+
+def _row(state: str, dtype: str, members: list[Member], coding: Coding, transfer: Transfer, chunks: int) -> Row:
+    tensors = [parameter.states[name] for parameter, name in members]
+    elements, raw = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
+    seen = kept = 0
+    codecs: dict[str, None] = {}
+    for (parameter, name), indices in _spread(members, elements, chunks):
+        nbytes, codec, taken = _look(parameter, name, indices, coding, transfer)
+        seen, kept = seen + nbytes, kept + taken
+        codecs[codec] = None
+    return Row(state, dtype, elements, raw, round(raw * kept / seen), tuple(codecs))
+
+
+def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple[Member, list[int]]]:
+    """Members, and the numbers of their chunks to look at."""
+    ends = list(accumulate(parameter.states[name].size for parameter, name in members))
+    picked: dict[int, dict[int, None]] = {}
+    for i in range(chunks):
+        at = (2 * i + 1) * elements // (2 * chunks)
+        which = bisect_right(ends, at)
+        tensor = members[which][0].states[members[which][1]]
+        inside = at - (ends[which] - tensor.size)
+        picked.setdefault(which, {})[inside // prod(chunk_shape(tensor.shape))] = None
+    for which, indices in picked.items():
+        yield members[which], list(indices)
+
+
+def _look(
+    parameter: Parameter, state: str, indices: list[int], coding: Coding, transfer: Transfer
+) -> tuple[int, str, int]:
+    """Bytes of some chunks, the codec for them, and what they take in the file."""
+    tensor = parameter.states[state]
+    chunk = prod(chunk_shape(tensor.shape))
+    ranges = [Box((i * chunk,), (min((i + 1) * chunk, tensor.size),)) for i in indices]
+    nbytes = sum(box.size for box in ranges) * tensor.dtype.itemsize
+    if state == MODEL and _is_derived(parameter, ranges, transfer):
+        return nbytes, Rounded.name, 0
+    choice = choose_for(parameter, state, coding, transfer, indices)
+    return (nbytes, PLAIN, nbytes) if choice is None else (nbytes, choice.codec.name, choice.nbytes)
+
+
+def _is_derived(parameter: Parameter, ranges: list[Box], transfer: Transfer) -> bool:
+    """Is the model's copy its master, rounded, in these ranges of their elements?"""
+    master, copy = parameter.states.get(MASTER), parameter.states[MODEL]
+    if master is None or master.shape != copy.shape:
+        return False
+    try:
+        for box in ranges:
+            Rounded().encode(transfer.fetch(flat(copy), box, "copy"), transfer.fetch(flat(master), box))
+    except NotApplicable:
+        return False
+    return True

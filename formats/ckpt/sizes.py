@@ -1,0 +1,169 @@
+"""What the states of a checkpoint take, decoded and as they are stored: a row for each kind of state."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt_codecs.delta import DeltaCodec
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import Decoded, Tensor
+from ckpt_formats.universal.chunked import Coded
+from ckpt_formats.universal.entry import Entry
+from ckpt_formats.universal.replay import Replay, Replayed, stored_delta
+
+PLAIN = "none"
+"""Said for a codec where values are stored as they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All states of one kind and element type."""
+
+    state: str
+    dtype: str
+    elements: int
+    raw: int
+    """Bytes of the values."""
+    stored: int
+    codecs: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """None where nothing is stored: the values are derived from others."""
+        return self.raw / self.stored if self.stored else None
+
+    @property
+    def bits(self) -> float:
+        """Stored, for each element."""
+        return 8 * self.stored / max(self.elements, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "dtype": self.dtype,
+            "elements": self.elements,
+            "raw_nbytes": self.raw,
+            "stored_nbytes": self.stored,
+            "ratio": None if self.ratio is None else round(self.ratio, 4),
+            "bits_per_element": round(self.bits, 3),
+            "codecs": list(self.codecs),
+        }
+
+
+def rows(checkpoint: Checkpoint) -> list[Row]:
+    """Of a checkpoint as it is stored; the largest kinds first."""
+    return merged(
+        Row(kind(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
+        for parameter, state, tensor in checkpoint.tensors()
+    )
+
+
+def written_rows(entries: Iterable[Entry]) -> list[Row]:
+    """The same of the entries of a manifest that has no deltas."""
+    return merged(
+        Row(
+            state if entry.role == "parameter" else entry.role,
+            made.dtype,
+            prod(made.shape),
+            prod(made.shape) * DTYPES[made.dtype].itemsize,
+            made.nbytes,
+            (PLAIN if made.codec is None else str(made.codec["name"]),),
+        )
+        for entry in entries
+        for state, made in entry.states.items()
+    )
+
+
+def merged(parts: Iterable[Row]) -> list[Row]:
+    """One row for all that share state and element type."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for part in parts:
+        found.setdefault((part.state, part.dtype), []).append(part)
+    return sorted((_sum(*key, members) for key, members in found.items()), key=lambda row: -row.raw)
+
+
+def total(parts: Iterable[Row]) -> Row:
+    """All rows together."""
+    return _sum("total", "", list(parts))
+
+
+def kind(parameter: Parameter, state: str) -> str:
+    """What the row of a state is called: the optimizer's name for it, or what the tensor is where it is not trained."""
+    return state if parameter.role == "parameter" else parameter.role
+
+
+def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
+    """How many bytes a tensor of a checkpoint takes in its file, and the codecs they are for."""
+    nbytes, codecs = 0, []
+    for fragment in tensor.fragments:
+        blob = fragment.blob
+        if isinstance(blob, Coded):
+            nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
+        elif isinstance(blob, Replayed) and (delta := stored_delta(blob)) is not None:
+            nbytes, name = nbytes + _share(blob, delta), f"{delta.codec.name} (delta)"
+        elif isinstance(blob, Decoded):
+            name = blob.codec.name
+        else:
+            nbytes, name = nbytes + fragment.box.size * tensor.dtype.itemsize, PLAIN
+        codecs.append(name)
+    return nbytes, tuple(dict.fromkeys(codecs))
+
+
+def _share(blob: Replayed, delta: Replay) -> int:
+    """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
+    whole = sum(dtype.itemsize for dtype in delta.form.values())
+    return round(delta.nbytes * blob.dtype.itemsize / whole)
+
+
+def is_coded(checkpoint: Checkpoint) -> bool:
+    """Is any state stored coded?"""
+    return any(isinstance(f.blob, (Coded, Replayed)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+
+
+def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
+    """What a checkpoint's deltas are decoded with: one of each kind."""
+    blobs = (f.blob for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+    return list({delta.codec.name: delta.codec for blob in blobs if (delta := stored_delta(blob)) is not None}.values())
+
+
+def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:
+    """The rows and their total, for people."""
+    from ckpt_cli.views.report import size
+
+    lines = [("state", "type", "elements", "raw", sizes, "ratio", "bits", "codec")]
+    for row in (*parts, total(parts)):
+        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        codecs = "" if row.state == "total" and not row.dtype else ", ".join(row.codecs)
+        lines.append(
+            (
+                row.state,
+                row.dtype,
+                f"{row.elements:,}",
+                size(row.raw),
+                size(row.stored),
+                ratio,
+                f"{row.bits:.2f}",
+                codecs,
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(8)]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _sum(state: str, dtype: str, parts: list[Row]) -> Row:
+    codecs = dict.fromkeys(name for part in parts for name in part.codecs)
+    return Row(
+        state,
+        dtype,
+        sum(part.elements for part in parts),
+        sum(part.raw for part in parts),
+        sum(part.stored for part in parts),
+        tuple(codecs),
+    )

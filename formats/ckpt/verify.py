@@ -1,0 +1,212 @@
+"""What `verify` checks: coverage, checksums, replicas, and masters against the model's copies."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from ckpt.executors import results
+from ckpt.interrupts import heeding
+from ckpt.pipeline import Effort, Moved
+from ckpt_codecs import Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Reader, Seal, holds
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.identity import changes
+from ckpt_formats.core.tensor import Array, Decoded, Tensor
+from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.universal.encode_state import flat
+from ckpt_formats.universal.replay import Replayed
+
+Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed", "log", "replay"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong: what, in which file, and which tensors it touches."""
+
+    kind: Kind
+    what: str
+    where: str
+    tensors: tuple[str, ...] = ()
+
+
+def amount(checkpoint: Checkpoint) -> int:
+    """Bytes that `examine` will read."""
+    decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
+    sealed = sum(seal.nbytes for seal in checkpoint.seals)
+    return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
+
+
+def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
+    """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
+    with heeding(moved) as count:
+        return _examine(checkpoint, effort, count)
+
+
+def changed(checkpoint: Checkpoint) -> list[Finding]:
+    """The files that are no longer those that were opened."""
+    return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
+
+
+def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Finding]:
+    findings = list(_coverage(checkpoint))
+    findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.doubts]
+    damaged = {finding.tensors for finding in findings}
+    touched = _touched(checkpoint)
+    work: list[Callable[[], list[Finding]]] = [
+        partial(_seal, seal, touched.get(seal, ()), moved) for seal in checkpoint.seals
+    ]
+    work += [
+        partial(_agreement, parameter, effort.slab, moved)
+        for parameter in checkpoint.parameters.values()
+        if _compared(parameter) and (parameter.name,) not in damaged
+    ]
+    work += [
+        partial(_values, checkpoint.parameters[name], digests, effort.slab, moved)
+        for name, digests in _together(checkpoint)
+    ]
+    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
+        found = [f for fs in results(pool, _call, work, 2 * effort.workers) for f in fs]
+    broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
+    # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
+    findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
+    return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
+
+
+def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
+    return work()
+
+
+def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for parameter, state, tensor in checkpoint.tensors():
+        for flaw in tensor.flaws():
+            yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
+    for name, said in checkpoint.strays():
+        yield Finding("coverage", said, str(checkpoint.path), (name,))
+
+
+def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
+    """The parameters with bytes in each sealed range."""
+    names: dict[Seal, dict[str, None]] = {}
+    for parameter, _, tensor in checkpoint.tensors():
+        for raw in tensor.sources():
+            if raw.seal is not None:
+                names.setdefault(raw.seal, {})[parameter.name] = None
+    return {seal: tuple(found) for seal, found in names.items()}
+
+
+def _seal(seal: Seal, tensors: tuple[str, ...], moved: Moved) -> list[Finding]:
+    with Reader(check=False) as reader:
+        try:
+            whole = holds(seal, reader)
+        except CkptError as error:
+            return [Finding("unreadable", error.what, str(seal.path), tensors)]
+    moved(seal.nbytes)
+    what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+    return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
+
+
+def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
+    """The checksums of values, by parameter: of states that are decoded together, all at once."""
+    found: dict[tuple[str, object], dict[str, int]] = {}
+    for (name, state), digest in checkpoint.digests.items():
+        blob = checkpoint.parameters[name].states[state].fragments[0].blob
+        key = id(blob.replay) if isinstance(blob, Replayed) else state
+        found.setdefault((name, key), {})[state] = digest
+    return ((name, digests) for (name, _), digests in found.items())
+
+
+def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: Moved) -> list[Finding]:
+    """Is what comes out of a codec what the checkpoint says went in?"""
+    name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
+    with Reader(check=False) as reader:
+        transfer = Transfer(reader, slab, moved)
+        try:
+            for state, values in _blocks(parameter, digests, transfer):
+                hashes[state].update(as_bytes(values).data)
+        except CkptError as error:
+            return [Finding("values", error.what, error.where or name, (name,))]
+    wrong = [state for state, digest in digests.items() if hashes[state].intdigest() != digest]
+    return [
+        Finding(
+            "values",
+            f"{state}: the values that are decoded do not fit their checksum",
+            ", ".join(sorted({str(raw.path) for raw in parameter.states[state].sources()})),
+            (name,),
+        )
+        for state in wrong
+    ]
+
+
+def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> Iterator[tuple[str, Array]]:
+    """Some states in storage order; if they are replayed, chunk by chunk, so that no chunk is replayed twice."""
+    tensors = {state: parameter.states[state] for state in states}
+    blob = next(iter(tensors.values())).fragments[0].blob
+    if not isinstance(blob, Replayed):
+        for state, tensor in tensors.items():
+            for _, values in transfer.slabs(tensor):
+                yield state, values
+        return
+    vectors = {state: flat(tensor) for state, tensor in tensors.items()}
+    for index in range(blob.replay.count):
+        start, stop = blob.replay.flat_range(index)
+        for state, vector in vectors.items():
+            yield state, transfer.fetch(vector, Box((start,), (stop,)))
+
+
+def _compared(parameter: Parameter) -> int:
+    """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
+    total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is not None and copy is not None and _is_copy(copy, master):
+        total += master.nbytes + copy.nbytes
+    return total
+
+
+def _is_copy(copy: Tensor, master: Tensor) -> bool:
+    """Is it stored on its own, and may it be the master, rounded?"""
+    return _stored(copy) and master.shape == copy.shape and Rounded.rounds(master.dtype, copy.dtype)
+
+
+def _stored(tensor: Tensor) -> bool:
+    return not any(isinstance(fragment.blob, Decoded) for fragment in tensor.fragments)
+
+
+def _agreement(parameter: Parameter, slab: int, moved: Moved) -> list[Finding]:
+    name, found = parameter.name, []
+    with Reader(check=False) as reader:
+        transfer = Transfer(reader, slab, moved)
+        for state, tensor in parameter.states.items():
+            if tensor.replicas:
+                try:
+                    for _ in transfer.slabs(tensor):
+                        pass
+                except CkptError as error:
+                    found.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
+        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+        if master is not None and copy is not None and _is_copy(copy, master):
+            try:
+                found += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+            except CkptError as error:
+                found.append(Finding("unreadable", error.what, error.where or name, (name,)))
+    return found
+
+
+def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
+    codec, differing = Rounded(), 0
+    for box in transfer.boxes(master):
+        values = transfer.fetch(copy, box, "copy")
+        rounded = codec.decode(b"", box.shape, copy.dtype, transfer.fetch(master, box))
+        width = copy.dtype.itemsize
+        unequal = as_bytes(values).reshape(-1, width) != as_bytes(np.ascontiguousarray(rounded)).reshape(-1, width)
+        differing += int(unequal.any(axis=1).sum())
+    if differing:
+        files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
+        what = f"{differing:,} of {copy.size:,} weights are not their masters, rounded"
+        yield Finding("copy", what, ", ".join(files), (name,))

@@ -1,0 +1,186 @@
+"""The safetensors container: a JSON header, then the tensors' bytes (spec: huggingface/safetensors, README).
+
+Eight bytes of header length, little-endian; the header, which maps names to
+dtype, shape and a range of the data that follows; the data without holes.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.files import open_regular, unreadable
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Raw
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import brief
+
+MOST_HEADER = 100_000_000
+"""Bytes: the limit of the reference implementation."""
+
+_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of an element, where it has less than a byte; elements follow one another, as they do in torch's types."""
+
+_BY_TAG: dict[str, DType] = {tag: DTYPES[name] for name, tag in SAFETENSORS_TAGS.items()}
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """The index of one file."""
+
+    path: Path
+    nbytes: int
+    tensors: Mapping[str, Raw]
+    metadata: Mapping[str, str]
+    packed: tuple[str, ...] = ()
+    """Tensors with several elements in a byte: here they are bytes, with a last axis that is shorter by as much."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor goes: its bytes begin at `offset` of the data."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> SafetensorsFile:
+    """The index of a file, checked: ranges inside the file, without overlap or holes, of the sizes that shapes say.
+
+    Raises `Corrupt` naming the entry that is wrong.
+    """
+    try:
+        with open_regular(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
+            if not 2 <= length <= min(nbytes - 8, MOST_HEADER):
+                raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)
+            raw = file.read(length)
+    except OSError as error:
+        raise unreadable(error, path) from error
+    header = parse_json_object(raw, path)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Corrupt("the header's __metadata__ is not a map of texts", where=path)
+    base = 8 + length
+    tensors = {name: _tensor(path, base, nbytes, name, entry) for name, entry in header.items()}
+    at = base
+    for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
+        if blob.offset != at:
+            raise Corrupt(
+                f"entry `{name}` begins at byte {blob.offset}, expected {at}: entries overlap or leave a hole",
+                where=path,
+            )
+        at += blob.span
+    if at != nbytes:
+        raise Corrupt(
+            f"the file has {nbytes} bytes, its header speaks of {at}",
+            where=path,
+            hint="It was truncated or appended to.",
+        )
+    packed = tuple(name for name, entry in header.items() if entry["dtype"] in _PACKED)
+    return SafetensorsFile(path, nbytes, tensors, metadata, packed)
+
+
+def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
+    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all.
+
+    `plain` is as the library of safetensors has it: to a multiple of 8 bytes, and all characters as they are.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for slot in slots:
+        tag = SAFETENSORS_TAGS.get(slot.dtype.name)
+        if tag is None:
+            raise Unsupported(
+                f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}",
+                hint="`ckpt convert` leaves it out with --skip.",
+            )
+        if slot.name == "__metadata__":
+            raise Unsupported("safetensors has no room for a tensor called `__metadata__`")
+        entries[slot.name] = {
+            "dtype": tag,
+            "shape": list(slot.shape),
+            "data_offsets": [slot.offset, slot.offset + slot.nbytes],
+        }
+    try:
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Unsupported("safetensors has no room for a name with half a character") from None
+    if not plain and not text.isascii():
+        text = json.dumps(entries, separators=(",", ":")).encode()
+    alignment = 8 if plain else 64
+    text = text.ljust(max(room, -(-(len(text) + 8) // alignment) * alignment) - 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
+    """A JSON object without duplicate keys. Raises `Corrupt`."""
+    parsed = parse_json(raw, where)
+    if not isinstance(parsed, dict):
+        raise Corrupt("not a JSON object", where=where)
+    return parsed
+
+
+def parse_json(raw: bytes, where: Path) -> Any:
+    """A JSON value without duplicate keys. Raises `Corrupt`."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key appears twice")
+        return found
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON: {error}", where=where) from None
+
+
+def _packed(shape: list[int], bits: int, where: str) -> list[int]:
+    """The shape of the bytes of a tensor whose elements have fewer than 8 bits; flat, if its rows end within a byte."""
+    if prod(shape) * bits % 8:
+        raise Corrupt(f"shape {brief(shape, 80)} of elements of {bits} bits does not end with a byte", where=where)
+    if shape and shape[-1] * bits % 8 == 0:
+        return [*shape[:-1], shape[-1] * bits // 8]
+    return [prod(shape) * bits // 8]
+
+
+def natural(value: Any, most: int = 1 << 62) -> bool:
+    """Is it a whole number from 0? (JSON's `true` is not.)"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> Raw:
+    where = f"{path}, entry `{name}`"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise Corrupt("an entry needs dtype, shape and data_offsets", where=where)
+    tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
+        raise Corrupt(f"not a shape: {brief(shape, 80)}", where=where)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
+        raise Corrupt(f"not a range of bytes: {brief(offsets, 80)}", where=where)
+    dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
+    if isinstance(tag, str) and tag in _PACKED:
+        shape, dtype = _packed(shape, _PACKED[tag], where), DTYPES["uint8"]
+    if dtype is None:
+        raise Unsupported(
+            f"tensor `{show(name)}` has the element type {brief(tag)}, which is not known",
+            where=path,
+            hint="Save it as another type, or without this tensor.",
+        )
+    start, stop = offsets
+    if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
+        raise Corrupt(f"range {start}:{stop} does not hold shape {shape} of {dtype.name} within the file", where=where)
+    return Raw.packed(path, base + start, tuple(shape), dtype)

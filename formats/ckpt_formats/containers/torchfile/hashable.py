@@ -1,0 +1,49 @@
+"""Which values may be keys of a dict or elements of a set.
+
+Hashing is the one thing Python does with a key by itself, and it recurses in
+C: a tuple nested deeply enough overflows the stack and kills the process,
+and one that holds itself many times over takes for ever.
+"""
+
+import numpy as np
+
+from ckpt_formats.containers.torchfile.record_forms import Formed
+from ckpt_formats.containers.torchfile.storages import Storage, TensorRef
+from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
+
+MOST_DEPTH = 6
+MOST_PARTS = 256
+_MOST_INT = 1 << 64  # hashes of longer integers can be made to collide at will
+
+_ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
+_BY_IDENTITY = frozenset({Record, TensorRef, Storage})
+_FLAT = frozenset({str, Formed})
+
+
+def hashable(key: Value, where: str) -> Value:
+    """The same key, if it can be hashed in no time. Raises `Unsafe` if not."""
+    if type(key) not in _FLAT:
+        _count(key, 0, 0, where)
+    return key
+
+
+def _count(key: Value, depth: int, parts: int, where: str) -> int:
+    """The number of parts visited so far, this one included."""
+    kind = type(key)
+    if kind in _ATOMS or kind in _BY_IDENTITY:
+        return parts + 1
+    if kind is int:
+        if -_MOST_INT < key < _MOST_INT:
+            return parts + 1
+    elif kind in (tuple, frozenset, Size):
+        if depth < MOST_DEPTH and parts + len(key) <= MOST_PARTS:
+            for part in key:
+                parts = _count(part, depth + 1, parts, where)
+            return parts + 1
+    elif isinstance(key, np.generic) and not isinstance(key, np.void):
+        return parts + 1
+    raise Unsafe(
+        f"{kind_of(key)} is a key or an element of a set; it cannot be one, or is nested too deeply",
+        where=where,
+    )

@@ -1,0 +1,133 @@
+"""NumPy's arrays and scalars, built from bytes that were checked first.
+
+A `numpy.dtype` in a pickle stays a `Record`; `dtype_of` says which type it
+means. Arrays of Python objects, of dates or with named fields are not built,
+since NumPy would have to interpret them: an array of one object, the `Record`
+of what the pickle says, stands for them (`opaque`).
+"""
+
+import re
+from math import prod
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.values import Global, Record, Value
+
+Array = np.ndarray[Any, DType]
+
+RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
+
+_CODE = re.compile(r"[<>=|]?([biufcSUV?])(\d{0,9})\Z")
+_ORDERS = ("<", ">", "=", "|")
+_MOST_AXES = 32  # NumPy 1 has no more
+
+
+def dtype_of(record: Value, where: str) -> DType:
+    """The element type that `numpy.dtype(code, False, True)` and its state mean.
+
+    Raises `Unsupported` if it is not a plain number, boolean or string of fixed length.
+    """
+    if type(record) is not Record or record.cls != Global("numpy", "dtype") or not record.args:
+        raise Corrupt("a NumPy value without an element type", where=where)
+    code, state = record.args[0], record.state
+    if type(code) is Global:
+        if code.module != "ml_dtypes" or not hasattr(ml_dtypes, code.name) or code.name not in DTYPES:
+            raise Unsupported(f"NumPy values of type {code}", where=where)
+        return DTYPES[code.name]
+    match = _CODE.match(code) if type(code) is str else None
+    if match is None:
+        raise Unsupported(f"NumPy values of type {code!r:.40}", where=where)
+    order = code[0] if code[0] in _ORDERS else "="
+    if state is not None:
+        # (version, byte order, subarray, names, fields, itemsize, alignment, flags[, metadata])
+        if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in _ORDERS:
+            raise Corrupt("a malformed NumPy element type", where=where)
+        if any(part is not None for part in state[2:5]) or (match[1] == "V" and not match[2]):
+            raise Unsupported("structured NumPy arrays", where=where)
+        order = state[1]
+    try:
+        return np.dtype(order + match[1] + match[2])
+    except (TypeError, ValueError):
+        raise Unsupported(f"NumPy values of type {code!r:.40}", where=where) from None
+
+
+def scalar_of(args: tuple[Value, ...], where: str) -> Value:
+    """`numpy.core.multiarray.scalar(dtype, bytes)`."""
+    if len(args) != 2 or type(args[1]) not in (bytes, str):
+        raise Corrupt("a malformed NumPy scalar", where=where)
+    return _from_bytes(dtype_of(args[0], where), (), "C", args[1], where)[()]
+
+
+def buffer_array(args: tuple[Value, ...], where: str) -> Array:
+    """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`, which protocol 5 writes."""
+    if len(args) != 4 or type(args[0]) not in (bytes, bytearray) or args[3] not in ("C", "F"):
+        raise Corrupt("a malformed NumPy array", where=where)
+    return _from_bytes(dtype_of(args[1], where), args[2], args[3], args[0], where)
+
+
+def unfilled_array() -> Array:
+    """What `numpy.core.multiarray._reconstruct` returns: an array whose content a BUILD brings."""
+    return np.empty(0, np.int8)
+
+
+def fill(array: Array, state: Value, where: str) -> None:
+    """BUILD of an array: (version, shape, dtype, is_fortran, bytes)."""
+    if type(state) is not tuple or len(state) != 5 or array.shape != (0,) or array.dtype != np.int8:
+        raise Corrupt("a malformed NumPy array", where=where)
+    _, shape, dtype, fortran, data = state
+    if type(data) not in (bytes, str, list) or type(fortran) not in (bool, int):
+        raise Corrupt("a malformed NumPy array", where=where)
+    try:
+        kind = dtype_of(dtype, where)
+    except Unsupported:
+        _stand_for(array, state, where)
+        return
+    if type(data) is list:
+        raise Corrupt("a malformed NumPy array", where=where)
+    made = _from_bytes(kind, shape, "F" if fortran else "C", data, where)
+    # In place, because other places of the pickle may refer to the array already.
+    order: Literal["C", "F"] = "F" if fortran else "C"
+    content: Any = (1, made.shape, made.dtype, order == "F", made.tobytes(order))  # NumPy's stub wants a numpy.bool
+    array.__setstate__(content)
+
+
+def _stand_for(array: Array, state: Value, where: str) -> None:
+    """Make of an array, in place, the array of one object that says what the pickle says."""
+    _checked(state[1], where)
+    said = Record(RECONSTRUCT, (Global("numpy", "ndarray"), (0,), b"b"), state=state)
+    content: Any = (1, (), np.dtype(object), False, [said])
+    array.__setstate__(content)
+
+
+def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray | str, where: str) -> Array:
+    if isinstance(data, str):  # Python 2 wrote its byte strings so
+        try:
+            data = data.encode("latin-1")
+        except UnicodeEncodeError:
+            raise Corrupt("the bytes of a NumPy array hold other characters", where=where) from None
+    size = prod(_checked(shape, where))
+    if size * dtype.itemsize != len(data) or (dtype.itemsize == 0 and size > 1):
+        raise Corrupt(
+            f"a NumPy array of {size} elements of {dtype.itemsize} bytes comes with {len(data)} bytes", where=where
+        )
+    if not data:
+        return np.zeros(shape, dtype)
+    flat = np.frombuffer(bytes(data), dtype)
+    if order == "F":
+        return flat.reshape(shape[::-1]).T
+    return flat.reshape(shape)
+
+
+def _checked(shape: Value, where: str) -> Shape:
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) > _MOST_AXES
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    ):
+        raise Corrupt("a NumPy array of impossible shape", where=where)
+    return shape

@@ -1,0 +1,652 @@
+"""The pickle machine: opcodes in, inert values out.
+
+All of protocols 0 to 5, except what only serves to run code or needs another
+program's tables. Four properties make it safe, and none of them depends on
+the policy of names:
+
+* no name is ever imported, and only our own builders are ever called;
+* every length is compared with the bytes that are there before it is used;
+* what a value would take where its shared parts are written out is counted before anybody sees it;
+* whatever the bytes are, the outcome is a value, `Corrupt` or `Unsafe`.
+
+Opcodes as in CPython's `pickletools`. The loop in `load` has the frequent ones,
+most frequent first; the rest are functions in `_RARE`.
+"""
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ckpt_formats.containers.torchfile import numpy_arrays as arrays
+from ckpt_formats.containers.torchfile.allow_list import NOTHING_RAN, refusal
+from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
+from ckpt_formats.containers.torchfile.expanded_size import check_repeated
+from ckpt_formats.containers.torchfile.hashable import hashable
+from ckpt_formats.containers.torchfile.record_forms import SKIPPED, Form, Former
+from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
+from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
+
+MOST_BYTES = 512 << 20
+"""No pickle of a checkpoint is longer; a million tensors take some 150 MB."""
+MOST_OPS = 1 << 26
+MOST_STACK = 1 << 20
+MOST_MARKS = 1 << 16
+MOST_MEMO = 1 << 25
+MOST_GLOBALS = 4096
+MOST_INT_BYTES = 1024
+_MOST_DIGITS = 2467  # decimal digits of an integer of that many bytes
+_MOST_LINE = 4096
+_BETWEEN_CHECKS = 4096
+
+PAD = b"\0" * 16
+"""Behind the pickle, so that no fixed-length read passes the end; no opcode is 0."""
+
+PROTO, STOP, FRAME = 0x80, 0x2E, 0x95
+MARK, POP, POP_MARK, DUP = 0x28, 0x30, 0x31, 0x32
+NONE, NEWTRUE, NEWFALSE = 0x4E, 0x88, 0x89
+BININT, BININT1, BININT2, LONG1, LONG4, BINFLOAT = 0x4A, 0x4B, 0x4D, 0x8A, 0x8B, 0x47
+INT, LONG, FLOAT, STRING, UNICODE, GET, PUT = 0x49, 0x4C, 0x46, 0x53, 0x56, 0x67, 0x70
+BINSTRING, SHORT_BINSTRING = 0x54, 0x55
+BINUNICODE, SHORT_BINUNICODE, BINUNICODE8 = 0x58, 0x8C, 0x8D
+BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8 = 0x42, 0x43, 0x8E, 0x96
+EMPTY_TUPLE, TUPLE, TUPLE1, TUPLE2, TUPLE3 = 0x29, 0x74, 0x85, 0x86, 0x87
+EMPTY_LIST, LIST, APPEND, APPENDS = 0x5D, 0x6C, 0x61, 0x65
+EMPTY_DICT, DICT, SETITEM, SETITEMS = 0x7D, 0x64, 0x73, 0x75
+EMPTY_SET, ADDITEMS, FROZENSET = 0x8F, 0x90, 0x91
+BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE = 0x68, 0x6A, 0x71, 0x72, 0x94
+GLOBAL, STACK_GLOBAL, INST, OBJ = 0x63, 0x93, 0x69, 0x6F
+REDUCE, NEWOBJ, NEWOBJ_EX, BUILD = 0x52, 0x81, 0x92, 0x62
+PERSID, BINPERSID = 0x50, 0x51
+EXT1, EXT2, EXT4 = 0x82, 0x83, 0x84
+NEXT_BUFFER, READONLY_BUFFER = 0x97, 0x98
+
+_u2 = struct.Struct("<H").unpack_from
+_i4 = struct.Struct("<i").unpack_from
+_u4 = struct.Struct("<I").unpack_from
+_u8 = struct.Struct("<Q").unpack_from
+_f8 = struct.Struct(">d").unpack_from
+
+_DECIMAL = re.compile(rb"[+-]?[0-9]+\Z")
+_FLOAT = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\Z|[+-]?(inf|nan)\Z")
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrt])")
+_ESCAPES = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+
+class Truncated(Corrupt):
+    """The pickle goes on beyond the bytes given, at least to byte `needs` of them."""
+
+    needs = 0
+
+
+class _Respelled(Exception):
+    """A pickle refers to a part of a formed object, or numbers its memo itself: read it without forms."""
+
+
+class _Numbered(list[Value]):
+    """A memo that numbers what it is given, as MEMOIZE has it: a tenth of a dict's size."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _Respelled
+
+
+class Interpreter:
+    """Reads the pickles of one file, one after another. Names are shared between them, memos are not.
+
+    Objects of the classes that `forms` describe may become `Formed` values, and
+    become `Record`s like all others where they are spelled in an unusual way.
+    """
+
+    def __init__(
+        self, where: str, persistent: Callable[[Value], Value] | None = None, forms: Sequence[Form] = ()
+    ) -> None:
+        self.where = where
+        self._forms = {(form.module, form.name): form for form in forms}
+        self._formers: dict[int, Former] = {}  # by id(Global)
+        self._beginnings: dict[bytes, Former | None] = {}
+        self.globals: dict[tuple[str, str], Global] = {}
+        """Every name met so far."""
+        self._persistent = persistent
+        self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this is the hot path
+        self._data = b""
+        self._size = self._pos = self._ops = 0
+        self._stack: list[Value] = []
+        self._below: list[list[Value]] = []
+        self._memo: dict[int, Value] | _Numbered = {}
+
+    def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
+        """Read one pickle; return its value and where it ends.
+
+        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`.
+        """
+        self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
+        self._stack, self._below, self._ops = [], [], 0
+        self._memo = _Numbered() if self._forms else {}
+        known = ((self.globals.get(key), form) for key, form in self._forms.items())
+        self._formers = {id(name): Former(form) for name, form in known if name is not None}
+        self._beginnings = {}
+        try:
+            made = self._run()
+            check_repeated(made, self.where, self._pos - start)
+            return made, self._pos
+        except _Respelled:
+            pass
+        except (
+            IndexError,
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            struct.error,
+            RecursionError,
+        ) as error:
+            if self._pos > self._size:
+                raise self.truncated() from error
+            raise self.corrupt(f"malformed: {flaw(error)}") from error
+        finally:
+            self._data, self._stack, self._below, self._memo = b"", [], [], {}
+        self._forms = {}
+        return self.load(padded, start)
+
+    def corrupt(self, what: str) -> Corrupt:
+        return Corrupt(f"the pickle is {what}, near its byte {min(self._pos, self._size)}", where=self.where)
+
+    def truncated(self, needs: int = 0) -> Truncated:
+        error = Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
+        error.needs = needs
+        return error
+
+    def unsafe(self, what: str) -> Unsafe:
+        return Unsafe(what, where=self.where, hint=NOTHING_RAN)
+
+    def _run(self) -> Value:
+        data, size, pos = self._data, self._size, self._pos
+        stack, below, memo, builders = self._stack, self._below, self._memo, self._builders
+        push, load_persistent = stack.append, self._persistent
+        formers, numbered = self._formers, memo if isinstance(memo, _Numbered) else None
+        try:
+            while True:
+                for _ in repeat(None, _BETWEEN_CHECKS):
+                    op = data[pos]
+                    pos += 1
+                    if op == LONG_BINPUT:
+                        pos += 4
+                        memo[_u4(data, pos - 4)[0]] = stack[-1]
+                    elif op == BININT1:
+                        pos += 1
+                        push(data[pos - 1])
+                    elif op == BINGET:
+                        pos += 1
+                        known = memo[data[pos - 1]]
+                        if known is SKIPPED:
+                            raise _Respelled
+                        push(known)
+                    elif op == TUPLE:
+                        made = tuple(stack)
+                        stack = self._stack = below.pop()
+                        push = stack.append
+                        push(made)
+                    elif op == MARK:
+                        below.append(stack)
+                        stack = self._stack = []
+                        push = stack.append
+                    elif op == BINUNICODE:
+                        begin = pos + 4
+                        pos = begin + _u4(data, pos)[0]
+                        if pos > size:
+                            raise self.truncated(pos)
+                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
+                    elif op == REDUCE:
+                        args = stack.pop()
+                        function = stack[-1]
+                        if type(args) is not tuple:
+                            raise TypeError
+                        build = builders.get(id(function))
+                        if build is not None:
+                            self._pos = pos
+                            made = build(function, args, self.where)
+                            stack[-1] = self._named(made) if type(made) is Global else made
+                        elif type(function) is Global:
+                            stack[-1] = Record(function, args)
+                        else:
+                            self._refuse_call(function)
+                    elif op == BINPUT:
+                        pos += 1
+                        memo[data[pos - 1]] = stack[-1]
+                    elif op == LONG_BINGET:
+                        pos += 4
+                        known = memo[_u4(data, pos - 4)[0]]
+                        if known is SKIPPED:
+                            raise _Respelled
+                        push(known)
+                    elif op == TUPLE2:
+                        second = stack.pop()
+                        stack[-1] = (stack[-1], second)
+                    elif op == TUPLE1:
+                        stack[-1] = (stack[-1],)
+                    elif op == BININT2:
+                        pos += 2
+                        push(_u2(data, pos - 2)[0])
+                    elif op == BININT:
+                        pos += 4
+                        push(_i4(data, pos - 4)[0])
+                    elif op == BINPERSID:
+                        if load_persistent is None:
+                            raise self.unsafe("the pickle refers to something outside of itself")
+                        self._pos = pos
+                        stack[-1] = load_persistent(stack[-1])
+                    elif op == NEWFALSE:
+                        push(False)
+                    elif op == EMPTY_TUPLE:
+                        push(())
+                        if numbered is not None and len(stack) > 1 and id(stack[-2]) in formers:
+                            pos = self._formed(numbered, stack, pos)
+                    elif op == MEMOIZE:
+                        if numbered is None:
+                            memo[len(memo)] = stack[-1]
+                        else:
+                            numbered.append(stack[-1])
+                    elif op == SHORT_BINUNICODE:
+                        begin = pos + 1
+                        pos = begin + data[pos]
+                        if pos > size:
+                            raise self.truncated(pos)
+                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
+                    elif op == BINFLOAT:
+                        pos += 8
+                        push(_f8(data, pos - 8)[0])
+                    elif op == NONE:
+                        push(None)
+                    elif op == EMPTY_DICT:
+                        push({})
+                    elif op == EMPTY_LIST:
+                        push([])
+                    elif op == NEWTRUE:
+                        push(True)
+                    elif op == TUPLE3:
+                        third, second = stack.pop(), stack.pop()
+                        stack[-1] = (stack[-1], second, third)
+                    elif op == STOP:
+                        if below or len(stack) != 1:
+                            raise self.corrupt("unbalanced")
+                        return stack[0]
+                    else:
+                        rare = _RARE.get(op)
+                        self._pos = pos
+                        if rare is None:
+                            raise self.truncated() if pos > size else self.corrupt(f"not one: it has an opcode {op:#x}")
+                        rare(self)
+                        pos = self._pos
+                        if stack is not self._stack:
+                            stack = self._stack
+                            push = stack.append
+                self._check_budgets()
+        finally:
+            self._pos = pos
+
+    def _formed(self, memo: _Numbered, stack: list[Value], pos: int) -> int:
+        """Take the objects that are spelled out one after another from here on. Returns where they end.
+
+        On the stack are a class and the empty tuple that it is to be called with.
+        """
+        data = self._data
+        found = self._formers[id(stack[-2])].match(data, pos, memo)
+        if found is not None:
+            del stack[-2:]
+        while found is not None:
+            stack.append(found[0])
+            pos = found[1]
+            begin = pos + (6 if data[pos] == LONG_BINGET else 3)
+            former = self._former(data[pos:begin], memo) if len(stack) < MOST_STACK else None
+            found = None if former is None else former.match(data, begin, memo)
+        return pos
+
+    def _former(self, beginning: bytes, memo: _Numbered) -> Former | None:
+        """Whose objects begin so: with a GET of their class and EMPTY_TUPLE."""
+        if beginning not in self._beginnings:
+            at = int.from_bytes(beginning[1:-1], "little")
+            is_get = beginning[0] in (BINGET, LONG_BINGET) and beginning[-1] == EMPTY_TUPLE and at < len(memo)
+            self._beginnings[beginning] = self._formers.get(id(memo[at])) if is_get else None
+        return self._beginnings[beginning]
+
+    def _check_budgets(self) -> None:
+        self._ops += _BETWEEN_CHECKS
+        height = len(self._stack) + sum(map(len, self._below[-2:]))
+        if self._ops > MOST_OPS or height > MOST_STACK or len(self._below) > MOST_MARKS or len(self._memo) > MOST_MEMO:
+            raise self.unsafe("the pickle is larger than that of any checkpoint: it would exhaust memory")
+
+    # What several opcodes need.
+
+    def take(self, nbytes: int) -> bytes:
+        begin, end = self._pos, self._pos + nbytes
+        if end > self._size:
+            raise self.truncated(end)
+        self._pos = end
+        return self._data[begin:end]
+
+    def line(self, most: int = _MOST_LINE) -> bytes:
+        end = self._data.find(b"\n", self._pos, min(self._size, self._pos + most + 1))
+        if end < 0:
+            if self._size <= self._pos + most:
+                raise self.truncated()
+            raise self.corrupt("malformed: a line is too long")
+        begin, self._pos = self._pos, end + 1
+        return self._data[begin:end]
+
+    def pop(self) -> Value:
+        return self._stack.pop()
+
+    def pop_mark(self) -> list[Value]:
+        """What was pushed since the last MARK."""
+        top = self._stack
+        self._stack = self._below.pop()
+        return top
+
+    def push(self, value: Value) -> None:
+        self._stack.append(value)
+
+    def name(self, module: Value, name: Value) -> Global:
+        """The stand-in for a name, after asking the policy. One per name, so that it can be told by identity."""
+        if type(module) is not str or type(name) is not str:
+            raise self.corrupt("malformed: a name is not text")
+        known = self.globals.get((module, name))
+        if known is not None:
+            return known
+        if reason := refusal(module, name):
+            shown = f"{module}.{name}".encode("unicode_escape").decode("ascii")
+            raise self.unsafe(f"the pickle names `{shown:.200}`, which {reason}")
+        return self._named(Global(module, name))
+
+    def _named(self, made: Global) -> Global:
+        key = (made.module, made.name)
+        if key not in self.globals:
+            if len(self.globals) >= MOST_GLOBALS:
+                raise self.unsafe("the pickle names more classes than any checkpoint has")
+            self.globals[key] = made
+            if build := BUILDERS.get(key):
+                self._builders[id(made)] = build
+            if form := self._forms.get(key):
+                self._formers[id(made)] = Former(form)
+        return self.globals[key]
+
+    def call(self, function: Value, args: Value, *, new: bool = False, kwargs: dict[str, Value] | None = None) -> Value:
+        """What a call gives. With `new`, the call is `function.__new__(function, *args)`."""
+        if type(args) is not tuple:
+            raise self.corrupt("malformed: arguments that are no tuple")
+        if type(function) is not Global:
+            self._refuse_call(function)
+        build = BUILDERS.get((function.module, function.name))
+        if build is None:
+            return Record(function, args, kwargs or {}, new=new)
+        if kwargs or (new and (function.module, function.name) not in CLASS_BUILDERS):
+            raise self.corrupt(f"malformed: {function} is made in an impossible way")
+        made = build(function, args, self.where)
+        return self._named(made) if type(made) is Global else made
+
+    def _refuse_call(self, function: Value) -> NoReturn:
+        raise self.unsafe(f"the pickle calls something that is not a plain name, but {kind_of(function)}")
+
+    def set_items(self, target: Value, items: list[Value]) -> None:
+        if len(items) % 2:
+            raise self.corrupt("malformed: a key without a value")
+        keys, values = items[::2], items[1::2]
+        if isinstance(target, dict):
+            for key, value in zip(keys, values, strict=True):
+                target[key if type(key) is str else hashable(key, self.where)] = value
+        elif type(target) is Record:
+            target.mapping.extend(zip(keys, values, strict=True))
+        else:
+            raise self.corrupt(f"malformed: it sets an item of {kind_of(target)}")
+
+    def extend(self, target: Value, items: list[Value]) -> None:
+        if type(target) is list:
+            target.extend(items)
+        elif type(target) is Record:
+            target.items.extend(items)
+        else:
+            raise self.corrupt(f"malformed: it appends to {kind_of(target)}")
+
+    def build(self, target: Value, state: Value) -> None:
+        """Give an object its state: its attributes, or what its `__setstate__` would take."""
+        if type(target) is Record:
+            if target.state is not None:
+                raise self.corrupt("malformed: an object gets its state twice")
+            target.state = state
+        elif type(target) is StdDict:
+            if not isinstance(state, dict) or not all(type(key) is str for key in state):
+                raise self.corrupt("malformed: the attributes of a dict are no dict")
+            target.attrs.update(state)
+        elif type(target) is np.ndarray:
+            arrays.fill(target, state, self.where)
+        else:
+            raise self.corrupt(f"malformed: it gives a state to {kind_of(target)}")
+
+
+def _proto(m: Interpreter) -> None:
+    version = m.take(1)[0]
+    if version > 5:
+        raise m.corrupt(f"of protocol {version}, which does not exist")
+
+
+def _frame(m: Interpreter) -> None:
+    # Frames only tell a reader of streams how much to fetch.
+    if _u8(m.take(8))[0] > m._size - m._pos:
+        raise m.truncated()
+
+
+def _pop(m: Interpreter) -> None:
+    if m._stack or not m._below:
+        m._stack.pop()
+    else:
+        m.pop_mark()
+
+
+def _dup(m: Interpreter) -> None:
+    m.push(m._stack[-1])
+
+
+def _long1(m: Interpreter) -> None:
+    m.push(int.from_bytes(m.take(m.take(1)[0]), "little", signed=True))
+
+
+def _long4(m: Interpreter) -> None:
+    (length,) = _i4(m.take(4))
+    if not 0 <= length <= MOST_INT_BYTES:
+        raise m.unsafe(f"the pickle has an integer of {length} bytes")
+    m.push(int.from_bytes(m.take(length), "little", signed=True))
+
+
+def _int(m: Interpreter) -> None:
+    text = m.line()
+    m.push(text == b"01" if text in (b"00", b"01") else _decimal(m, text))
+
+
+def _long(m: Interpreter) -> None:
+    m.push(_decimal(m, m.line().removesuffix(b"L")))
+
+
+def _decimal(m: Interpreter, text: bytes) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise m.unsafe(f"the pickle has an integer of {len(text)} digits")
+    if not _DECIMAL.match(text):
+        raise m.corrupt("malformed: an integer has other characters")
+    return int(text)
+
+
+def _float(m: Interpreter) -> None:
+    text = m.line()
+    if not _FLOAT.match(text):
+        raise m.corrupt("malformed: a number has other characters")
+    m.push(float(text))
+
+
+def _string(m: Interpreter) -> None:
+    text = m.line(MOST_BYTES)
+    if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
+        raise m.corrupt("malformed: a string without quotes")
+    if b"\\" in _ESCAPE.sub(b"", text):
+        raise m.corrupt("malformed: a string with an unknown escape")
+    m.push(_ESCAPE.sub(_unescaped, text[1:-1]).decode("latin-1"))
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    return bytes.fromhex(code[1:].decode("ascii")) if code[:1] == b"x" else _ESCAPES[code]
+
+
+def _unicode(m: Interpreter) -> None:
+    m.push(m.line(MOST_BYTES).decode("raw-unicode-escape"))
+
+
+def _get(m: Interpreter) -> None:
+    if isinstance(m._memo, _Numbered):
+        raise _Respelled
+    m.push(m._memo[_decimal(m, m.line())])
+
+
+def _put(m: Interpreter) -> None:
+    index = _decimal(m, m.line())
+    if not 0 <= index < 1 << 32:
+        raise m.corrupt("malformed: an impossible memo index")
+    m._memo[index] = m._stack[-1]
+
+
+def _latin(m: Interpreter, nbytes: int) -> None:
+    # Python 2's strings, which were bytes or text as it happened.
+    m.push(m.take(nbytes).decode("latin-1"))
+
+
+def _global(m: Interpreter) -> None:
+    module = m.line().decode("utf-8")
+    m.push(m.name(module, m.line().decode("utf-8")))
+
+
+def _stack_global(m: Interpreter) -> None:
+    name = m.pop()
+    m.push(m.name(m.pop(), name))
+
+
+def _inst(m: Interpreter) -> None:
+    module = m.line().decode("utf-8")
+    cls = m.name(module, m.line().decode("utf-8"))
+    args = tuple(m.pop_mark())
+    m.push(m.call(cls, args, new=not args))  # Python calls a class here only if there are arguments
+
+
+def _obj(m: Interpreter) -> None:
+    cls, *args = m.pop_mark()
+    m.push(m.call(cls, tuple(args), new=not args))
+
+
+def _newobj(m: Interpreter) -> None:
+    args = m.pop()
+    m.push(m.call(m.pop(), args, new=True))
+
+
+def _newobj_ex(m: Interpreter) -> None:
+    kwargs, args = m.pop(), m.pop()
+    if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
+        raise m.corrupt("malformed: keyword arguments that are no dict of names")
+    m.push(m.call(m.pop(), args, new=True, kwargs=kwargs))
+
+
+def _build(m: Interpreter) -> None:
+    state = m.pop()
+    m.build(m._stack[-1], state)
+
+
+def _append(m: Interpreter) -> None:
+    item = m.pop()
+    m.extend(m._stack[-1], [item])
+
+
+def _appends(m: Interpreter) -> None:
+    items = m.pop_mark()
+    m.extend(m._stack[-1], items)
+
+
+def _setitem(m: Interpreter) -> None:
+    value, key = m.pop(), m.pop()
+    m.set_items(m._stack[-1], [key, value])
+
+
+def _setitems(m: Interpreter) -> None:
+    items = m.pop_mark()
+    m.set_items(m._stack[-1], items)
+
+
+def _additems(m: Interpreter) -> None:
+    items = m.pop_mark()
+    target = m._stack[-1]
+    if type(target) is not set:
+        raise m.corrupt(f"malformed: it adds elements to {kind_of(target)}")
+    target.update(hashable(item, m.where) for item in items)
+
+
+def _frozenset(m: Interpreter) -> None:
+    m.push(frozenset(hashable(item, m.where) for item in m.pop_mark()))
+
+
+def _dict(m: Interpreter) -> None:
+    items = m.pop_mark()
+    made: dict[Any, Value] = {}
+    m.set_items(made, items)
+    m.push(made)
+
+
+def _refuse(what: str) -> Callable[[Interpreter], None]:
+    def refuse(m: Interpreter) -> None:
+        raise m.unsafe(f"the pickle {what}, which no checkpoint does")
+
+    return refuse
+
+
+_RARE: dict[int, Callable[[Interpreter], None]] = {
+    PROTO: _proto,
+    FRAME: _frame,
+    POP: _pop,
+    POP_MARK: lambda m: m.pop_mark().clear(),
+    DUP: _dup,
+    LONG1: _long1,
+    LONG4: _long4,
+    INT: _int,
+    LONG: _long,
+    FLOAT: _float,
+    STRING: _string,
+    UNICODE: _unicode,
+    GET: _get,
+    PUT: _put,
+    SHORT_BINSTRING: lambda m: _latin(m, m.take(1)[0]),
+    BINSTRING: lambda m: _latin(m, _u4(m.take(4))[0]),
+    BINUNICODE8: lambda m: m.push(str(m.take(_u8(m.take(8))[0]), "utf-8", "surrogatepass")),
+    SHORT_BINBYTES: lambda m: m.push(m.take(m.take(1)[0])),
+    BINBYTES: lambda m: m.push(m.take(_u4(m.take(4))[0])),
+    BINBYTES8: lambda m: m.push(m.take(_u8(m.take(8))[0])),
+    BYTEARRAY8: lambda m: m.push(bytearray(m.take(_u8(m.take(8))[0]))),
+    LIST: lambda m: m.push(m.pop_mark()),
+    DICT: _dict,
+    EMPTY_SET: lambda m: m.push(set()),
+    ADDITEMS: _additems,
+    FROZENSET: _frozenset,
+    APPEND: _append,
+    APPENDS: _appends,
+    SETITEM: _setitem,
+    SETITEMS: _setitems,
+    GLOBAL: _global,
+    STACK_GLOBAL: _stack_global,
+    INST: _inst,
+    OBJ: _obj,
+    NEWOBJ: _newobj,
+    NEWOBJ_EX: _newobj_ex,
+    BUILD: _build,
+    PERSID: _refuse("refers to something outside of itself by a text"),
+    EXT1: _refuse("uses a registered extension"),
+    EXT2: _refuse("uses a registered extension"),
+    EXT4: _refuse("uses a registered extension"),
+    NEXT_BUFFER: _refuse("needs a buffer from outside"),
+    READONLY_BUFFER: _refuse("needs a buffer from outside"),
+}

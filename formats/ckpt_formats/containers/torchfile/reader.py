@@ -1,0 +1,239 @@
+"""Open a file of `torch.save`, or a plain pickle, without torch and without reading tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ckpt_formats.containers.torchfile import legacy_stream as legacy
+from ckpt_formats.containers.torchfile.file_window import Bytes, Window
+from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, PROTO, Interpreter
+from ckpt_formats.containers.torchfile.record_forms import Form
+from ckpt_formats.containers.torchfile.same_shape import Alike, alike
+from ckpt_formats.containers.torchfile.storages import (
+    MOST_ELEMENTS,
+    Places,
+    Storage,
+    StorageSlice,
+    TensorRef,
+    storage_class,
+    tensor_of,
+)
+from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.tensor import Raw
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Global, Value
+
+Kind = Literal["zip", "legacy", "pickle"]
+
+
+STARTS = (b"PK", b"\x80")
+"""First bytes of a file of `torch.save`: of a zip archive, and of a pickle."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchFile:
+    """What a file holds: a tree of values, with `TensorRef`s where the tensors are."""
+
+    path: Path
+    kind: Kind
+    root: Value
+    storages: tuple[Storage, ...]
+    """In the order in which the tree mentions them."""
+    globals: tuple[Global, ...]
+    """Every class and function that the file names."""
+    _archive: Archive | None = field(default=None, repr=False)
+
+    @property
+    def stem(self) -> str:
+        """The archive's one folder: the name that the file was first saved under, without its ending; else empty."""
+        return self._archive.stem if self._archive else ""
+
+    def seals(self) -> tuple[Seal, ...]:
+        """The checksums that the file promises; none in legacy files and plain pickles.
+
+        Reads the local header of every member.
+        """
+        return tuple(self._archive.seals()) if self._archive else ()
+
+    def alike(self, window: Bytes) -> Alike | None:
+        """What other archives can be compared with, if this one holds a single plain tensor."""
+        if self._archive is None or type(self.root) is not TensorRef:
+            return None
+        (fragment,) = tensor_of(self.root).fragments
+        raw = fragment.blob
+        return alike(self._archive, self.root.storage.key, raw, window) if isinstance(raw, Raw) else None
+
+
+def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
+    """Read the structure of a file, or of `length` bytes of it from `base` on.
+
+    No tensor data are read. Raises `NotFound`, `Corrupt`, `Unsafe`, or
+    `Unsupported` for TorchScript's and big-endian machines' files and the like.
+    """
+    path = Path(path)
+    with Window(path, base, length) as window:
+        if not window.length:
+            raise window.corrupt("the file is empty")
+        head = window.at(0, min(4, window.length))
+        if head == LOCAL:
+            return _open_archive(window)
+        if head[0] == PROTO:
+            return _open_stream(window)
+        raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
+
+
+def open_item(window: Bytes) -> TorchFile:
+    """Read an archive that is one of many in a file, while it is at hand.
+
+    Nothing has to be looked up later, and all that is no storage is checked. Raises as `open_file` does.
+    """
+    if window.at(0, min(4, window.length)) != LOCAL:
+        raise Corrupt("is not an archive of torch.save", where=window.path)
+    file = _open_archive(window)
+    assert file._archive is not None
+    file._archive.check(window, MOST_BYTES)
+    return file
+
+
+def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[Form] = ()) -> Value:
+    """The value of a pickle in memory, which has no tensors with data elsewhere.
+
+    Raises `Corrupt` or `Unsafe`, with `where` for its place.
+    """
+    value, end = Interpreter(where, forms=forms).load(data + PAD)
+    if end != len(data):
+        raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
+    return value
+
+
+def _open_archive(window: Bytes) -> TorchFile:
+    archive = read_directory(window)
+    if "byteorder" in archive:
+        order = archive.read("byteorder", window, 64)
+        if order == b"big":
+            raise Unsupported("was written by a big-endian machine", where=window.path)
+        if order != b"little":
+            raise window.corrupt(f"unknown byte order {order!r:.20}")
+    data = archive.read("data.pkl", window, MOST_BYTES)
+    where = f"{window.path} ({archive.stem}/data.pkl)"
+    table = _Table(where, archive, archive)
+    interpreter = Interpreter(where, table.resolve)
+    root, end = interpreter.load(data + PAD)
+    if end != len(data):
+        raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
+    _check_members(archive, table)
+    return TorchFile(
+        window.path, "zip", root, tuple(table.storages.values()), tuple(interpreter.globals.values()), archive
+    )
+
+
+_MEMBERS = ("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment")
+_MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
+
+
+def _check_members(archive: Archive, table: "_Table") -> None:
+    """Raises `Unsupported` for members that are neither torch's own nor the storage of any tensor."""
+    stem = len(archive.stem) + 1
+    names = (member.name[stem:] for member in archive.members)
+    odd = [name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")]
+    odd = [name for name in odd if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
+    if odd:
+        what = (
+            "holds values that no tensor refers to" if odd[0].startswith("data/") else "is none that torch.save writes"
+        )
+        raise Unsupported(
+            f"the archive's member `{show(odd[0][:80])}` {what}: what it is for is not known",
+            where=archive.path,
+            hint="Remove it (zip -d), if nothing needs it.",
+        )
+
+
+def _open_stream(window: Window) -> TorchFile:
+    stream = legacy.Stream(window.path)
+    table = _Table(str(window.path), stream, None)
+    interpreter = Interpreter(str(window.path), table.resolve)
+    pickles = legacy.Pickles(window, interpreter)
+    root, kind = pickles.next(), "pickle"
+    if legacy.is_magic(root):
+        root, kind = legacy.read_object(pickles), "legacy"
+        legacy.place_storages(pickles, table.storages, stream)
+    elif pickles.at != window.length or table.storages:
+        raise Corrupt(
+            f"{window.length - pickles.at} bytes follow the pickle",
+            where=window.path,
+            hint="It is not a file that torch.save wrote.",
+        )
+    return TorchFile(
+        window.path,
+        "legacy" if kind == "legacy" else "pickle",
+        root,
+        tuple(table.storages.values()),
+        tuple(interpreter.globals.values()),
+    )
+
+
+class _Table:
+    """The storages that the pickle of one file mentions."""
+
+    def __init__(self, where: str, places: Places, archive: Archive | None) -> None:
+        self.storages: dict[str, Storage] = {}
+        self._where = where
+        self._places = places
+        self._archive = archive
+
+    def resolve(self, mark: Value) -> Value:
+        """What a persistent id stands for.
+
+        In archives `("storage", class, key, location, numel)`; legacy streams
+        add a view, and also have `("module", class, source file, source)`.
+        """
+        if type(mark) is not tuple or len(mark) < 4:
+            raise self._malformed()
+        if mark[0] == "module" and self._archive is None and type(mark[1]) is Global:
+            return mark[1]
+        if mark[0] != "storage" or len(mark) not in (5, 6) or (len(mark) == 6 and self._archive):
+            raise self._malformed()
+        _, cls, key, location, numel = mark[:5]
+        if type(key) is int:
+            key = str(key)
+        if type(key) is not str or type(location) is not str or type(numel) is not int:
+            raise self._malformed()
+        storage = self.storages.get(key)
+        if storage is None or storage.cls is not cls or storage.numel != numel:
+            storage = self._storage(cls, key, location, numel, storage)
+        if len(mark) == 6 and mark[5] is not None:
+            return self._slice(storage, mark[5])
+        return storage
+
+    def _storage(self, cls: Value, key: str, location: str, numel: int, known: Storage | None) -> Storage:
+        kind = storage_class(cls) if type(cls) is Global else None
+        if kind is None or not 0 <= numel < MOST_ELEMENTS:
+            raise self._malformed()
+        dtype, itemsize = kind
+        nbytes = numel * itemsize
+        if self._archive is not None:
+            have = self._archive.member(f"data/{key}").nbytes
+            # A storage made of foreign memory may end in part of an element, which its type does not count.
+            if not nbytes <= have < nbytes + itemsize:
+                raise Corrupt(f"storage {key!r:.40} should have {nbytes} bytes, but has {have}", where=self._where)
+        storage = Storage(key, cls, dtype, itemsize, numel, location, self._places)
+        if known is None:
+            self.storages[key] = storage
+        elif known.nbytes != nbytes:
+            raise Corrupt(f"storage {key!r:.40} is given two sizes", where=self._where)
+        return storage
+
+    def _slice(self, whole: Storage, view: Value) -> Value:
+        """`(key, offset, numel)` of a part of a storage, in elements."""
+        if type(view) is not tuple or len(view) != 3 or not all(type(n) is int for n in view[1:]):
+            raise self._malformed()
+        _, start, numel = view
+        if start < 0 or numel < 0 or start + numel > whole.numel:
+            raise Corrupt(f"a part of storage {whole.key!r:.40} lies outside of it", where=self._where)
+        return StorageSlice(whole, start, numel)
+
+    def _malformed(self) -> Corrupt:
+        return Corrupt("the pickle refers to something that is not a storage", where=self._where)

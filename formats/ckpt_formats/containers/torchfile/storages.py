@@ -1,0 +1,188 @@
+"""Tensors as a PyTorch file has them: views of numbered storages.
+
+A `Storage` is a run of bytes in the file; a `TensorRef` says which of its
+elements are a tensor. Two tensors are tied, or views of one buffer, exactly
+if their storages have the same `key` in the same file.
+"""
+
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Raw, Tensor, c_strides
+from ckpt_formats.core.values import Global, Value
+
+# torch stores no more axes than this, and no more elements than fit its int64.
+MOST_AXES = 64
+MOST_ELEMENTS = 1 << 62
+
+# An expanded tensor shows one stored element in many places. Small ones occur,
+# as masks and such; a large one would become terabytes when it is copied.
+MOST_EXPANDED_BYTES = 16 << 20
+
+STORAGE_CLASSES: dict[str, tuple[str | None, int]] = {
+    "BoolStorage": ("bool", 1),
+    "ByteStorage": ("uint8", 1),
+    "CharStorage": ("int8", 1),
+    "ShortStorage": ("int16", 2),
+    "IntStorage": ("int32", 4),
+    "LongStorage": ("int64", 8),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "FloatStorage": ("float32", 4),
+    "DoubleStorage": ("float64", 8),
+    "ComplexFloatStorage": ("complex64", 8),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "QInt8Storage": (None, 1),
+    "QUInt8Storage": (None, 1),
+    "QInt32Storage": (None, 4),
+    "QUInt4x2Storage": (None, 1),
+    "QUInt2x4Storage": (None, 1),
+    "UntypedStorage": (None, 1),
+    "_UntypedStorage": (None, 1),
+}
+"""Name of a storage class -> its element type, if NumPy has it, and the bytes per element."""
+
+STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+
+
+class Places(Protocol):
+    """Where a file keeps its storages."""
+
+    @property
+    def path(self) -> Path: ...
+    def find(self, key: str) -> tuple[int, Seal | None]:
+        """Byte offset of a storage in the file, and its checksum if the file has one."""
+
+
+# Storages and tensor references are not frozen, though nothing changes them: there is one for every
+# tensor of a file, and freezing would take a fifth of the time in which a file opens.
+@dataclass(slots=True, eq=False)
+class Storage:
+    """A run of elements in a file. Its place in the file is looked up when it is first asked for."""
+
+    key: str
+    cls: Global
+    dtype: DType | None
+    """None if the storage has no type of its own, or one that NumPy lacks."""
+    itemsize: int
+    numel: int
+    location: str
+    """The device it was saved from, such as `cpu` or `cuda:0`."""
+    places: Places = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def path(self) -> Path:
+        return self.places.path
+
+    @property
+    def offset(self) -> int:
+        """Byte offset in the file."""
+        return self.places.find(self.key)[0]
+
+    @property
+    def seal(self) -> Seal | None:
+        return self.places.find(self.key)[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageSlice:
+    """Part of a storage that passes for one. Only files of PyTorch before 0.4 have them."""
+
+    whole: Storage
+    start: int
+    """In elements."""
+    numel: int
+
+
+@dataclass(slots=True, eq=False)
+class TensorRef:
+    """A tensor in a file: elements of a storage. Law: all of them lie inside it."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    """In elements of `dtype`, as are the strides."""
+    shape: Shape
+    strides: Shape
+    requires_grad: bool = False
+    is_parameter: bool = False
+    attrs: Value = None
+    """Python attributes of the tensor object, as a dict, if it had any."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+def tensor_ref(
+    storage: Storage | StorageSlice,
+    dtype: DType,
+    offset: int,
+    shape: Shape,
+    strides: Shape,
+    requires_grad: bool,
+    where: str,
+) -> TensorRef:
+    """Check the geometry of a tensor against its storage.
+
+    Raises `Corrupt` if it reaches outside, `Unsafe` if it is expanded out of all proportion.
+    """
+    whole = storage.whole if type(storage) is StorageSlice else storage
+    assert isinstance(whole, Storage)
+    size, packed, reach = 1, True, 0
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != size:
+            packed = False
+        reach += (length - 1) * stride
+        size *= length
+    stored = storage.numel * whole.itemsize // dtype.itemsize
+    if size and offset + (size - 1 if packed else reach) >= stored:
+        raise Corrupt(
+            f"a tensor of shape {list(shape)} reaches to element {offset + reach} of storage {whole.key!r:.40}, "
+            f"which has {stored}",
+            where=where,
+        )
+    if size > stored and size * dtype.itemsize > MOST_EXPANDED_BYTES:
+        raise Unsafe(
+            f"a tensor of shape {list(shape)} is expanded from {stored} stored elements to {size}: "
+            "it would exhaust memory or disk",
+            where=where,
+        )
+    if storage is not whole:
+        assert isinstance(storage, StorageSlice)
+        offset += storage.start * whole.itemsize // dtype.itemsize
+    return TensorRef(whole, dtype, offset, shape, strides, requires_grad)
+
+
+def tensor_of(ref: TensorRef) -> Tensor:
+    """The lazy tensor that a reference stands for.
+
+    Looks up where its storage is, which is one small read the first time.
+    """
+    storage, itemsize = ref.storage, ref.dtype.itemsize
+    at, seal = storage.places.find(storage.key)
+    packed = c_strides(ref.shape, itemsize)
+    if 0 in ref.shape:
+        strides = packed
+    else:
+        # The stride of an axis of length 1 is never used, and may be any number.
+        strides = tuple(p if n == 1 else s * itemsize for n, s, p in zip(ref.shape, ref.strides, packed, strict=True))
+    return Tensor.of(Raw(storage.path, at + ref.offset * itemsize, ref.shape, ref.dtype, strides, seal))
+
+
+def storage_class(cls: Global) -> tuple[DType | None, int] | None:
+    """Element type and bytes per element of a storage class; None if the name is not one."""
+    if cls.module not in STORAGE_MODULES or cls.name not in STORAGE_CLASSES:
+        return None
+    dtype, itemsize = STORAGE_CLASSES[cls.name]
+    return (None if dtype is None else DTYPES[dtype]), itemsize

@@ -1,0 +1,376 @@
+"""Write a file that `torch.load` reads, front to back or in parallel, without ever holding a tensor.
+
+`layout_file` decides where every byte goes before any data is read, since the
+sizes are known. Then either `FileLayout.stream` gives all bytes in order, or
+the caller puts the data of each storage in its place, in whatever order and
+from however many processes, and adds `FileLayout.frame` with their checksums.
+"""
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_formats.containers.torchfile.pickle_writer import Persistent, emit
+from ckpt_formats.containers.torchfile.storages import STORAGE_CLASSES, Storage, TensorRef
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import NoSpace, OutputError, Unsupported
+from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.geometry import Shape, slabs
+from ckpt_formats.core.tensor import Raw, Tensor, c_strides
+from ckpt_formats.core.values import Global, Record, StdDict, Value
+
+ALIGNMENT = 64
+_FLAGS = 0x0808  # names in UTF-8; checksums behind the data, so that these can be streamed
+_WIDE = 0xFFFFFFFF
+
+_CLASS_OF = {dtype: Global("torch", name) for name, (dtype, _) in STORAGE_CLASSES.items() if dtype is not None}
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+
+Chunks = Callable[[Tensor], Iterator[memoryview]]
+"""The bytes of a tensor in C order, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageView:
+    """A tensor to be written as a view of a larger one.
+
+    All views of one `base`, and the `base` itself, share its bytes in the
+    file. Law: the view's elements lie inside the base.
+    """
+
+    base: Tensor
+    offset: int
+    """In elements, as are the strides."""
+    shape: Shape
+    strides: Shape | None = None
+    """None means packed."""
+    requires_grad: bool = False
+    is_parameter: bool = False
+    attrs: Value = None
+    location: str = "cpu"
+    """The device of the storage, as the first view of it says."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Where the bytes of one storage go."""
+
+    key: str
+    tensor: Tensor
+    """Its values in C order are the storage."""
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: bytes
+    header: int
+    start: int
+    nbytes: int
+    data: bytes | None
+    """None for storages."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileLayout:
+    """Where every byte of a file goes."""
+
+    stem: str
+    nbytes: int
+    storages: tuple[Slot, ...]
+    _members: tuple[_Member, ...] = field(repr=False)
+    _directory: int = field(repr=False)
+
+    def stream(self, chunks: Chunks, found: list[int] | None = None) -> Iterator[bytes | memoryview]:
+        """All bytes of the file, in order. The CRC-32 of each storage is appended to `found`."""
+        crcs: list[int] = []
+        slots = iter(self.storages)
+        for member in self._members:
+            yield _local_header(member)
+            if member.data is not None:
+                data = self._data(member, crcs)
+                crcs.append(crc32(data))
+                yield data
+            else:
+                crc, nbytes, tensor = 0, 0, next(slots).tensor
+                for chunk in chunks(tensor):
+                    crc, nbytes = crc32(chunk, crc), nbytes + chunk.nbytes
+                    yield chunk
+                if nbytes != member.nbytes:
+                    raise ValueError(f"{nbytes} bytes were given for a storage of {member.nbytes}")
+                crcs.append(crc)
+                if found is not None:
+                    found.append(crc)
+            yield _descriptor(member, crcs[-1])
+        yield _directory(self._members, self._directory, crcs)
+
+    def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """All bytes that are not tensor data, as (offset, bytes), given the CRC-32 of each storage."""
+        given = iter(crcs)
+        all_crcs: list[int] = []
+        for member in self._members:
+            header = _local_header(member)
+            if member.data is not None:
+                data = self._data(member, all_crcs)
+                all_crcs.append(crc32(data))
+                yield member.header, header + data + _descriptor(member, all_crcs[-1])
+            else:
+                all_crcs.append(next(given))
+                yield member.header, header
+                yield member.start + member.nbytes, _descriptor(member, all_crcs[-1])
+        yield self._directory, _directory(self._members, self._directory, all_crcs)
+
+    def seals(self, path: Path, crcs: Sequence[int]) -> tuple[Seal, ...]:
+        """What a reader will find the storages of the file sealed with."""
+        return tuple(
+            Seal(path, slot.offset, slot.nbytes, "crc32", crc, f"{self.stem}/data/{slot.key}")
+            for slot, crc in zip(self.storages, crcs, strict=True)
+        )
+
+    def _data(self, member: _Member, crcs: Sequence[int]) -> bytes:
+        assert member.data is not None
+        if not member.name.endswith(b"/.data/serialization_id"):
+            return member.data
+        # torch hashes the names and joins the checksums; any 40 digits that depend on the content will do.
+        joined = b"".join(struct.pack("<I", crc) for crc in crcs)
+        return b"%020d%020d" % (crc32(b"\n".join(m.name for m in self._members)), crc32(joined))
+
+
+def layout_file(root: Value, stem: str) -> FileLayout:
+    """Lay out a file that holds a tree of values.
+
+    Leaves may be `Tensor`s, `StorageView`s, and the `TensorRef`s and `Storage`s
+    of other files. `stem` is the name of the archive's folder; torch takes that
+    of the file. Raises `Unsupported` for values that cannot be written.
+    """
+    storages = _Storages()
+    pickled = emit(root, storages.lower)
+    parts: list[tuple[str, int, bytes | None]] = [
+        ("data.pkl", len(pickled), pickled),
+        (".format_version", 1, b"1"),
+        (".storage_alignment", 2, str(ALIGNMENT).encode()),
+        ("byteorder", 6, b"little"),
+        *((f"data/{kept.key}", kept.nbytes, None) for kept in storages.kept.values()),
+        ("version", 2, b"3\n"),
+        (".data/serialization_id", 40, b"0" * 40),
+    ]
+    members, at = [], 0
+    for name, nbytes, data in parts:
+        encoded = f"{stem}/{name}".encode()
+        start = at + 30 + len(encoded) + _extra_length(at, len(encoded), nbytes)
+        members.append(_Member(encoded, at, start, nbytes, data))
+        at = start + nbytes + (24 if nbytes >= _WIDE else 16)
+    starts = (member.start for member in members if member.data is None)
+    slots = tuple(
+        Slot(kept.key, kept.tensor, start, kept.nbytes)
+        for kept, start in zip(storages.kept.values(), starts, strict=True)
+    )
+    directory = _directory(members, at, [0] * len(members))
+    return FileLayout(stem, at + len(directory), slots, tuple(members), at)
+
+
+def write_file(path: Path, root: Value, chunks: Chunks, stem: str | None = None) -> tuple[Seal, ...]:
+    """Write a file front to back; return the seals of its storages.
+
+    The file is not fsynced, nor written under a temporary name: that is for
+    whoever commits it. Raises `NoSpace`, `OutputError` or what `chunks` raises.
+    """
+    layout = layout_file(root, path.stem if stem is None else stem)
+    crcs: list[int] = []
+    try:
+        with open(path, "wb") as file:
+            for piece in layout.stream(chunks, crcs):
+                file.write(piece)
+    except OSError as error:
+        raise unwritable(error, path) from error
+    return layout.seals(path, crcs)
+
+
+def reading_chunks(reader: Reader, most: int = 1 << 24) -> Chunks:
+    """Chunks of at most `most` bytes, read through `reader` as they are asked for."""
+
+    def chunks(tensor: Tensor) -> Iterator[memoryview]:
+        buffer = np.empty(0, tensor.dtype)
+        for box in slabs(tensor.shape, max(most // tensor.dtype.itemsize, 1)):
+            if buffer.size < box.size:
+                buffer = np.empty(box.size, tensor.dtype)
+            part = buffer[: box.size].reshape(box.shape)
+            tensor.crop(box).read_into(part, reader)
+            yield part.reshape(-1).view(np.uint8).data
+
+    return chunks
+
+
+def unwritable(error: OSError, path: Path) -> OutputError:
+    """Say why the system would not let us write this file."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace("the disk is full", where=path, hint="Free some space, or write elsewhere.")
+    return OutputError(f"cannot be written: {os.strerror(error.errno or 0)}", where=path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    key: str
+    cls: Global
+    numel: int
+    nbytes: int
+    location: str
+    tensor: Tensor
+    source: Tensor | Storage
+    """Kept alive, since it is told apart by its id."""
+
+    @property
+    def mark(self) -> Persistent:
+        return Persistent(("storage", self.cls, self.key, self.location, self.numel))
+
+
+class _Storages:
+    """The storages that a tree of values needs, numbered as they are met."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[object, ...], _Kept] = {}
+
+    def lower(self, value: Value) -> Record | Persistent | None:
+        """What to write for tensors and storages."""
+        if isinstance(value, Tensor):
+            value = StorageView(value, 0, value.shape)
+        if isinstance(value, StorageView):
+            return _tensor_record(self._of_tensor(value.base, value.location), value.base.dtype, value)
+        if isinstance(value, TensorRef):
+            return _tensor_record(self._of_storage(value.storage), value.dtype, value)
+        if isinstance(value, Storage):
+            return self._of_storage(value).mark
+        return None
+
+    def _of_tensor(self, base: Tensor, location: str) -> _Kept:
+        key = (id(base),)
+        if key not in self.kept:
+            name = base.dtype.name
+            if DTYPES.get(name) != base.dtype:
+                raise Unsupported(f"torch has no tensors of type {base.dtype}")
+            cls = _CLASS_OF.get(name, _UNTYPED)
+            numel = base.size if cls is not _UNTYPED else base.nbytes
+            self.kept[key] = _Kept(str(len(self.kept)), cls, numel, base.nbytes, location, base, base)
+        return self.kept[key]
+
+    def _of_storage(self, storage: Storage) -> _Kept:
+        key = (storage.path, id(storage.places), storage.key)
+        if key not in self.kept:
+            raw = Raw.packed(storage.path, storage.offset, (storage.nbytes,), DTYPES["uint8"], storage.seal)
+            self.kept[key] = _Kept(
+                str(len(self.kept)),
+                storage.cls,
+                storage.numel,
+                storage.nbytes,
+                storage.location,
+                Tensor.of(raw),
+                storage,
+            )
+        return self.kept[key]
+
+
+def _tensor_record(kept: _Kept, dtype: DType, view: StorageView | TensorRef) -> Record:
+    strides = c_strides(view.shape, 1) if view.strides is None else view.strides
+    _check_inside(view, strides, kept.nbytes // dtype.itemsize)
+    hooks = StdDict()
+    args = (
+        kept.mark,
+        view.offset,
+        tuple(view.shape),
+        tuple(strides),
+        view.requires_grad and not view.is_parameter,
+        hooks,
+    )
+    if _CLASS_OF.get(dtype.name) == kept.cls:
+        made = Record(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    else:
+        made = Record(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype.name)))
+    if view.is_parameter and view.attrs:
+        return Record(
+            Global("torch._utils", "_rebuild_parameter_with_state"), (made, view.requires_grad, hooks, view.attrs)
+        )
+    if view.is_parameter:
+        return Record(Global("torch._utils", "_rebuild_parameter"), (made, view.requires_grad, hooks))
+    if view.attrs:
+        how = (made.cls, Global("torch", "Tensor"), made.args, view.attrs)
+        return Record(Global("torch._tensor", "_rebuild_from_type_v2"), how)
+    return made
+
+
+def _check_inside(view: StorageView | TensorRef, strides: Shape, stored: int) -> None:
+    last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+    if prod(view.shape) and not 0 <= view.offset <= last < stored:
+        raise ValueError(f"a view of shape {list(view.shape)} reaches to element {last} of {stored}")
+
+
+def _extra_length(header: int, name_length: int, nbytes: int) -> int:
+    """Bytes of the extra field that make the data begin at a multiple of `ALIGNMENT`."""
+    least = (20 if nbytes >= _WIDE else 0) + 4
+    return least + -(header + 30 + name_length + least) % ALIGNMENT
+
+
+def _local_header(member: _Member) -> bytes:
+    wide = member.nbytes >= _WIDE
+    extra = struct.pack("<HHQQ", 1, 16, member.nbytes, member.nbytes) if wide else b""
+    length = member.start - member.header - 30 - len(member.name)
+    padding = length - len(extra) - 4
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    short = _WIDE if wide else 0
+    head = struct.pack(
+        "<4sHHHHHIIIHH", b"PK\3\4", 45 if wide else 0, _FLAGS, 0, 0, 0, 0, short, short, len(member.name), len(extra)
+    )
+    return head + member.name + extra
+
+
+def _descriptor(member: _Member, crc: int) -> bytes:
+    sizes = "QQ" if member.nbytes >= _WIDE else "II"
+    return struct.pack(f"<4sI{sizes}", b"PK\7\x08", crc, member.nbytes, member.nbytes)
+
+
+def _central_entry(member: _Member, crc: int) -> bytes:
+    wide = [size for size in (member.nbytes, member.nbytes, member.header) if size >= _WIDE]
+    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    nbytes, header, version = min(member.nbytes, _WIDE), min(member.header, _WIDE), 45 if wide else 0
+    head = struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        b"PK\1\2",
+        version,
+        version,
+        _FLAGS,
+        0,
+        0,
+        0,
+        crc,
+        nbytes,
+        nbytes,
+        len(member.name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header,
+    )
+    return head + member.name + extra
+
+
+def _directory(members: Sequence[_Member], at: int, crcs: Sequence[int]) -> bytes:
+    """The central directory and its end records. Like torch, always with the 64-bit ones."""
+    entries = b"".join(map(_central_entry, members, crcs))
+    count, nbytes = len(members), len(entries)
+    short, small = min(count, 0xFFFF), min(nbytes, _WIDE)
+    return b"".join(
+        (
+            entries,
+            struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, at),
+            struct.pack("<4sIQI", b"PK\6\7", 0, at + nbytes, 1),
+            struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, short, short, small, min(at, _WIDE), 0),
+        )
+    )

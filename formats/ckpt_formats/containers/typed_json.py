@@ -1,0 +1,271 @@
+"""Values as JSON that loses nothing: what JSON cannot say is an object with one key that begins with `$`.
+
+1, 1.5, "text", true, null, [..], {..}   themselves
+{"$tuple": [..]}  {"$set": [..]}  {"$frozenset": [..]}  {"$size": [..]}
+{"$dict": [[key, value], ..]}            keys that are not texts, or begin with `$`
+{"$std": {"class": [..], "items": [[key, value], ..], ..}}   an OrderedDict, defaultdict or Counter
+{"$int": "0x7b.."}  {"$float": "7ff8000000000000"}  {"$complex": [re, im]}
+{"$bytes": "base64"}  {"$bytearray": "base64"}
+{"$array": {"dtype", "shape", "data"}}   a NumPy array; a scalar has no shape
+{"$tensor": "name"}                      a parameter of the role `extra`
+{"$global": ["module", "name"]}          the name of a class or function
+{"$object": {"class": [..], ..}}         an object of a class we do not import
+"""
+
+import base64
+import re
+import struct
+from collections.abc import Callable
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported, flaw
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
+
+_MOST_WRITTEN = 32_000_000
+"""Values, of which a text or an array counts one more for every 32 bytes."""
+_MOST_AGAIN = 400_000
+"""The same, of what has been written before, being shared by several places."""
+_MOST_DEPTH = 150
+_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+def encode(value: Value) -> Any:
+    """A value as JSON. Raises `Unsafe` for one that contains itself or is absurdly large written out."""
+    return _Encoder().encode(value, 0)
+
+
+def decode(said: Any, where: Path) -> Value:
+    """The value that `encode` was given. Raises `Corrupt`."""
+    try:
+        return _decode(said, 0)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        raise Corrupt(f"not a typed value: {flaw(error)}", where=where) from None
+
+
+def same(value: Value, other: Value) -> bool:
+    """Are they equal as typed values? Those with tensors never are, since only their bytes could tell."""
+    try:
+        return bool(encode(value) == encode(other))
+    except CkptError:
+        return False
+
+
+class _Encoder:
+    """Counts what it writes: shared parts are written out each time, and a file may share them without end."""
+
+    def __init__(self) -> None:
+        self._written = 0
+        self._again = 0
+        self._seen: set[int] = set()
+
+    def encode(self, value: Value, depth: int) -> Any:
+        self._count(value)
+        if depth > _MOST_DEPTH or self._written > _MOST_WRITTEN or self._again > _MOST_AGAIN:
+            raise Unsafe("a value that contains itself, or is nested or repeated without end")
+        if value is None or isinstance(value, bool):
+            return value
+        for kind, write in _WRITERS:
+            if isinstance(value, kind):
+                return write(value, lambda inner: self.encode(inner, depth + 1))
+        raise Unsupported(f"{kind_of(value)} has no place among the values of a checkpoint")
+
+    def _count(self, value: Value) -> None:
+        amount = 1
+        if isinstance(value, (str, bytes, bytearray)):
+            amount += len(value) // 32
+        elif isinstance(value, np.ndarray):
+            amount += value.nbytes // 32
+        self._written += amount
+        if amount > 1 or isinstance(value, (list, tuple, dict, set, frozenset, Record)):
+            if id(value) in self._seen:
+                self._again += amount
+            self._seen.add(id(value))
+
+
+Inner = Callable[[Value], Any]
+
+
+def _str(value: str, inner: Inner) -> Any:
+    if not value.isascii() and _HALVES.search(value):
+        raise Unsupported("a text with a character in two halves, which JSON cannot tell from the whole")
+    return str(value)
+
+
+def _int(value: int, inner: Inner) -> Any:
+    return int(value) if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+
+
+def _float(value: float, inner: Inner) -> Any:
+    return float(value) if isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _dict(value: dict[Any, Any], inner: Inner) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {inner(key): inner(item) for key, item in value.items()}
+    return {"$dict": _pairs(value.items(), inner)}
+
+
+def _pairs(pairs: Any, inner: Inner) -> list[list[Any]]:
+    return [[inner(key), inner(item)] for key, item in pairs]
+
+
+def _sorted(values: Any, inner: Inner) -> list[Any]:
+    return sorted((inner(item) for item in values), key=repr)
+
+
+def _std_dict(value: StdDict, inner: Inner) -> Any:
+    said: dict[str, Any] = {"class": _name(value.cls, inner), "items": _pairs(value.items(), inner)}
+    if value.factory is not None:
+        said["factory"] = _name(value.factory, inner)
+    if value.attrs:
+        said["attrs"] = {inner(key): inner(item) for key, item in value.attrs.items()}
+    return {"$std": said}
+
+
+def _record(value: Record, inner: Inner) -> Any:
+    said: dict[str, Any] = {"class": _name(value.cls, inner)}
+    if value.new:
+        said["new"] = True
+    if value.args:
+        said["args"] = [inner(item) for item in value.args]
+    if value.kwargs:
+        said["kwargs"] = {inner(key): inner(item) for key, item in value.kwargs.items()}
+    if value.state is not None:
+        said["state"] = inner(value.state)
+    if value.items:
+        said["items"] = [inner(item) for item in value.items]
+    if value.mapping:
+        said["mapping"] = _pairs(value.mapping, inner)
+    return {"$object": said}
+
+
+def _name(value: Global, inner: Inner) -> list[Any]:
+    return [inner(value.module), inner(value.name)]
+
+
+def _array(value: Any, inner: Inner) -> Any:
+    if (said := opaque(value)) is not None:
+        return inner(said)
+    array = np.asarray(value)
+    dtype: DType = array.dtype
+    named = DTYPES.get(dtype.name) == dtype
+    if not named and not _is_plain(dtype):
+        raise Unsupported(f"NumPy values of type {dtype} have no place in a checkpoint")
+    said = {"dtype": dtype.name if named else dtype.str, "data": _text(array.tobytes())}
+    return {"$array": said | ({"shape": list(value.shape)} if isinstance(value, np.ndarray) else {})}
+
+
+def _is_plain(dtype: DType) -> bool:
+    """Neither of Python objects, nor structured, nor from another library than NumPy."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.isbuiltin != 2
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+# The first match counts, so a subclass stands before its base.
+_WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
+    (np.generic, _array),
+    (np.ndarray, _array),
+    (str, _str),
+    (int, _int),
+    (float, _float),
+    (complex, lambda v, inner: {"$complex": [inner(v.real), inner(v.imag)]}),
+    (bytes, lambda v, inner: {"$bytes": _text(v)}),
+    (bytearray, lambda v, inner: {"$bytearray": _text(v)}),
+    (list, lambda v, inner: [inner(item) for item in v]),
+    (Size, lambda v, inner: {"$size": list(v)}),
+    (tuple, lambda v, inner: {"$tuple": [inner(item) for item in v]}),
+    (StdDict, _std_dict),
+    (dict, _dict),
+    (set, lambda v, inner: {"$set": _sorted(v, inner)}),
+    (frozenset, lambda v, inner: {"$frozenset": _sorted(v, inner)}),
+    (TensorName, lambda v, inner: {"$tensor": inner(v.name)}),
+    (Global, lambda v, inner: {"$global": _name(v, inner)}),
+    (Record, _record),
+]
+
+
+def _decode(said: Any, depth: int) -> Value:
+    if depth > _MOST_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(said, list):
+        return [_decode(item, depth + 1) for item in said]
+    if not isinstance(said, dict):
+        return said
+    if len(said) == 1:
+        ((key, body),) = said.items()
+        if key.startswith("$"):
+            return _READERS[key](body, lambda inner: _decode(inner, depth + 1))
+    return {key: _decode(item, depth + 1) for key, item in said.items()}
+
+
+def _global(body: Any) -> Global:
+    if not isinstance(body, list):
+        raise ValueError("the name of a class is not a list of two")
+    module, name = map(_a_text, body)
+    return Global(module, name)
+
+
+def _a_text(body: Any) -> str:
+    if not isinstance(body, str):
+        raise ValueError(f"{body!r:.40} is not a text")
+    return body
+
+
+def _from_std(body: dict[str, Any], inner: Inner) -> StdDict:
+    made = StdDict(_global(body["class"]), _global(body["factory"]) if "factory" in body else None)
+    made.update((inner(key), inner(item)) for key, item in body["items"])
+    made.attrs = {key: inner(item) for key, item in body.get("attrs", {}).items()}
+    return made
+
+
+def _object(body: dict[str, Any], inner: Inner) -> Record:
+    return Record(
+        _global(body["class"]),
+        tuple(map(inner, body.get("args", []))),
+        {str(key): inner(item) for key, item in body.get("kwargs", {}).items()},
+        inner(body.get("state")),
+        [inner(item) for item in body.get("items", [])],
+        [(inner(key), inner(item)) for key, item in body.get("mapping", [])],
+        body.get("new") is True,
+    )
+
+
+def _from_array(body: dict[str, Any], inner: Inner) -> Any:
+    code, data = _a_text(body["dtype"]), base64.b64decode(body["data"], validate=True)
+    dtype = DTYPES[code] if code in DTYPES else np.dtype(code)
+    if code not in DTYPES and not _is_plain(dtype):
+        raise ValueError(f"an array of type {code!r:.40}")
+    shape = tuple(body["shape"]) if "shape" in body else ()
+    if len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError("an array whose shape does not fit its data")
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
+    if dtype.kind == "U":
+        array.tolist()  # raises ValueError where there is no such character
+    return array if "shape" in body else array[()]
+
+
+_READERS: dict[str, Callable[[Any, Inner], Value]] = {
+    "$int": lambda b, inner: int(b, 16),
+    "$float": lambda b, inner: struct.unpack(">d", bytes.fromhex(b))[0],
+    "$complex": lambda b, inner: complex(inner(b[0]), inner(b[1])),
+    "$bytes": lambda b, inner: base64.b64decode(b, validate=True),
+    "$bytearray": lambda b, inner: bytearray(base64.b64decode(b, validate=True)),
+    "$size": lambda b, inner: Size(map(int, b)),
+    "$std": _from_std,
+    "$tuple": lambda b, inner: tuple(map(inner, b)),
+    "$dict": lambda b, inner: {inner(key): inner(item) for key, item in b},
+    "$set": lambda b, inner: set(map(inner, b)),
+    "$frozenset": lambda b, inner: frozenset(map(inner, b)),
+    "$tensor": lambda b, inner: TensorName(_a_text(b)),
+    "$global": lambda b, inner: _global(b),
+    "$object": _object,
+    "$array": _from_array,
+}

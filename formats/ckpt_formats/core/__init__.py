@@ -1,0 +1,1 @@
+"""What every format is built of: boxes, tensors, checkpoints, rules, files."""

@@ -1,0 +1,32 @@
+"""Tensors that were flattened, laid end to end and cut: by ZeRO and by FSDP1. Arithmetic only."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.geometry import Shape, flat_boxes
+from ckpt_formats.core.tensor import Fragment, Raw, Tensor, join
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's vector, and the element of the common flat buffer that it begins at."""
+
+    begin: int
+    vector: Raw
+
+
+def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[Piece]) -> Tensor:
+    """The tensor that occupies the elements from `begin` on of a flat buffer, cut in pieces."""
+    return join(shape, _fragments(shape, begin, pieces), dtype)
+
+
+def _fragments(shape: Shape, begin: int, pieces: Iterable[Piece]) -> Iterator[Fragment]:
+    end = begin + prod(shape)
+    for piece in pieces:
+        low, high = max(begin, piece.begin), min(end, piece.begin + piece.vector.shape[0])
+        at = low - piece.begin
+        for box in flat_boxes(shape, low - begin, max(low, high) - begin):
+            yield Fragment(box, piece.vector.flat(at, at + box.size).shaped(box.shape))
+            at += box.size

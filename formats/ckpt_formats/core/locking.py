@@ -1,0 +1,59 @@
+"""One writer at a time: a lock on a file, which the system gives back when its process ends, however it ends."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_formats.core.errors import Locked, NoSpace, OutputError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+@contextmanager
+def lock(file: Path, taken: Locked, required: bool = True) -> Iterator[None]:
+    """Hold the lock of a file, which is made if need be.
+
+    Raises `taken` if another process holds it, `OutputError` if the file system cannot lock and a lock is `required`.
+    """
+    try:
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise unwritable(error, file) from error
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise taken from None
+            if required:
+                raise _unable(error, file) from error
+        if not _is(file, opened):
+            raise taken  # whoever held it has just removed or replaced the file
+        yield
+    finally:
+        os.close(opened)
+
+
+def unwritable(error: OSError, place: Path) -> OutputError:
+    """Say why the system would not let us write."""
+    kind = NoSpace if error.errno in FULL else OutputError
+    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place)
+
+
+def _unable(error: OSError, file: Path) -> OutputError:
+    return OutputError(
+        f"the file system here cannot lock files: {error.strerror}",
+        where=file,
+        hint="If no other process writes this target, give --no-lock; or choose a target on another file system.",
+    )
+
+
+def _is(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file))
+    except OSError:
+        return False

@@ -1,0 +1,174 @@
+"""Rules from TOML files: the small language in which a user says how tensors are cut.
+
+[[rule]]
+match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
+axis = 0
+fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
+
+[[rule]]
+match = '.*norm.*'
+how = "replicated"          # or "averaged", "first"
+
+[[rule]]
+match = 'embed\\.weight'
+vocabulary = 50257          # rows beyond are padding
+
+[[rule]]
+match = '.*fc1\\.weight'
+when = "gated"              # only for models with this size
+fused = ["ffn", "ffn"]      # formulas of the sizes that the checkpoint states
+"""
+
+import re
+import sys
+import warnings
+from math import inf
+from pathlib import Path
+from typing import Any, get_args
+
+from ckpt_formats.core.errors import BadRules, Unsafe
+from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.formula import is_formula
+from ckpt_formats.core.layout import How, Over, Rule
+
+if sys.version_info >= (3, 11):
+    from re import _parser as regex_parser  # type: ignore[attr-defined]
+
+    import tomllib
+else:
+    import sre_parse as regex_parser
+
+    import tomli as tomllib
+
+_KEYS = {
+    "match",
+    "how",
+    "axis",
+    "fused",
+    "widths",
+    "vocabulary",
+    "length",
+    "units",
+    "padded",
+    "over",
+    "when",
+}
+_SETS = Path(__file__).parent / "rule_sets"
+_MOST_PATTERN = 1000
+_MOST_WAYS = 1e8
+"""As many as four open repeats in a row."""
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the rule sets that come with ckpt."""
+    return tuple(sorted(file.stem for file in _SETS.glob("*.toml")))
+
+
+def rule_set(name: str) -> tuple[Rule, ...]:
+    """The rules of a set that comes with ckpt."""
+    return _read(_SETS / f"{name}.toml", f"set {name}")
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """The rules of a TOML file, in order, or of a shipped set. Raises `BadRules` naming the rule that is wrong."""
+    if not path.exists() and str(path) in shipped():
+        return rule_set(str(path))
+    return _read(path, str(path))
+
+
+def _read(path: Path, origin: str) -> tuple[Rule, ...]:
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise unreadable(error, path) from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, and numbers without end
+        raise BadRules(f"not a TOML file: {error}", where=path) from None
+    unknown = set(tables) - {"rule"}
+    if unknown or not isinstance(tables.get("rule"), list):
+        raise BadRules("expected only [[rule]] tables", where=path, hint="See docs/rules.md for the language.")
+    return tuple(_rule(table, f"{origin}, rule {i}") for i, table in enumerate(tables["rule"], 1))
+
+
+def safe_pattern(pattern: str, origin: str) -> str:
+    """The pattern, if it is one that cannot be made to run for ever.
+
+    Rules travel inside checkpoints, so they are input from strangers: a choice
+    within a repeat can take time exponential in the length of a name, and many
+    repeats in a row nearly so. Raises `BadRules` for what is no expression,
+    `Unsafe` for such a one.
+    """
+    if len(pattern) > _MOST_PATTERN:
+        raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = regex_parser.parse(pattern)
+            re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
+    if _ways(parsed) > _MOST_WAYS:
+        raise Unsafe(f"the pattern `{pattern}` leaves too many choices, which can take for ever", where=origin)
+    return pattern
+
+
+def _rule(table: Any, where: str) -> Rule:
+    if not isinstance(table, dict) or not isinstance(table.get("match"), str):
+        raise BadRules("a rule needs `match`, a regular expression", where=where)
+    if unknown := set(table) - _KEYS:
+        raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
+    how = table.get("how", "sharded")
+    if how not in get_args(How) or how == "blocks":
+        raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)
+    axis, fused, vocabulary = table.get("axis", 0), table.get("fused", 1), table.get("vocabulary")
+    widths = table.get("widths", [])
+    if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
+        raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
+    if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(is_formula, fused))):
+        raise BadRules("`fused` is a count of pieces, or the list of their lengths", where=where)
+    for key in ("length", "units", "when"):
+        if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
+            raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
+    over, padded = table.get("over", "tensor"), table.get("padded", False)
+    if over not in get_args(Over) or not isinstance(padded, bool):
+        raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
+    if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
+        raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)
+    return Rule(
+        safe_pattern(table["match"], where),
+        how,
+        axis,
+        tuple(fused) if isinstance(fused, list) else fused,
+        tuple(tuple(w) for w in widths),
+        vocabulary,
+        origin=where,
+        length=table.get("length"),
+        units=table.get("units"),
+        padded=padded,
+        over=over,
+        when=table.get("when"),
+    )
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _ways(parsed: Any, repeated: bool = False) -> float:
+    """In how many ways it may be tried on a name of a hundred characters; a choice within a repeat has no end."""
+    total = 1.0
+    for op, argument in parsed:
+        name, ways = str(op), 1.0
+        if name.endswith("_REPEAT"):
+            low, high, inner = argument
+            ways = min(high - low + 1, 100) * _ways(inner, repeated or high > 1)
+        elif name == "SUBPATTERN":
+            total *= _ways(argument[3], repeated)
+        elif name == "ATOMIC_GROUP":
+            total *= _ways(argument, repeated)
+        elif name in ("ASSERT", "ASSERT_NOT"):
+            total *= _ways(argument[1], repeated)
+        elif name in ("BRANCH", "GROUPREF_EXISTS"):
+            branches = argument[1] if name == "BRANCH" else argument[1:]
+            ways = sum(_ways(branch, repeated) for branch in branches if branch is not None)
+        total *= inf if repeated and ways > 1 else ways
+    return total

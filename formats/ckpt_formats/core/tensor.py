@@ -1,0 +1,429 @@
+"""Lazy tensors: where the values of each block are, and how to fetch them.
+
+A `Blob` is anything a block of values can be read from. A `Tensor` is made of
+fragments, each a box with a blob, and is itself a blob. Nothing is read until
+`read_into` is called, and every byte comes through the `Reader` it is given.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckpt_codecs import Codec
+from ckpt_codecs.scratch import lent
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps
+
+Array = np.ndarray[Any, DType]
+
+_SPAN = 1 << 22
+"""Bytes of a file that are read at once for the sake of some among them."""
+_PIECE = 1 << 15
+"""Bytes in a row below which reading what lies between costs less than another read: the system fetches it anyway."""
+_MOST_AROUND = 16
+"""Bytes read for each one wanted."""
+_MOST_PAIRS = 1000
+"""Overlaps that are worth naming: of many equal blocks, every pair overlaps."""
+
+
+class Blob(Protocol):
+    """Anything a block of values can be read from."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> DType: ...
+    def crop(self, box: Box) -> "Blob":
+        """The blob of one of its blocks. No data is read."""
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        """Fill `out`, of the blob's own shape and dtype, contiguous or not."""
+
+    def sources(self) -> "Iterator[Raw]":
+        """The file ranges that the values come from."""
+
+    def flaws(self) -> Iterator[str]:
+        """What is wrong with how the values are put together, in words. No data is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Values lying plain in a file, little-endian, at any strides (in bytes)."""
+
+    path: Path
+    offset: int
+    shape: Shape
+    dtype: DType
+    strides: Shape
+    seal: Seal | None = None
+
+    @classmethod
+    def packed(cls, path: Path, offset: int, shape: Shape, dtype: DType, seal: Seal | None = None) -> "Raw":
+        """Values in C order without holes."""
+        return cls(path, offset, shape, dtype, c_strides(shape, dtype.itemsize), seal)
+
+    @property
+    def span(self) -> int:
+        """Number of bytes from the first element to the end of the last."""
+        if 0 in self.shape:
+            return 0
+        return sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
+
+    @property
+    def is_packed(self) -> bool:
+        """Do the values lie in C order without holes?"""
+        return packed(self.shape, self.strides, self.dtype.itemsize)
+
+    def crop(self, box: Box) -> "Raw":
+        at = self.offset + sum(i * s for i, s in zip(box.start, self.strides, strict=True))
+        return Raw(self.path, at, box.shape, self.dtype, self.strides, self.seal)
+
+    def flat(self, start: int, stop: int) -> "Raw":
+        """A range of a packed blob's elements, as a vector."""
+        size = self.dtype.itemsize
+        return Raw.packed(self.path, self.offset + start * size, (stop - start,), self.dtype, self.seal)
+
+    def shaped(self, shape: Shape) -> "Raw":
+        """A packed blob's elements under another shape of the same size."""
+        return Raw.packed(self.path, self.offset, shape, self.dtype, self.seal)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        if out.size == 0:
+            return
+        if out.flags.c_contiguous and self.is_packed:
+            reader.read_into(self.path, self.offset, out.reshape(-1).view(np.uint8).data, self.seal)
+            return
+        useful = out.size * self.dtype.itemsize
+        around = _MOST_AROUND if _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE else 2
+        if self.span <= max(around * useful, 4096) and self.span <= _SPAN:
+            window = np.empty(self.span, np.uint8)
+            reader.read_into(self.path, self.offset, window.data, self.seal)
+            out[...] = np.ndarray(self.shape, self.dtype, window, 0, self.strides)
+            return
+        axis = max(range(len(self.shape)), key=lambda i: (self.shape[i] - 1) * self.strides[i])
+        half = self.shape[axis] // 2
+        for low, high in ((0, half), (half, self.shape[axis])):
+            box = Box.whole(self.shape)
+            part = Box(_put(box.start, axis, low), _put(box.stop, axis, high))
+            self.crop(part).read_into(out[part.index], reader)
+
+    def sources(self) -> Iterator["Raw"]:
+        yield self
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Values that are in memory already: a constant, a number from a header."""
+
+    array: Array
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return self.array.dtype
+
+    def crop(self, box: Box) -> "Held":
+        return Held(self.array[box.index])
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        out[...] = self.array
+
+    def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Values that a codec makes of another blob, element by element."""
+
+    codec: Codec
+    base: Blob
+    dtype: DType
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape
+
+    def crop(self, box: Box) -> "Decoded":
+        return Decoded(self.codec, self.base.crop(box), self.dtype)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        with lent(prod(self.shape) * self.base.dtype.itemsize) as room:
+            base = room.view(self.base.dtype).reshape(self.shape)
+            self.base.read_into(base, reader)
+            self.codec.decode_into(b"", out, base)
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of equally shaped blobs, summed in the order given and in their own precision."""
+
+    blobs: tuple[Blob, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.blobs[0].shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.blobs[0].dtype
+
+    def crop(self, box: Box) -> "Mean":
+        return Mean(tuple(blob.crop(box) for blob in self.blobs))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        total = read(self.blobs[0], reader)
+        for blob in self.blobs[1:]:
+            total = total + read(blob, reader)
+        out[...] = total / np.asarray(len(self.blobs), total.dtype)
+
+    def sources(self) -> Iterator[Raw]:
+        for blob in self.blobs:
+            yield from blob.sources()
+
+    def flaws(self) -> Iterator[str]:
+        for blob in self.blobs:
+            yield from blob.flaws()
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Nothing but zeros: the padding of a partition, the rows of a vocabulary that only fill up."""
+
+    shape: Shape
+    dtype: DType
+
+    def crop(self, box: Box) -> "Zeros":
+        return Zeros(box.shape, self.dtype)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        out[...] = np.zeros((), self.dtype)
+
+    def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of another blob's elements in C order, as a vector: what a rank holds of a flattened tensor."""
+
+    base: Blob
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.stop - self.start,)
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "Range":
+        return Range(self.base, self.start + box.start[0], self.start + box.stop[0])
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        at = 0
+        for box in flat_boxes(self.base.shape, self.start, self.stop):
+            part = out[at : at + box.size]
+            block = self.base.crop(box)
+            if part.flags.c_contiguous:
+                block.read_into(part.reshape(box.shape), reader)
+            else:
+                part[...] = read(block, reader).reshape(-1)
+            at += box.size
+
+    def sources(self) -> Iterator[Raw]:
+        for box in flat_boxes(self.base.shape, self.start, self.stop):
+            yield from self.base.crop(box).sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One stored block of a tensor: where it belongs, and where its values are."""
+
+    box: Box
+    blob: Blob
+
+    def crop(self, box: Box) -> "Fragment | None":
+        """The part of it that lies in `box`, still counted from the tensor's corner."""
+        common = self.box & box
+        return None if common is None else Fragment(common, self.blob.crop(common.within(self.box)))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor, however it was cut up.
+
+    Laws, which `flaws` checks: fragments lie inside the tensor, hold its dtype,
+    cover it and do not overlap. `replicas` are other whole copies of the same
+    values, compared whenever values are read.
+    """
+
+    shape: Shape
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+    replicas: tuple["Tensor", ...] = ()
+
+    @classmethod
+    def of(cls, blob: Blob) -> "Tensor":
+        """A tensor that is one blob."""
+        return (
+            blob if isinstance(blob, Tensor) else cls(blob.shape, blob.dtype, (Fragment(Box.whole(blob.shape), blob),))
+        )
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def crop(self, box: Box) -> "Tensor":
+        kept = (fragment.crop(box) for fragment in self.fragments)
+        return Tensor(
+            box.shape,
+            self.dtype,
+            tuple(Fragment(f.box.within(box), f.blob) for f in kept if f is not None),
+            tuple(replica.crop(box) for replica in self.replicas),
+        )
+
+    def placed(self, local: Box, whole: Box) -> Iterator[Fragment]:
+        """The fragments of block `local`, moved to where block `whole` of another tensor is."""
+        for fragment in self.fragments:
+            if kept := fragment.crop(local):
+                yield Fragment(kept.box.within(local).shift(whole.start), kept.blob)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        """Fill `out`. Blocks that no fragment holds are left as they are: check `flaws` first.
+
+        Raises `Corrupt` if a replica holds other bits.
+        """
+        for fragment in self.fragments:
+            fragment.blob.read_into(out[fragment.box.index], reader)
+        for replica in self.replicas:
+            if read(replica, reader).tobytes() != out.tobytes():
+                raise disagreement(self, replica)
+
+    def sources(self) -> Iterator[Raw]:
+        for fragment in self.fragments:
+            yield from fragment.blob.sources()
+        for replica in self.replicas:
+            yield from replica.sources()
+
+    def flaws(self) -> Iterator[str]:
+        """What is wrong with the fragments, in words. No data is read."""
+        whole, outside = Box.whole(self.shape), False
+        for fragment in self.fragments:
+            if fragment.box.size and fragment.box & whole != fragment.box:
+                outside = True
+                yield f"a stored block {fragment.box} lies outside the shape {list(self.shape)}"
+            if fragment.blob.dtype != self.dtype:
+                yield f"block {fragment.box} holds {fragment.blob.dtype.name}, the tensor {self.dtype.name}"
+            if fragment.blob.shape != fragment.box.shape:
+                yield f"block {fragment.box} is stored with the shape {list(fragment.blob.shape)}"
+            yield from fragment.blob.flaws()
+        boxes = [fragment.box for fragment in self.fragments]
+        pairs = list(islice(overlaps(boxes), _MOST_PAIRS))
+        # Blocks inside that do not overlap leave no gap if they are as large as the whole.
+        if outside or pairs or sum(box.size for box in boxes) != whole.size:
+            for gap in missing(whole, boxes):
+                yield f"no file holds block {gap} of shape {list(self.shape)}"
+        for i, j in pairs:
+            yield f"blocks {boxes[i]} and {boxes[j]} overlap"
+        for replica in self.replicas:
+            if (replica.shape, replica.dtype) != (self.shape, self.dtype):
+                yield f"a replica has shape {list(replica.shape)} and type {replica.dtype.name}"
+            yield from replica.flaws()
+
+
+def read(blob: Blob, reader: Reader | None = None) -> Array:
+    """All values of a blob, in memory."""
+    out = np.empty(blob.shape, blob.dtype)
+    if reader is not None:
+        blob.read_into(out, reader)
+    else:
+        with Reader(check=False) as own:
+            blob.read_into(out, own)
+    return out
+
+
+def disagreement(tensor: Tensor, replica: Tensor) -> Corrupt:
+    """Two copies that should be equal are not: name the files of both."""
+    ours, theirs = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
+    return Corrupt(
+        f"replicas of one tensor differ: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
+        hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
+    )
+
+
+def join(shape: Shape, parts: Iterable[Fragment], dtype: DType) -> Tensor:
+    """A tensor of fragments that come from several places; empty ones are left out."""
+    return Tensor(shape, dtype, tuple(part for part in parts if part.box.size))
+
+
+def with_replicas(tensors: Sequence[Tensor]) -> Tensor:
+    """The first of several whole copies, remembering the others."""
+    return replace(tensors[0], replicas=(*tensors[0].replicas, *tensors[1:]))
+
+
+def c_strides(shape: Shape, itemsize: int) -> Shape:
+    """Strides, in bytes, of packed C order."""
+    strides, step = [], itemsize
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def packed(shape: Shape, strides: Shape, itemsize: int) -> bool:
+    """Do these strides, in bytes, lay out C order without holes?"""
+    step = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True
+
+
+def _in_a_row(shape: Shape, strides: Shape, itemsize: int) -> int:
+    """Bytes of the longest runs of values that lie without holes."""
+    step = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != step:
+            break
+        step *= length
+    return step
+
+
+def _put(values: Shape, axis: int, value: int) -> Shape:
+    return (*values[:axis], value, *values[axis + 1 :])

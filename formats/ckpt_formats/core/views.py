@@ -1,0 +1,229 @@
+"""Tensors seen another way, without reading them: with an axis more or less, or as a range of a flat buffer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from types import EllipsisType
+
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, slab
+from ckpt_formats.core.tensor import Array, Blob, Fragment, Raw, Tensor, c_strides, join, packed, read
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A blob of the same values as another."""
+
+    base: Blob
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def sources(self) -> Iterator[Raw]:
+        return self.base.sources()
+
+    def flaws(self) -> Iterator[str]:
+        return self.base.flaws()
+
+
+@dataclass(frozen=True)
+class Stacked(_Seen):
+    """A blob with a first axis of length 1."""
+
+    @property
+    def shape(self) -> Shape:
+        return (1, *self.base.shape)
+
+    def crop(self, box: Box) -> "Stacked":
+        return Stacked(self.base.crop(Box(box.start[1:], box.stop[1:])))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.base.read_into(out[0, ...], reader)
+
+
+@dataclass(frozen=True)
+class Unstacked(_Seen):
+    """A blob without its first axis, which has length 1."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape[1:]
+
+    def crop(self, box: Box) -> "Unstacked":
+        return Unstacked(self.base.crop(Box((0, *box.start), (1, *box.stop))))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.base.read_into(out[None], reader)
+
+
+@dataclass(frozen=True)
+class Permuted(_Seen):
+    """A blob with its axes in another order: axis `i` is axis `axes[i]` of the base."""
+
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.base.shape[axis] for axis in self.axes)
+
+    def crop(self, box: Box) -> "Permuted":
+        back = [self.axes.index(axis) for axis in range(len(self.axes))]
+        inner = Box(tuple(box.start[i] for i in back), tuple(box.stop[i] for i in back))
+        return Permuted(self.base.crop(inner), self.axes)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        out[...] = read(self.base, reader).transpose(self.axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Pile:
+    """A blob of tensors of one shape, by new first axes: however many there are, a block of one is found at once.
+
+    There may be none at a place, if nobody asks for what is there.
+    """
+
+    lengths: Shape
+    """Of the new axes."""
+    tensors: Mapping[Shape, Tensor]
+    """By place along them; never empty."""
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.lengths, *self._first.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return self._first.dtype
+
+    def crop(self, box: Box) -> "Pile":
+        axes = len(self.lengths)
+        rest = Box(box.start[axes:], box.stop[axes:])
+        cut = Box(box.start[:axes], box.stop[:axes])
+        held = {
+            tuple(i - first for i, first in zip(place, cut.start, strict=True)): self.tensors[place].crop(rest)
+            for place in product(*map(range, cut.start, cut.stop))
+        }
+        return Pile(cut.shape, held)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        for place, tensor in self.tensors.items():
+            index: tuple[int | EllipsisType, ...] = (*place, ...)
+            tensor.read_into(out[index], reader)
+
+    def sources(self) -> Iterator[Raw]:
+        for tensor in self.tensors.values():
+            yield from tensor.sources()
+
+    def flaws(self) -> Iterator[str]:
+        for tensor in self.tensors.values():
+            yield from tensor.flaws()
+
+    @property
+    def _first(self) -> Tensor:
+        return next(iter(self.tensors.values()))
+
+
+@dataclass(frozen=True)
+class Shaped(_Seen):
+    """A block of the tensor whose elements, in C order, are a vector's."""
+
+    whole: Shape
+    box: Box
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    def crop(self, box: Box) -> "Shaped":
+        return Shaped(self.base, self.whole, box.shift(self.box.start))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        if not packed(self.shape, c_strides(self.whole, 1), 1):
+            for i in range(self.shape[0]):  # rows of it lie apart
+                self.crop(slab(self.shape, 0, i, i + 1)).read_into(out[i : i + 1], reader)
+            return
+        at = sum(i * stride for i, stride in zip(self.box.start, c_strides(self.whole, 1), strict=True))
+        run = self.base.crop(Box((at,), (at + self.box.size,)))
+        if out.flags.c_contiguous:
+            run.read_into(out.reshape(-1), reader)
+        else:
+            values = out.copy().reshape(-1)
+            run.read_into(values, reader)
+            out[...] = values.reshape(self.shape)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape, by a new first axis."""
+    parts = (
+        Fragment(Box((i, *f.box.start), (i + 1, *f.box.stop)), Stacked(f.blob))
+        for i, one in enumerate(tensors)
+        for f in one.fragments
+    )
+    return join((len(tensors), *tensors[0].shape), parts, tensors[0].dtype)
+
+
+def unstacked(tensor: Tensor, index: int) -> Tensor:
+    """One of the tensors that lie along the first axis."""
+    cut = tensor.crop(slab(tensor.shape, 0, index, index + 1))
+    parts = (Fragment(Box(f.box.start[1:], f.box.stop[1:]), _unstacked(f.blob)) for f in cut.fragments)
+    return Tensor(tensor.shape[1:], tensor.dtype, tuple(parts), tuple(unstacked(r, index) for r in tensor.replicas))
+
+
+def unstacked_all(tensor: Tensor) -> list[Tensor]:
+    """All tensors that lie along the first axis, in one pass over the fragments."""
+    shape = tensor.shape[1:]
+    parts: list[list[Fragment]] = [[] for _ in range(tensor.shape[0])]
+    for fragment in tensor.fragments:
+        for i in range(fragment.box.start[0], fragment.box.stop[0]):
+            one = fragment.crop(slab(tensor.shape, 0, i, i + 1))
+            if one is not None:
+                parts[i].append(Fragment(Box(one.box.start[1:], one.box.stop[1:]), _unstacked(one.blob)))
+    return [Tensor(shape, tensor.dtype, tuple(held)) for held in parts]
+
+
+def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:
+    """The tensor whose elements, in C order, are a vector's from `start` on."""
+    cut = vector.crop(Box((start,), (start + prod(shape),)))
+    return join(shape, _reshaped(cut, shape), vector.dtype)
+
+
+def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """The tensor with axis `axes[i]` of it as axis `i`."""
+    return Tensor.of(Permuted(tensor, tuple(axes)))
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A matrix that lies plainly in a file, with its axes exchanged."""
+    parts = (Fragment(Box(f.box.start[::-1], f.box.stop[::-1]), _transposed(f.blob)) for f in tensor.fragments)
+    return join(tensor.shape[::-1], parts, tensor.dtype)
+
+
+def _transposed(blob: Blob) -> Raw:
+    if not isinstance(blob, Raw):
+        raise Unsupported("a matrix that does not lie plainly in a file cannot be transposed")
+    return Raw(blob.path, blob.offset, blob.shape[::-1], blob.dtype, blob.strides[::-1], blob.seal)
+
+
+def _reshaped(vector: Tensor, shape: Shape) -> Iterator[Fragment]:
+    for fragment in vector.fragments:
+        at = 0
+        for box in flat_boxes(shape, fragment.box.start[0], fragment.box.stop[0]):
+            run = fragment.blob.crop(Box((at,), (at + box.size,)))
+            yield Fragment(box, _shaped(run, box.shape))
+            at += box.size
+
+
+def _shaped(run: Blob, shape: Shape) -> Blob:
+    if isinstance(run, Raw) and packed(run.shape, run.strides, run.dtype.itemsize):
+        return run.shaped(shape)
+    return Shaped(run, shape, Box.whole(shape))
+
+
+def _unstacked(blob: Blob) -> Blob:
+    if isinstance(blob, Raw):
+        return Raw(blob.path, blob.offset, blob.shape[1:], blob.dtype, blob.strides[1:], blob.seal)
+    return blob.base if isinstance(blob, Stacked) else Unstacked(blob)

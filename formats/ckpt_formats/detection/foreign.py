@@ -1,0 +1,71 @@
+"""Checkpoints of other frameworks, which are not read: known by their names, so that the refusal says what they are."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile.reader import STARTS
+from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.files import open_regular
+from ckpt_formats.core.text import show
+
+_KINDS = (
+    (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow"),
+    (r".*\.ckpt\.(index|meta)|.*\.data-\d{5}-of-\d{5}|saved_model\.pb|.*\.tflite", "a checkpoint of TensorFlow"),
+    (r".*\.msgpack", "weights of Flax"),
+    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
+    (r".*\.gguf|ggml-.*\.bin", "weights of llama.cpp (GGUF), most often quantised"),
+    (r".*\.onnx|.*\.onnx_data", "a graph of ONNX"),
+    (r".*\.npz|.*\.npy", "arrays of NumPy, as MLX and others save weights"),
+    (r".*\.pdparams|.*\.pdopt|.*\.pdmodel", "a checkpoint of PaddlePaddle"),
+    (r".*\.nemo", "an archive of NeMo"),
+    (r".*\.ot", "weights of rust-bert"),
+    (r".*\.mlmodel|.*\.mlpackage", "a model of Core ML"),
+    (r".*\.engine|.*\.plan|.*\.trt", "an engine of TensorRT"),
+    (r".*\.joblib|.*\.pickle", "a pickle of Python objects"),
+    (r".*(?<!\.pt)(?<!\.pth)\.(zip|tar|tgz|gz|bz2|xz|zst|7z)", "an archive"),
+)
+_HINTS = {
+    "an archive of NeMo": "It is a tar archive: unpack it, and name the folder of weights in it.",
+    "an archive": "Unpack it, and name the folder of the checkpoint.",
+    "arrays of NumPy, as MLX and others save weights": "Save them as safetensors: safetensors.numpy.save_file.",
+}
+_HINT = "Save them from there as safetensors, which is read."
+_MAGIC = (
+    (b"GGUF", "weights of llama.cpp (GGUF), most often quantised"),
+    (b"\x89HDF\r\n", "weights of Keras or TensorFlow"),
+)
+
+
+_OF_TORCH = (".tar", ".pickle")
+
+
+def check_file(path: Path) -> None:
+    """Raises `Unsupported` for a file of another framework."""
+    head = _head(path)
+    if path.suffix.lower() in _OF_TORCH and head.startswith(STARTS):
+        return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
+    kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
+    if kind is not None:
+        raise Unsupported(f"{kind}, which is not read", where=show(str(path)), hint=_HINTS.get(kind, _HINT))
+
+
+def check_folder(path: Path, names: Iterable[str]) -> None:
+    """Raises `Unsupported` for a folder that has files of other frameworks. Its readers know nothing else in it."""
+    for name in sorted(names):
+        if (kind := _kind_of(name)) is not None:
+            raise Unsupported(
+                f"{show(name)} is {kind}, which is not read", where=show(str(path)), hint=_HINTS.get(kind, _HINT)
+            )
+
+
+def _kind_of(name: str) -> str | None:
+    return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(8)
+    except CkptError:
+        return b""  # who reads it says what is wrong with it

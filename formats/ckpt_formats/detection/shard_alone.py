@@ -1,0 +1,87 @@
+"""A file that is one of several of a checkpoint, given alone: known by its name, its neighbours, its index."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_index
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError, Incomplete, Unsupported
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import show
+from ckpt_formats.detection.traces import names_in
+
+_OF_A_RANK = (
+    (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
+    (r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt", "DeepSpeed"),
+    (r"layer_\d+-model_\d+-model_states\.pt", "DeepSpeed's pipeline"),
+    (r"mp_rank_\d+(_\d+){0,2}/(model_optim_rng|distrib_optim|model_rng|optim)\.pt", "Megatron"),
+    (r"shard-\d+-model-\d+-of-\d+\.safetensors", "PyTorch's HuggingFaceStorageWriter"),
+)
+_META = re.compile(r"consolidated\.(\d\d)\.pth")
+_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
+_MOST_INDICES = 16
+
+
+def check_alone(path: Path) -> None:
+    """Raises `Unsupported` for a file that one rank of several wrote: alone it is nothing that can be named."""
+    named = f"{path.absolute().parent.name}/{path.name}"
+    for pattern, engine in _OF_A_RANK:
+        if re.fullmatch(pattern, path.name) or re.fullmatch(pattern, named):
+            folder = path.parent if "/" not in pattern else path.absolute().parent.parent
+            raise Unsupported(
+                f"one file of several of a checkpoint of {engine}",
+                where=show(str(path)),
+                hint=f"Name the folder: {show(str(folder))}",
+            )
+    if _META.fullmatch(path.name):
+        others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
+        if others != ["consolidated.00.pth"]:
+            raise Unsupported(
+                f"one of {len(others)} files over which tensor parallelism cut a model of Meta's",
+                where=show(str(path)),
+                hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
+            )
+
+
+def check_whole_of_meta(found: Checkpoint) -> None:
+    """Raises `Incomplete` for one file of a model of Meta's whose others are lost: its sizes contradict each other."""
+    if not any(_META.fullmatch(shard.path.name) for shard in found.shards):
+        return
+    table, norm = found.parameters.get("tok_embeddings.weight"), found.parameters.get("norm.weight")
+    said = found.extras.get("hf/params.json")
+    rows = said.get("vocab_size") if isinstance(said, dict) else None
+    if table is None or norm is None or len(table.weight.shape) != 2 or len(norm.weight.shape) != 1:
+        return
+    width = table.weight.shape[1] < norm.weight.shape[0]
+    if width or (isinstance(rows, int) and table.weight.shape[0] < rows):
+        raise Incomplete(
+            f"one of several files over which tensor parallelism cut a model of Meta's: `tok_embeddings.weight` has "
+            f"the shape {list(table.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
+            where=found.path,
+            hint="Copy all files consolidated.*.pth, and join them with transformers' convert_llama_weights_to_hf.py.",
+        )
+
+
+def parts_unread(path: Path) -> Iterator[Notice]:
+    """What to tell of a file that can be read alone, though there are others of the same checkpoint."""
+    number = number_of(path.name)
+    if number is not None and number.count > 1:
+        text = f"this is file {number.place} of {number.count} of a model: the tensors of the others are not read"
+        yield Notice(f"{text}. Name the folder, or its index, to read all", weight=Weight.LOST)
+        return
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MOST_INDICES]:
+        try:
+            files = set(read_index(index).where.values())
+        except CkptError:
+            continue  # the index is not what was asked for
+        if path.name in files and len(files) > 1:
+            text = f"this is one of {len(files)} files of a model, as {show(index.name)} says: the others are not read"
+            yield Notice(text, tuple(sorted(files - {path.name})), Weight.LOST)
+            return
+    if _RANK.fullmatch(path.name):
+        form = _NUMBER.sub("0", path.name)
+        others = [name for name in names_in(path.parent) if name != path.name and _NUMBER.sub("0", name) == form]
+        text = "by its name, one rank of several wrote this file: what others wrote is not read"
+        yield Notice(text, tuple(others), Weight.LOST if others else Weight.UNSURE)

@@ -1,0 +1,1 @@
+"""The formats of training engines and model libraries, each on its own."""

@@ -1,0 +1,74 @@
+"""Items to be written: how large each is, and the bytes of it.
+
+An item is an archive of torch.save. Those of one type and shape are alike but
+for the values and their checksums, so an archive is laid out once for all.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ckpt_formats.containers.torchfile import FileLayout, layout_file
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Tensor, Zeros
+from ckpt_formats.core.text import show
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.dcp.block import Section
+from ckpt_formats.engines.dcp.metadata import Steps
+
+_STEM = "archive"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One item to be written: an object, or a block of a tensor."""
+
+    name: str
+    path: Steps
+    number: int
+    """The value's place in the state dict."""
+    value: Value
+    box: Box | None = None
+    """Of the tensor; None for objects."""
+    chunk: int = 0
+    """The block's place among those of the tensor."""
+
+
+@dataclass
+class Layouts:
+    """Where every byte of an item goes."""
+
+    _alike: dict[tuple[DType, Shape], FileLayout] = field(default_factory=dict)
+
+    def of(self, entry: Entry) -> FileLayout:
+        """The layout of an item. Raises `Unsupported` for values that PyTorch cannot hold."""
+        try:
+            if entry.box is None:
+                return layout_file(entry.value, _STEM)
+            kind = entry.value.dtype, entry.box.shape
+            if kind not in self._alike:
+                self._alike[kind] = layout_file(Tensor.of(Zeros(kind[1], kind[0])), _STEM)
+        except Unsupported as error:
+            error.where = error.where or f"`{show(entry.name)}`"
+            raise
+        return self._alike[kind]
+
+    def stream(self, entry: Entry, transfer: Transfer) -> Iterator[bytes | memoryview]:
+        """All bytes of an item, in order."""
+        return self.of(entry).stream(_chunks(entry, transfer))
+
+
+def block_of(entry: Entry) -> Tensor:
+    """The lazy tensor that an item holds."""
+    assert entry.box is not None
+    if entry.box.shape == entry.value.shape:
+        return entry.value  # type: ignore[no-any-return]  # a tensor, since there is a box
+    return Tensor.of(Section(entry.value, entry.box))
+
+
+def _chunks(entry: Entry, transfer: Transfer) -> Callable[[Tensor], Iterator[memoryview]]:
+    if entry.box is None:
+        return transfer.chunks
+    return lambda alike: transfer.chunks(block_of(entry))

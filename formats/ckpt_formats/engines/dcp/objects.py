@@ -1,0 +1,129 @@
+"""Values that are no tensors: each an item of its own, a Python object in an archive of torch.save."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import (
+    Bytes,
+    Storage,
+    StorageSlice,
+    TensorRef,
+    Window,
+    open_file,
+    open_item,
+    tensor_of,
+)
+from ckpt_formats.containers.torchfile.pickle_reader import PROTO
+from ckpt_formats.containers.torchfile.zip_archive import END, LOCAL
+from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Global, Size, Value
+from ckpt_formats.engines.dcp.compressed_items import Frame, Inflated
+from ckpt_formats.engines.dcp.items import Items
+from ckpt_formats.engines.dcp.metadata import Item
+from ckpt_formats.state_dicts.extras import rebuilt
+
+MOST_BYTES = 256 << 20
+_END_NBYTES = 22
+_MOST_KEPT = 8192
+
+
+@dataclass(frozen=True)
+class Object:
+    """A value, and the checksums of tensors in it."""
+
+    value: Value
+    seals: tuple[Seal, ...] = ()
+    raw: bool = False
+    """The value is bytes in no form that we know, so nothing has told that they are all of it."""
+
+
+@dataclass(eq=False)
+class Objects:
+    """Reads them. Checkpoints have the same few numbers thousands of times: equal bytes are read once."""
+
+    items: Items
+    _known: dict[bytes, Object] = field(default_factory=dict)
+
+    def read(self, name: str, item: Item) -> Object:
+        """The value of an item: what torch.save saved, as inert data, or its bytes if it is of another kind.
+
+        Raises `Unsafe` for what would run code or exhaust memory; `Corrupt`, `NotFound`, `Unsupported`.
+        """
+        path = self.items.folder / item.file
+        try:
+            with self.items.window(item, MOST_BYTES) as window:
+                if window.length > MOST_BYTES:
+                    raise Unsafe(f"has {window.length:,} bytes: it would exhaust memory", where=path)
+                data = window.at(0, window.length) if window.length <= _MOST_KEPT else None
+                found = None if data is None else self._known.get(data)
+                if found is None:
+                    found = _read(window, item)
+                    if data is not None and _is_constant(found.value):
+                        self._known[data] = found
+            return found
+        except CkptError as error:
+            error.where = f"{path}, `{show(name)}`"
+            raise
+
+    def same(self, first: Item, other: Item) -> bool:
+        """Do both items hold the same bytes?"""
+        with self.items.window(first, MOST_BYTES) as one, self.items.window(other, MOST_BYTES) as two:
+            return one.length == two.length and all(
+                one.at(at, step) == two.at(at, step)
+                for at in range(0, one.length, 1 << 20)
+                for step in (min(1 << 20, one.length - at),)
+            )
+
+
+def _read(window: Bytes, item: Item) -> Object:
+    length = window.length
+    head = window.at(0, min(4, length))
+    if head == LOCAL or (length > _END_NBYTES and window.at(length - _END_NBYTES, 4) == END):
+        file = open_item(window)
+        if isinstance(window, Frame):
+            window.check(file.seals())
+            return Object(rebuilt(file.root, partial(_inflated, window)))
+        seals = (storage.seal for storage in file.storages)
+        return Object(file.root, tuple(seal for seal in seals if seal is not None))
+    if head[:1] == bytes((PROTO,)) and isinstance(window, Window):
+        return Object(open_file(window.path, item.offset, item.nbytes).root)
+    # Planners of others' making may save bytes of any kind.
+    return Object(window.at(0, length), raw=True)
+
+
+def check_between(item: Item, others: Collection[Item], where: Path) -> None:
+    """Check that an item begins where another ends, and ends where another begins. Raises `Corrupt`.
+
+    Torch writes items without gaps. For bytes of an unknown form this is the only sign of a wrong place.
+    """
+    path = where / item.file
+    beside = [other for other in others if other.file == item.file]
+    starts = Counter(other.offset for other in beside)
+    ends = {0, *(other.offset + other.nbytes for other in beside)}
+    stop = item.offset + item.nbytes
+    if starts[item.offset] > 1 or item.offset not in ends or (stop not in starts and stop != path.stat().st_size):
+        raise Corrupt("an item is neither an archive of torch.save nor between two other items", where=path)
+
+
+def _inflated(frame: Frame, value: Value) -> Value:
+    """Tensors in an object that is compressed: their places are those in what it decodes to."""
+    if isinstance(value, (Storage, StorageSlice)):
+        raise Unsupported("the object holds a storage that is no tensor, and is compressed", where=frame.path)
+    if not isinstance(value, TensorRef):
+        return value
+    (fragment,) = tensor_of(value).fragments
+    assert isinstance(fragment.blob, Raw)
+    return Tensor.of(Inflated(frame, replace(fragment.blob, seal=None)))
+
+
+def _is_constant(value: Value) -> bool:
+    """Can several places of a tree share it? Not if one of them could change it."""
+    if type(value) in (tuple, Size):
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, complex, str, bytes, Global)

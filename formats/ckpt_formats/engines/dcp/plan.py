@@ -1,0 +1,112 @@
+"""Which file each item goes into: one for each rank that has something to write."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Parameter, Part
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.dcp.balance import Loads, Mesh, blocks
+from ckpt_formats.engines.dcp.entries import Entry, Layouts, block_of
+from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
+from ckpt_formats.engines.dcp.metadata import Steps
+from ckpt_formats.engines.dcp.nesting import flattened
+from ckpt_formats.engines.dcp.read import PAIR
+from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, keys_of
+from ckpt_formats.state_dicts.write import state_tree
+
+
+def plan_parts(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    """The files. Raises `Unsupported` for what PyTorch cannot hold."""
+    keys = goal.keys or keys_of(source.origin.layout.get("keys")) or NESTED
+    pair = goal.keys == ACCELERATE or (goal.keys is None and source.origin.layout.get(PAIR) is True)
+    tree = state_tree(source, keys, objects=True)
+    placing = _Placing(source, mesh_of(source, goal), _rules(source, goal))
+    if not pair:
+        return tuple(placing.parts("", tree))
+    optimizer = {key: value for key, value in tree.items() if key == keys.optimizer}
+    rest = {key: value for key, value in tree.items() if key != keys.optimizer}
+    trees = dict(zip(FOLDERS, (rest, optimizer), strict=True))
+    return tuple(part for folder, one in trees.items() if one for part in placing.parts(f"{folder}/", one))
+
+
+def mesh_of(source: Checkpoint, goal: Goal) -> Mesh:
+    """The ranks asked for; else as many as wrote the source, if it is of this kind; else one."""
+    tp = goal.degrees.tp or 1
+    world = source.origin.layout.get("world")
+    return Mesh(goal.degrees.dp or (max(1, world // tp) if type(world) is int else 1), tp)
+
+
+def _rules(source: Checkpoint, goal: Goal) -> tuple[Rule, ...]:
+    info = source.extras.get(ORIGIN)
+    return (*goal.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
+
+
+@dataclass(frozen=True)
+class _Placing:
+    source: Checkpoint
+    mesh: Mesh
+    rules: tuple[Rule, ...]
+
+    def parts(self, prefix: str, tree: Mapping[str, Value]) -> Iterator[Part]:
+        """The files of one folder. Objects go to the first rank, in front, as PyTorch has them."""
+        layouts, loads = Layouts(), Loads(self.mesh.world)
+        entries: list[list[Entry]] = [[] for _ in range(self.mesh.world)]
+        sizes = [0] * self.mesh.world
+        for entry, holders in self._entries(tree):
+            size = layouts.of(entry).nbytes
+            rank = loads.give(holders, size)
+            entries[rank].append(entry)
+            sizes[rank] += size
+        for rank, held in enumerate(entries):
+            if held:
+                yield Part(
+                    f"{prefix}__{rank}_0.distcp",
+                    self._parameters(held),
+                    {"entries": tuple(held)},
+                    sizes[rank],
+                    "data",
+                    {"rank": rank},
+                    tuple(block_of(entry) for entry in held if entry.box is not None),
+                )
+
+    def _entries(self, tree: Mapping[str, Value]) -> Iterator[tuple[Entry, Sequence[int]]]:
+        """Every item, and the ranks that could write it."""
+        leaves = [(number, *leaf) for number, leaf in enumerate(flattened(tree))]
+        for number, name, path, value in leaves:
+            if not isinstance(value, Tensor):
+                yield Entry(name, path, number, value), (0,)
+        for number, name, path, value in leaves:
+            if isinstance(value, Tensor):
+                for chunk, (box, holders) in enumerate(self._blocks(path, value.shape)):
+                    yield Entry(name, path, number, value, box, chunk), holders
+
+    def _blocks(self, path: Steps, shape: Shape) -> Iterator[tuple[Box, Sequence[int]]]:
+        """FSDP2 cuts what is trained. Buffers are whole on every rank."""
+        owner = self._owner(path)
+        if owner is None or owner.role in ("buffer", "extra") or not prod(shape):
+            yield Box.whole(shape), range(self.mesh.world)
+            return
+        rule = next((rule for rule in self.rules if rule.matches(owner.name)), None) if self.mesh.tp > 1 else None
+        axis = rule.axis if rule is not None and rule.how == "sharded" and rule.axis < len(shape) else None
+        yield from blocks(shape, self.mesh, axis)
+
+    def _owner(self, path: Steps) -> Parameter | None:
+        """The parameter that a tensor in the state dict is a state of."""
+        parameters = self.source.parameters
+        for step in path:
+            if step in parameters:
+                return parameters[str(step)]
+        # In a flat optimizer, `state.<FQN>.<state>`.
+        name = str(path[-1]).removeprefix("state.")
+        while name and name not in parameters:
+            name = name.rpartition(".")[0]
+        return parameters.get(name)
+
+    def _parameters(self, entries: Sequence[Entry]) -> tuple[Parameter, ...]:
+        owners = (self._owner(entry.path) for entry in entries if entry.box is not None)
+        return tuple({owner.name: owner for owner in owners if owner is not None}.values())

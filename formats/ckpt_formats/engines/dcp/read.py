@@ -1,0 +1,234 @@
+"""Reading: from the metadata and the small items to the index of a checkpoint."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Options, Origin, Shard
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Rule, merge
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Fragment, Tensor, with_replicas
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.dcp.folder import ACCELERATE, Found, Member, find, leftovers, rank_of
+from ckpt_formats.engines.dcp.items import Block, Items, Seals, unnamed_bytes
+from ckpt_formats.engines.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
+from ckpt_formats.engines.dcp.nesting import nested
+from ckpt_formats.engines.dcp.objects import Objects, check_between
+from ckpt_formats.state_dicts.extras import numbered
+from ckpt_formats.state_dicts.keys import TORCHTITAN
+from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name
+
+PAIR = "pair"
+"""Says, in the layout of an origin, that model and optimizer have a folder each."""
+RANKS = "ranks"
+"""The key, among the extras, of what ranks saved for themselves."""
+_COPIES = ("replicated", "averaged", "first")
+"""Rules that speak of whole copies. All others are about shards, which the metadata know better."""
+
+_MEGATRON = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+"""Megatron's name of an object: its key, its place, and how many there are."""
+_STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_-]?0*(\d{1,15})")
+
+
+def read(path: Path, options: Options) -> Checkpoint:
+    """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
+    try:
+        return _checkpoint(path, options)
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def _checkpoint(path: Path, options: Options) -> Checkpoint:
+    found = find(path)
+    parts = [_read(member, options.rules) for member in found.members]
+    tree: dict[str, Value] = {}
+    for part in parts:
+        if twice := next((key for key in part.tree if key in tree), None):
+            raise Corrupt(f"two folders hold a state dict called `{show(twice)}`", where=path)
+        tree |= part.tree
+    state = training_state(tree, path, options.order, options.orders)
+    _check_step(state.step, found, path)
+    step = found.step if state.step is None else state.step
+    ranks = [rank for part in parts for rank in part.ranks]
+    layout = {
+        "keys": state.keys.to_json(),
+        "world": max(ranks, default=0) + 1,
+        **({PAIR: True} if len(parts) > 1 else {}),
+    }
+    if state.origin is None:
+        origin = Origin("torchtitan" if state.keys == TORCHTITAN else "dcp", None, step, layout)
+    else:
+        said = state.origin
+        origin = replace(said, step=step if said.step is None else said.step, layout={**said.layout, **layout})
+    return Checkpoint(
+        path,
+        origin,
+        state.parameters,
+        state.groups,
+        state.extras,
+        state.aliases,
+        tuple(shard for part in parts for shard in part.shards),
+        Seals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
+        (*found.notices, *state.notices, *(n for part in parts for n in part.notices)),
+    )
+
+
+@dataclass
+class _Part:
+    """What one folder holds."""
+
+    tree: dict[str, Value]
+    ranks: frozenset[int]
+    shards: tuple[Shard, ...]
+    blocks: list[Block] = field(default_factory=list)
+    seals: list[Seal] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+
+def _read(member: Member, rules: Sequence[Rule]) -> _Part:
+    folder = member.folder
+    by_rank = [read_metadata(path) for path in member.metadata]
+    _check_engine(folder, by_rank)
+    sizes = _sizes(folder, by_rank)
+    ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
+    shards = [Shard(path, path.stat().st_size, "metadata") for path in member.metadata]
+    shards += [Shard(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
+    part = _Part({}, ranks, tuple(shards))
+    items = Items(folder)
+    values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
+    apart = _objects(by_rank, items, values, part.seals)
+    paths: dict[str, Steps] = {}
+    for metadata in by_rank:
+        paths |= metadata.paths
+        part.notices += (*metadata.notices, *metadata.nesting)
+    part.notices += unnamed_bytes(folder, sizes, [item for metadata in by_rank for item in metadata.items])
+    part.tree = nested(values, paths, folder)
+    if apart:
+        part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
+        part.notices.append(Notice(f"ranks saved values of their own under the same keys: carried under `{RANKS}`"))
+    if left := [*member.leftovers, *leftovers(folder, sizes)]:
+        text = f"{show(folder.name)} has leftovers of another save, which no metadata name"
+        part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
+    return part
+
+
+def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
+    """Raises `Incomplete` for what only Megatron writes, whose own files would have marked it as Megatron's."""
+    for metadata in by_rank:
+        if odd := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
+            raise Incomplete(
+                f"common.pt and metadata.json are missing, which Megatron writes beside objects such as `{show(odd)}`",
+                where=folder,
+                hint="Copy all files of the iteration's folder.",
+            )
+
+
+def _check_step(state_step: int | None, found: Found, path: Path) -> None:
+    """Raises `Corrupt` if the folder's name states another step than what was saved in it."""
+    first = found.members[0].folder
+    folder = first.parent if len(found.members) > 1 else first
+    if first.name in ACCELERATE:
+        folder = first.parent
+    stated = Statement("the step", "the training state that was saved", state_step)
+    check_agreement((stated, step_in_name(folder, _STEP_FOLDER)), path)
+
+
+def _tensors(
+    by_rank: Sequence[Metadata], items: Items, blocks: list[Block], rules: Sequence[Rule]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, of the blocks that any rank saved.
+
+    Blocks that several saved are replicas, unless a rule says that one of them counts.
+    """
+    if len(by_rank) == 1:
+        for name, stored in by_rank[0].tensors.items():
+            yield name, _tensor(name, stored, stored.blocks, items, blocks)
+        return
+    for name in dict.fromkeys(name for metadata in by_rank for name in metadata.tensors):
+        saved = [metadata.tensors[name] for metadata in by_rank if name in metadata.tensors]
+        if any((one.shape, one.dtype) != (saved[0].shape, saved[0].dtype) for one in saved):
+            raise Corrupt(f"ranks disagree about the shape or type of tensor `{show(name)}`", where=items.folder)
+        copies: dict[Box, list[Item | None]] = {}
+        for one in saved:
+            for box, item in one.blocks:
+                copies.setdefault(box, []).append(item)
+        most = max(map(len, copies.values()), default=1)
+        whole = [[(box, held[min(i, len(held) - 1)]) for box, held in copies.items()] for i in range(most)]
+        tensors = [_tensor(name, saved[0], one, items, blocks) for one in whole]
+        rule = next((rule for rule in rules if rule.matches(name)), Rule(name, "replicated"))
+        yield name, merge(name, tensors, rule) if rule.how in _COPIES else with_replicas(tensors)
+
+
+def _tensor(
+    name: str, stored: Stored, saved: Sequence[tuple[Box, Item | None]], items: Items, blocks: list[Block]
+) -> Tensor:
+    """A tensor. Blocks that no file holds are left out: its flaws tell."""
+    held = [(box, Block(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
+    blocks += (block for _, block in held)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+
+
+def _objects(
+    by_rank: Sequence[Metadata], items: Items, values: dict[str, Value], seals: list[Seal]
+) -> dict[str, dict[str, Value]]:
+    """Add every object to the values. Returns what ranks saved otherwise than the first that has it, by rank."""
+    objects = Objects(items)
+    first: dict[str, Item] = {}
+    apart: dict[str, dict[str, Value]] = {}
+    for rank, metadata in enumerate(by_rank):
+        for name, item in metadata.objects.items():
+            if name in first and objects.same(first[name], item):
+                continue
+            found = objects.read(name, item)
+            if found.raw:
+                check_between(item, metadata.items, items.folder)
+            seals += found.seals
+            if name in first:
+                apart.setdefault(str(rank), {})[name] = found.value
+            else:
+                first[name], values[name] = item, found.value
+    return apart
+
+
+def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
+    """The size of every file that the metadata name. Raises `Incomplete` if one is missing."""
+    sizes: dict[str, int] = {}
+    missing: list[str] = []
+    for metadata in by_rank:
+        for file in metadata.files:
+            if file in sizes:
+                continue
+            try:
+                sizes[file] = (folder / file).stat().st_size
+            except (OSError, ValueError):
+                missing.append(file)
+        _check_serialization(folder, metadata)
+    if missing:
+        more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
+        what = f"{', '.join(map(show, missing[:3]))}{more} is missing, which the metadata name"
+        raise Incomplete(what, where=folder, hint="Copy the files of all ranks.")
+    return sizes
+
+
+def _check_serialization(folder: Path, metadata: Metadata) -> None:
+    """Refuse what torch writes with `SerializationFormat.SAFETENSORS`: the places that it notes are wrong."""
+    for name, stored in metadata.tensors.items():
+        for box, item in stored.blocks:
+            if item is not None and not item.transforms and item.nbytes == box.size * stored.dtype.itemsize:
+                raise Unsupported(
+                    f"tensor `{show(name)}` was saved with SerializationFormat.SAFETENSORS, whose items torch notes "
+                    "at wrong places: nobody can read them, not even torch",
+                    where=folder,
+                    hint="Save again with the default format, or with HuggingFaceStorageWriter.",
+                )
+
+
+def _rank(file: str) -> Mapping[str, int]:
+    rank = rank_of(Path(file).name)
+    return {} if rank is None else {"rank": rank}

@@ -1,0 +1,133 @@
+"""Writing: a file for each rank, of items one after another; then the metadata, with which it is a checkpoint."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from ckpt_formats.containers.torchfile import emit
+from ckpt_formats.core.checkpoint import Part, Receipt
+from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.gc_pause import gc_paused
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.values import Global, Record, Size, Value
+from ckpt_formats.engines.dcp.entries import Entry, Layouts
+from ckpt_formats.engines.dcp.folder import DRAFT, METADATA
+from ckpt_formats.engines.dcp.metadata import MODULE, STORAGE_MODULE
+
+VERSION = "1.0.0"
+"""Of the metadata, as PyTorch 2.9 and later write it."""
+_SMALL, _GATHERED = 1 << 14, 1 << 18
+
+
+def write_part(folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    """Write one file, front to back. What the metadata will say of its items goes into the receipt."""
+    path = folder / part.file
+    path.parent.mkdir(exist_ok=True)
+    entries, layouts = part.what["entries"], Layouts()
+    said, at = [], 0
+    for entry in entries:
+        nbytes = layouts.of(entry).nbytes
+        said.append(_said(entry, at, nbytes))
+        at += nbytes
+    pieces = (piece for entry in entries for piece in layouts.stream(entry, transfer))
+    seal = write_sealed(folder, part.file, _gathered(pieces))
+    return Receipt(part.file, seal.nbytes, (seal,), {"items": said}, transfer.reader.evidence())
+
+
+def _gathered(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in fewer pieces: an archive is some twenty small ones around its values."""
+    held = bytearray()
+    for piece in pieces:
+        if len(piece) < _SMALL:
+            held += piece
+        if len(piece) >= _SMALL or len(held) >= _GATHERED:
+            if held:
+                yield bytes(held)
+                held.clear()
+            if len(piece) >= _SMALL:
+                yield piece
+    yield bytes(held)
+
+
+def _said(entry: Entry, at: int, nbytes: int) -> list[Any]:
+    """An item as JSON: number, name, path, place; of tensors also type, shape, chunk, offsets and sizes."""
+    said = [entry.number, entry.name, list(entry.path), at, nbytes]
+    if entry.box is None:
+        return said
+    tensor, box = entry.value, entry.box
+    return [*said, tensor.dtype.name, list(tensor.shape), entry.chunk, list(box.start), list(box.shape)]
+
+
+def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = True) -> None:
+    """Write `.metadata` into each folder that has files of data.
+
+    `named` says that names are paths in a state dict, which the planner's data tell. Not all planners save any.
+    """
+    folders: dict[Path, list[Receipt]] = {}
+    for receipt in receipts:
+        folders.setdefault((folder / receipt.file).parent, []).append(receipt)
+    for one, held in folders.items():
+        with gc_paused():
+            data = emit(_metadata(held, named), protocol=4)
+        with (one / DRAFT).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(one / DRAFT, one / METADATA)
+
+
+def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
+    items = [(Path(receipt.file).name, said) for receipt in receipts for said in receipt.entry["items"]]
+    items.sort(key=lambda item: (item[1][0], item[1][7:8]))
+    entries: dict[str, Record] = {}
+    chunks: dict[str, list[Record]] = {}
+    paths: dict[str, Value] = {}
+    places: list[tuple[Value, Value]] = []
+    for file, (_, name, path, at, nbytes, *tensor) in items:
+        paths[name] = tuple(path)
+        index: dict[str, Value] = {"fqn": name, "index": None}
+        if tensor:
+            dtype, shape, chunk, offsets, sizes = tensor
+            if name not in entries:
+                chunks[name] = []
+                entries[name] = _tensor(dtype, shape, chunks[name])
+            chunks[name].append(_object("ChunkStorageMetadata", {"offsets": Size(offsets), "sizes": Size(sizes)}))
+            index |= {"index": chunk, "offset": Size(offsets)}
+        else:
+            entries[name] = _object("BytesStorageMetadata", {})
+        place = {"relative_path": file, "offset": at, "length": nbytes}
+        places.append((_object("MetadataIndex", index), _object("_StorageInfo", place, STORAGE_MODULE)))
+    meta: dict[str, Value] = {"checkpoint_id": None, "save_id": _id(items), "load_id": None, "modules": []}
+    return _object(
+        "Metadata",
+        {
+            "state_dict_metadata": entries,
+            "planner_data": paths if named else None,
+            "storage_data": dict(places),
+            "storage_meta": _object("StorageMeta", meta),
+            "version": VERSION,
+        },
+    )
+
+
+def _tensor(dtype: str, shape: Sequence[int], chunks: list[Record]) -> Record:
+    properties = _object("TensorProperties", (Global("torch", dtype), _STRIDED, False, _CONTIGUOUS, False))
+    return _object("TensorStorageMetadata", {"properties": properties, "size": Size(shape), "chunks": chunks})
+
+
+def _object(name: str, state: Value, module: str = MODULE) -> Record:
+    return Record(Global(module, name), state=state, new=True)
+
+
+_STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Record(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+
+
+def _id(items: Sequence[tuple[str, Any]]) -> str:
+    """What PyTorch makes up at random: here the same for the same checkpoint."""
+    digest = hashlib.blake2b(json.dumps(items).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return str(UUID(bytes=digest, version=4))

@@ -1,0 +1,140 @@
+"""DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism.
+
+folder      which files there are, by rank; step opens them; tree looks things up in them
+zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
+weights     its model, layer and expert files -> tensors by name
+rank        the two together; merge: all ranks -> whole parameters, by `rules`
+one_run     do the files belong together?
+carried     everything that is not a tensor of the model
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile_tree import write_tree
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Origin, Part, Receipt, WritableFormat
+from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.consistency import check_one_run
+from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, carry
+from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_folder, step_of
+from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
+from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
+from ckpt_formats.engines.deepspeed.rank import Rank, read_ranks
+from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
+from ckpt_formats.engines.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.weights import tied_layers
+from ckpt_formats.engines.deepspeed.write_layout import settle_target
+from ckpt_formats.engines.deepspeed.write_parts import parts
+from ckpt_formats.state_dicts.parameter_order import BY_ORDER
+
+
+class DeepSpeed(WritableFormat):
+    name = "deepspeed"
+    summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
+    even_states = True
+    degrees = ("dp", "tp", "pp", "stages", "zero")
+
+    def detect(self, path: Path) -> bool:
+        return is_step(path) or has_latest(path)
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        folder = list_folder(step_of(path))
+        with form_of("a DeepSpeed checkpoint", folder.path):
+            return _read(path, open_step(folder), options)
+
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        return tuple(parts(settle_target(source, goal)))
+
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+        files = {rank_name(Path(part.file)) for part in parts}
+        said = source.extras.get("ranks")
+        gone = sorted(name for name in (said if isinstance(said, dict) else ()) if name not in files)
+        return (Notice("what only these ranks of the source had, such as RNG states", tuple(gone)),) if gone else ()
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        (folder / part.file).parent.mkdir(exist_ok=True)
+        return write_tree(folder, part, transfer)
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        draft = folder / "latest.tmp"
+        draft.write_text(Path(receipts[0].file).parent.name)
+        os.replace(draft, folder / "latest")
+
+
+def _read(path: Path, step: Step, options: Options) -> Checkpoint:
+    ranks = read_ranks(step, options.order)
+    stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
+    parameters, tied = merge_stages(stages)
+    check_one_run(parameters, step.folder.path)
+    models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
+    optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
+    optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
+    beside = {path: items for rank in ranks for path, items in rank.beside.items()}
+    extras = carry(models, optims, parameters, beside)
+    return Checkpoint(
+        path,
+        origin_of(step, [list(stage) for stage in stages]),
+        parameters,
+        merge_groups([rank.groups for rank in ranks], step.folder.path),
+        extras,
+        {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
+        tuple(shards(step)),
+        tuple(seal for file in step.files.values() for seal in file.seals()),
+        (*notices_of(tied), *_notices(step, ranks, extras)),
+        layout=Layout((*options.rules, *own_rules(step, 0))),
+    )
+
+
+def own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
+    file = step.models(mp)[0]
+    info = file.root.get(ORIGIN)
+    return rules_of(info, file.path) if isinstance(info, dict) and info else ()
+
+
+def notices_of(tied: list[str]) -> tuple[Notice, ...]:
+    if not tied:
+        return ()
+    return (Notice("on several pipeline stages, where the first stage's copy counts", tuple(tied)),)
+
+
+def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> Iterator[Notice]:
+    models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
+    yield from doubtful_steps(models)
+    if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
+        text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
+        yield Notice(text, tuple(twice), Weight.LOST)
+    if any(rank.by_order for rank in ranks):
+        yield Notice(BY_ORDER, weight=Weight.UNSURE)
+    if unknown := tuple(name for rank in ranks for name in rank.unknown):
+        text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
+        yield Notice(text, unknown, Weight.UNSURE)
+    if any(BUFFERS in items for rank in ranks for items in rank.beside.values()):
+        text = "ranks have other values of some buffers: the first rank's count, the others are carried under `ranks`"
+        yield Notice(text)
+    if unplaced := sorted({key for rank in ranks for items in rank.beside.values() for key in items.get(UNPLACED, ())}):
+        text = "states of the optimizer's groups that fit no parameter: carried as each rank has them"
+        yield Notice(text, tuple(unplaced), Weight.UNSURE)
+
+
+def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:
+    root = step.first.root
+    steps, version = root.get("global_steps"), root.get("ds_version")
+    zero = step.config.get("zero_optimization")
+    stage = 3 if step.stage3 else zero.get("stage") if isinstance(zero, dict) else None
+    dp = step.folder.dp or root.get("dp_world_size")
+    layout: dict[str, Value] = {"zero_stage": stage, "dp": dp, "tp": step.tp, "pp": step.pp}
+    if step.folder.experts:
+        layout["experts"] = 1 + max(expert for _, _, expert in step.folder.experts)
+    if step.folder.layers:
+        files = {key: step.files[file] for key, file in step.folder.layers.items()}
+        layout["pipeline"] = find_pipeline(
+            by_stage, tied_layers(files, [n for names in by_stage for n in names])
+        ).to_json()
+    return Origin("deepspeed", None if version is None else str(version), steps if natural(steps) else None, layout)

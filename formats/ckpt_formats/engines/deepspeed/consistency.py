@@ -1,0 +1,60 @@
+"""Are the files of one step of one run? Masters must round to the weights; a few values of every file tell."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, slabs
+from ckpt_formats.core.tensor import Raw, Tensor, read
+
+_VALUES = 64
+_SAMPLES = 4
+
+
+def check_one_run(parameters: Mapping[str, Parameter], where: Path) -> None:
+    """Raises `Corrupt` if nothing that we sample of a file's masters rounds to the weights in another."""
+    with Reader(check=False) as reader:
+        for (path, other), samples in _samples(parameters).items():
+            if not any(_agree(master, copy, box, reader) for master, copy, box in samples):
+                raise Corrupt(
+                    f"the masters in {path.name} are not those of the weights in {other.name}",
+                    where=where,
+                    hint="Files of several steps or runs were mixed: copy all files of one step again.",
+                )
+
+
+def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]]:
+    """Blocks of a master and a copy, by the files that hold them."""
+    found: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
+    for parameter in parameters.values():
+        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+        if master is None or copy is None or master.shape != copy.shape:
+            continue
+        for path, first in _boxes(master):
+            for other, box in _boxes(copy):
+                pair = path, other
+                if len(found.get(pair, ())) < _SAMPLES and (both := _first(first, box)) is not None:
+                    found.setdefault(pair, []).append((master, copy, both))
+    return found
+
+
+def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
+    for fragment in tensor.fragments:
+        if isinstance(fragment.blob, Raw):
+            yield fragment.blob.path, fragment.box
+
+
+def _first(one: Box, other: Box) -> Box | None:
+    """The first few values of what two blocks share."""
+    shared = one & other
+    return None if shared is None else next(slabs(shared.shape, _VALUES)).shift(shared.start)
+
+
+def _agree(master: Tensor, copy: Tensor, box: Box, reader: Reader) -> bool:
+    rounded = Rounded().decode(b"", box.shape, copy.dtype, read(master.crop(box), reader))
+    return np.ascontiguousarray(rounded).tobytes() == read(copy.crop(box), reader).tobytes()

@@ -1,0 +1,118 @@
+"""What a DeepSpeed checkpoint holds beside the model's tensors: counters, schedulers, loss scaler, the client's state.
+
+All of it is carried. What only says how the tensors are laid out is left out,
+by name, since another layout makes it untrue.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.containers.typed_json import same
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.values import Value
+from ckpt_formats.state_dicts.extras import lift
+
+BUFFERS = "buffers"
+"""Of a rank among the extras: the model's buffers that it has otherwise than the first rank."""
+UNPLACED = "unplaced_state"
+"""Of an optimizer among the extras: states that have not an element for each of the parameters'."""
+BASE = "base_optimizer"
+"""Of an optimizer among the extras: what the inner one of two keeps beside states and groups."""
+_LAYOUT_OF_MODEL = {
+    "module",
+    "optimizer",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+}
+_LAYOUT_OF_OPTIMIZER = {
+    "base_optimizer_state",
+    "base_optimizer_state_step",
+    "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    "fp32_flat_groups",
+    "fp32_groups",
+    "fp32_groups_flat",
+    "zero_stage",
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "param_slice_mappings",
+    "ds_version",
+    "state",
+    "param_groups",
+}
+
+
+def carry(
+    models: Mapping[str, TorchFile],
+    optims: Mapping[str, TorchFile],
+    parameters: dict[str, Parameter],
+    beside: Mapping[Path, Mapping[str, Value]] | None = None,
+) -> dict[str, Value]:
+    """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
+
+    `beside` has more items of each file, which readers of tensors found. Tensors among
+    them all are added to `parameters`.
+    """
+    more = beside or {}
+    extras: dict[str, Value] = {}
+    others: dict[str, dict[str, Value]] = {}
+    for i, (rank, file) in enumerate(models.items()):
+        items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
+        items = {**_of_model(more.get(file.path, {})), **items}
+        _add(
+            extras if i == 0 else others.setdefault(rank, {}),
+            extras,
+            items,
+            "" if i == 0 else f"ranks/{rank}/",
+            parameters,
+        )
+    first: dict[str, Value] = {}
+    for i, (rank, file) in enumerate((optims or models).items()):  # stage 0 has the optimizer in the model's file
+        own: dict[str, Value] = first if i == 0 else {}
+        items = _optimizer_items(file) | {k: v for k, v in more.get(file.path, {}).items() if k == UNPLACED}
+        _add(own, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
+        if i and own:
+            others.setdefault(rank, {})["optimizer"] = own
+    if first:
+        extras["optimizer"] = first
+    if differing := {rank: items for rank, items in others.items() if items}:
+        extras["ranks"] = differing
+    return extras
+
+
+def _of_model(items: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: value for key, value in items.items() if key != UNPLACED}
+
+
+def _optimizer_items(file: TorchFile) -> dict[str, Value]:
+    root = file.root.get("optimizer_state_dict")
+    own = ("optimizer_state_dict", "ds_config", "optimizer")
+    outer = {} if "module" in file.root else {key: value for key, value in file.root.items() if key not in own}
+    inner = root if isinstance(root, dict) else file.root.get("optimizer") or {}
+    items = {str(key): value for key, value in (*outer.items(), *inner.items()) if key not in _LAYOUT_OF_OPTIMIZER}
+    rest: dict[str, Value] = {}
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        base = inner.get(key)
+        if isinstance(base, dict):
+            rest |= {str(k): v for k, v in base.items() if k not in ("state", "param_groups")}
+    return {**items, BASE: rest} if rest else items
+
+
+def _add(
+    target: dict[str, Value],
+    first: Mapping[str, Value],
+    items: Mapping[str, Value],
+    prefix: str,
+    parameters: dict[str, Parameter],
+) -> None:
+    for key, value in items.items():
+        if target is first or key not in first or not same(value, first[key]):
+            target[key] = lift(value, f"{prefix}{key}", parameters)

@@ -1,0 +1,204 @@
+"""Which files a DeepSpeed checkpoint has, by rank. Names only; nothing is opened.
+
+DeepSpeed numbers `pp_rank` in file names by data-parallel rank, a misnomer of
+its own; `mp_rank` is `pp_rank * tp + tp_rank`.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.files import open_regular, unreadable
+from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.text import show
+
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_OWN = (_MODEL, _MODEL3, _OPTIM)
+_KINDS = (*_OWN, _EXPERT_OPTIM, _EXPERT, _LAYER)
+_MOST_LATEST = 4096
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one step, keyed by rank."""
+
+    path: Path
+    model: dict[int, Path]
+    """Stages 0 to 2: by model-parallel rank."""
+    model3: dict[tuple[int, int], Path]
+    """Stage 3: by (model-parallel, data-parallel) rank."""
+    optim: dict[tuple[int, int], Path]
+    """Stages 1 to 3: by (model-parallel, data-parallel) rank."""
+    expert_optim: dict[tuple[int, int], Path]
+    """Stage 0 with experts: by (model-parallel, expert-parallel) rank."""
+    experts: dict[tuple[int, int, int], Path]
+    """By (model-parallel rank, MoE layer, global expert)."""
+    layers: dict[tuple[int, int], Path]
+    """Pipeline: by (layer of the module list, tensor-parallel rank)."""
+
+    @property
+    def mp(self) -> int:
+        """The model-parallel degree, as the highest rank seen tells it."""
+        return 1 + max([*self.model, *(mp for mp, _ in (*self.model3, *self.optim))], default=-1)
+
+    @property
+    def dp(self) -> int:
+        """The data-parallel degree, likewise; 0 if no file tells."""
+        return 1 + max((dp for _, dp in (*self.model3, *self.optim)), default=-1)
+
+
+def rank_in_name(name: str) -> tuple[int, ...] | None:
+    """The kind of file that DeepSpeed gives this name, and the numbers in it; None if it has no such names."""
+    for kind, pattern in enumerate(_KINDS):
+        if match := pattern.fullmatch(name):
+            return kind, *map(int, match.groups())
+    return None
+
+
+def is_step(path: Path) -> bool:
+    """Does this folder hold the files of one step?"""
+    try:
+        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _OWN) for p in path.iterdir())
+    except OSError:
+        return False
+
+
+def has_latest(path: Path) -> bool:
+    """Is this a folder of several steps, written by DeepSpeed? Others write a file `latest`, too."""
+    if not (path / "latest").is_file() or (path / "latest_checkpointed_iteration.txt").exists():
+        return False
+    try:
+        with open_regular(path / "latest") as file:
+            tag = file.read(_MOST_LATEST).decode("utf-8", "replace").strip()
+        named = path / Path(tag).name
+        return not (named.is_dir() and any(named.iterdir())) or any(map(is_step, path.iterdir()))
+    except (CkptError, OSError, ValueError):
+        return True
+
+
+def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
+    """The folder of one step: the path itself, or the one that its `latest` names."""
+    if is_step(path):
+        return path
+    latest = path / pointer
+    try:
+        with unrecorded(), open_regular(latest) as file:
+            raw = file.read(_MOST_LATEST + 1)
+        steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
+    except OSError as error:
+        raise unreadable(error, latest) from error
+    tag = raw.decode("utf-8", "replace").strip()
+    hint = f"Name one step: {', '.join(show(s) for s in steps)}." if steps else "No step is here."
+    if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
+        raise Corrupt(
+            f"`{pointer}` holds {show(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
+        )
+    if not is_step(path / tag):
+        raise NotFound(f"`{pointer}` names {show(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+    return path / tag
+
+
+def list_folder(path: Path) -> Folder:
+    """Sort the files of a step by rank. Raises `Incomplete` if ranks are missing among those present."""
+    folder = sort_files(path)
+    if folder.model and folder.model3:
+        raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
+    check_models(folder)
+    _check_experts(folder)
+    if folder.optim or folder.model3:
+        _check_grid("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder, folder.optim, folder.dp)
+    return folder
+
+
+def sort_files(path: Path) -> Folder:
+    """The files of a step by rank, whichever are there."""
+    folder = Folder(path, {}, {}, {}, {}, {}, {})
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise unreadable(error, path) from error
+    for name in names:
+        file = path / name
+        if match := _MODEL.fullmatch(name):
+            folder.model[int(match[1])] = file
+        elif match := _MODEL3.fullmatch(name):
+            _put(folder.model3, (int(match[2]), int(match[1])), file)
+        elif match := _OPTIM.fullmatch(name):
+            _put(folder.optim, (int(match[2]), int(match[1])), file)
+        elif match := _EXPERT_OPTIM.fullmatch(name):
+            _put(folder.expert_optim, (int(match[2]), int(match[1])), file)
+        elif match := _EXPERT.fullmatch(name):
+            folder.experts[int(match[3]), int(match[1]), int(match[2])] = file
+        elif match := _LAYER.fullmatch(name):
+            folder.layers[int(match[1]), int(match[2])] = file
+    if (path / "offloaded_tensors").is_dir():
+        raise Unsupported(
+            "the optimizer state was offloaded to NVMe and lies in raw swap files",
+            where=path,
+            hint="Save once more with `pipeline_write` off, or offload to the CPU.",
+        )
+    return folder
+
+
+_MIXED = "Two runs were saved into it: separate them."
+
+
+def check_models(folder: Folder) -> None:
+    """The model files of all ranks are there. Raises `Incomplete`."""
+    if folder.model3:
+        _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
+    else:
+        _check_grid("mp_rank_MM_model_states.pt", folder, {(mp, 0) for mp in folder.model}, 1)
+
+
+def _check_experts(folder: Folder) -> None:
+    """Every MoE layer that has files has those of all its experts, of ranks that there are."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for mp, layer, expert in folder.experts:
+        found.setdefault((mp, layer), set()).add(expert)
+    for (mp, layer), experts in found.items():
+        missing = next((number for number in range(len(experts)) if number not in experts), None)
+        if missing is not None:
+            raise Incomplete(
+                f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing "
+                f"({len(experts)} of the {max(experts) + 1} experts of this layer are here)",
+                where=folder.path,
+                hint="Copy the files of all experts into one folder.",
+            )
+        if mp >= folder.mp:
+            name = folder.experts[mp, layer, 0].name
+            raise Corrupt(f"{name} is of no rank that has a model file", where=folder.path, hint=_MIXED)
+    layers = {mp: {layer for rank, layer in found if rank == mp} for mp, _ in found}
+    for mp, held in layers.items():
+        if (lacking := next((layer for layer in range(max(held)) if layer not in held), None)) is not None:
+            raise Incomplete(
+                f"layer_{lacking}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: MoE layer {max(held)} has files",
+                where=folder.path,
+                hint="Copy the files of all experts into one folder.",
+            )
+
+
+def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]], width: int) -> None:
+    """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
+    if len(found) < folder.mp * width:
+        ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
+        mp, dp = next(rank for rank in ranks if rank not in found)
+        raise Incomplete(
+            f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
+            f"({len(found)} of {folder.mp * width} such files are here)",
+            where=folder.path,
+            hint="Copy the files of all ranks into one folder.",
+        )
+
+
+def _put(table: dict[tuple[int, int], Path], key: tuple[int, int], file: Path) -> None:
+    if key in table:
+        raise Corrupt(f"{table[key].name} and {file.name} are both of one rank", where=file.parent, hint=_MIXED)
+    table[key] = file

@@ -1,0 +1,121 @@
+"""From what each model-parallel rank has to whole tensors: tensor-parallel shards by rule, stages side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.containers.typed_json import same
+from ckpt_formats.core.checkpoint import Group, Parameter
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.layout import Layout, Rule, merge
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.engines.deepspeed.optimizer_states import has_tensor_in
+from ckpt_formats.engines.deepspeed.rank import Rank
+
+
+def merge_rows(ranks: Sequence[Rank], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
+    """The parameters of each pipeline stage: `tp` ranks one after another, by the layout that holds at the first."""
+    stages = []
+    for first in range(0, len(ranks), tp):
+        row, layout = ranks[first : first + tp], layout_at(first)
+        names = dict.fromkeys(name for rank in row for name in rank.parameters)
+        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+    return stages
+
+
+def everywhere(name: str, ranks: Sequence[Rank]) -> list[Parameter]:
+    """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
+    for number, rank in enumerate(ranks):
+        if name not in rank.parameters:
+            raise Corrupt(f"tensor `{name}` is on some tensor-parallel ranks, but not on rank {number}")
+    return [rank.parameters[name] for rank in ranks]
+
+
+def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Parameter:
+    """One parameter of all tensor-parallel ranks of a stage. Raises `BadRules`, `Corrupt`."""
+    first = shards[0]
+    for rank, shard in enumerate(shards):
+        if shard.role != first.role or shard.states.keys() != first.states.keys():
+            raise Corrupt(f"tensor `{name}` has other states on tensor-parallel rank {rank} than on rank 0")
+    if any(shard.values != first.values for shard in shards):
+        raise Corrupt(
+            f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed."
+        )
+    scalar = {state for state, tensor in first.states.items() if tensor.shape == () and first.weight.shape != ()}
+    rule = _rule(name, first, layout, len(shards))
+    if rule is None:
+        return first
+    states: dict[str, Tensor] = {}
+    for state in first.states:
+        every = [shard.states[state] for shard in shards]
+        states[state] = merge(name, every, Rule(".*", "replicated") if state in scalar else rule)
+    return replace(first, states=states)
+
+
+def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
+    """The parameters of all stages, and the names that several have: tied modules; the first stage's count."""
+    merged: dict[str, Parameter] = {}
+    again: list[str] = []
+    for stage in stages:
+        for name, parameter in stage.items():
+            if name in merged:
+                again.append(name)
+            else:
+                merged[name] = parameter
+    return merged, list(dict.fromkeys(again))
+
+
+def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
+    """Groups of different ranks with the same options are one, first of all those of the same place.
+
+    Groups without options, as elastic checkpoints have them, are told by their places alone. Raises `Corrupt` if
+    a parameter is then in two groups: its ranks disagree on its options.
+    """
+    merged: list[Group] = []
+    for groups in ranks:
+        taken: set[int] = set()  # groups of one rank stay apart, whatever their options
+        for i, group in enumerate(groups):
+            free = [n for n in (i, *range(len(merged))) if n < len(merged) and n not in taken]
+            at = next((n for n in free if _joins(merged[n], group, n == i)), len(merged))
+            taken.add(at)
+            if at == len(merged):
+                merged.append(group)
+            else:
+                names = dict.fromkeys((*merged[at].names, *group.names))
+                merged[at] = Group(merged[at].options or group.options, tuple(names))
+    seen: dict[str, Group] = {}
+    for group in merged:
+        for name in group.names:
+            other = seen.setdefault(name, group)
+            if other is not group:
+                odd = sorted(k for k in {*other.options, *group.options} if not _alike(other, group, k))
+                raise Corrupt(
+                    f"`{show(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
+                    f"{', '.join(map(show, odd[:3]))}",
+                    where=where,
+                    hint="Files of several steps or runs were mixed: copy all files of one step again.",
+                )
+    return tuple(merged)
+
+
+def _joins(one: Group, other: Group, same_place: bool) -> bool:
+    """Are their options the same, as far as anything but tensors can tell? A group without parameters may lack them."""
+    if not one.options or not other.options:
+        return same_place
+    return all(_alike(one, other, key) for key in {*one.options, *other.options})
+
+
+def _alike(one: Group, other: Group, key: str) -> bool:
+    a, b = one.options.get(key), other.options.get(key)
+    return has_tensor_in(a) or has_tensor_in(b) or same(a, b)
+
+
+def _rule(name: str, parameter: Parameter, layout: Layout, tp: int) -> Rule | None:
+    if parameter.role == "buffer" and not any(rule.matches(name) for rule in layout.rules if rule.pattern != ".*"):
+        # No rule of DeepSpeed speaks of buffers: they are the same on every rank, and compared.
+        return Rule(".*", "replicated") if tp > 1 else None
+    if tp == 1 and not any(rule.matches(name) for rule in layout.rules):
+        return None
+    rule = layout.rule(name)
+    return None if tp == 1 and rule.how == "sharded" and rule.vocabulary is None else rule

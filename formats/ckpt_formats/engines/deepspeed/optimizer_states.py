@@ -1,0 +1,136 @@
+"""What the optimizer holds of one model-parallel rank's parameters, whatever the stage: the common nouns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.containers.typed_json import same
+from ckpt_formats.core.checkpoint import Group
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import Tensor, read
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.lookups import is_tensor, tensor
+from ckpt_formats.state_dicts.statements import MIXED
+
+_HINT = MIXED
+ELEMENTWISE = frozenset(
+    [
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "sum",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "exp_inf",
+    ]
+)
+"""States of well-known optimizers that have an element for each of the parameter's."""
+
+
+@dataclass
+class Optimized:
+    """Master, moments and plain numbers of each parameter, in its local shape; and the groups."""
+
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, dict[str, Value]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    unplaced: dict[Path, dict[str, Value]] = field(default_factory=dict)
+    """By file: states that have not an element for each of the parameters', by group and name."""
+    by_order: bool = False
+    """Were numbers taken for the model's tensors in their order, where no values and not all shapes tell?"""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """An optimizer's state of one group: vectors by rank, and what all ranks must agree upon."""
+
+    vectors: dict[str, list[Value]]
+    scalars: dict[str, Tensor]
+    values: dict[str, Value]
+
+
+def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> Sorted:
+    """Tell vectors from scalars in the state of one group, as each rank has it.
+
+    Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
+    then files of several steps are mixed.
+    """
+    for state, file in zip(states, files, strict=True):
+        if state.keys() != states[0].keys():
+            key = next(iter(state.keys() ^ states[0].keys()))
+            has, lacks = (files[0], file) if key in states[0] else (file, files[0])
+            raise Corrupt(
+                f"the optimizer state `{key}` is in {has.path.name}, but not in {lacks.path.name}",
+                where=file.path.parent,
+                hint=_HINT,
+            )
+    vectors: dict[str, list[Value]] = {}
+    scalars: dict[str, Tensor] = {}
+    values: dict[str, Value] = {}
+    for key, first in states[0].items():
+        every = [state.get(key) for state in states]
+        name = str(key)
+        if not is_tensor(first):
+            if any(value != first for value in every):
+                raise _mixed(name, files, [str(value) for value in every])
+            values[name] = first
+        elif tensor(first, files[0].path).shape == ():
+            found = [tensor(value, file.path) for value, file in zip(every, files, strict=True)]
+            _agree(name, found, files)
+            scalars[name] = found[0]
+        else:
+            vectors[name] = every
+    return Sorted(vectors, scalars, values)
+
+
+def options_of(group: Value, where: Path) -> dict[str, Value]:
+    """The options of a parameter group, without its list of indices."""
+    if not isinstance(group, dict):
+        raise Corrupt("a parameter group is not a mapping", where=where)
+    return {str(key): value for key, value in group.items() if key != "params"}
+
+
+def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchFile], number: int) -> None:
+    """The options of a group as the file of each rank has them. Raises `Corrupt` if two differ, such as in `lr`."""
+    for own, file in zip(options, files, strict=True):
+        for key in dict.fromkeys((*options[0], *own)):
+            one, other = options[0].get(key), own.get(key)
+            if not has_tensor_in(one) and not has_tensor_in(other) and not same(one, other):
+                raise _mixed(f"{key} of group {number}", [files[0], file], [str(one), str(other)])
+
+
+def has_tensor_in(value: Value) -> bool:
+    """Is it a tensor, or a list with one in it?"""
+    return is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(is_tensor, value)))
+
+
+def check_count(what: str, held: int, shapes: int, file: TorchFile) -> None:
+    """Raises `Corrupt` if a file holds something of more or fewer groups than the model's file lists."""
+    if held != shapes:
+        raise Corrupt(
+            f"the optimizer holds {what} of {held} groups, but `param_shapes` lists {shapes}",
+            where=file.path,
+            hint=_HINT,
+        )
+
+
+def _agree(name: str, found: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
+    with Reader(check=False) as reader:
+        arrays = [read(one, reader) for one in found]
+    if any(array.tobytes() != arrays[0].tobytes() for array in arrays):
+        raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
+
+
+def _mixed(name: str, files: Sequence[TorchFile], said: Sequence[str]) -> Corrupt:
+    other = next(i for i, value in enumerate(said) if value != said[0])
+    return Corrupt(
+        f"ranks disagree: `{name}` is {said[0]} in {files[0].path.name} but {said[other]} in {files[other].path.name}",
+        where=files[0].path.parent,
+        hint=_HINT,
+    )

@@ -1,0 +1,120 @@
+"""Which layers of a `PipelineModule` are on which stage, and which are tied: what its file names do not tell.
+
+Parameters of layer L are called `L.rest`; those of a tied module
+`tied_modules.KEY.rest`, on every stage that uses it. A layer has a file of its
+own unless it is only a function, such as the use of a tied embedding as head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.values import Value
+
+_TIED = "tied_modules."
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline."""
+
+    stages: tuple[tuple[int, ...], ...]
+    """By stage: the layers that have files."""
+    tied: Mapping[str, tuple[int, ...]]
+    """By key: the layers whose files hold the tied module."""
+    users: Mapping[str, tuple[int, ...]]
+    """By key: the stages that hold the tied module."""
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that have a parameter."""
+        key, layer, _ = split_name(name)
+        if key is not None:
+            return self.users.get(key, (0,))
+        return tuple(s for s, layers in enumerate(self.stages) if layer in layers)
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """The layers whose files hold a parameter."""
+        key, layer, _ = split_name(name)
+        return (layer,) if key is None else self.tied.get(key, ())
+
+    def cut(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
+        """The same layers on another number of stages; `firsts` are the first layers of each.
+
+        Raises `Unsupported` where the number changes and nobody says where to cut:
+        it is the training script that decides, and no file records it.
+        """
+        if firsts is None and pp == len(self.stages):
+            return self
+        layers = sorted(layer for stage in self.stages for layer in stage)
+        firsts = (0,) if firsts is None and pp == 1 else firsts
+        if firsts is None or len(firsts) != pp or list(firsts) != sorted(set(firsts)) or firsts[0] != 0:
+            raise Unsupported(
+                f"where are {pp} pipeline stages to begin? The model has layers {layers[0]} to {layers[-1]}, "
+                "and the training script's partition_method decides",
+                hint="Say the first layer of each stage, such as --stages 0,4,8.",
+            )
+        ends = (*firsts[1:], layers[-1] + 1)
+        stages = tuple(tuple(n for n in layers if a <= n < b) for a, b in zip(firsts, ends, strict=True))
+        last = len(self.stages) - 1
+        users: dict[str, tuple[int, ...]] = {}
+        for key, old in self.users.items():
+            files = set(self.tied.get(key, ()))
+            held = {s for s, stage in enumerate(stages) if files & set(stage)}
+            without = {s for s in old if not files & set(self.stages[s])}
+            if without or len(files) == 1:  # its other user has no file: the last layer of all, a function
+                if without - {last} or last not in old:
+                    where = min(without - {last} or old)
+                    raise Unsupported(f"tied module `{key}` is used on stage {where} by a layer without a file")
+                held.add(pp - 1)
+            users[key] = tuple(sorted(held))
+        return Pipeline(stages, self.tied, users)
+
+    def to_json(self) -> dict[str, Value]:
+        """For the origin of a checkpoint."""
+        return {
+            "stages": [list(stage) for stage in self.stages],
+            "tied": {key: list(layers) for key, layers in self.tied.items()},
+            "users": {key: list(stages) for key, stages in self.users.items()},
+        }
+
+
+def pipeline_of(said: Value) -> Pipeline | None:
+    """A pipeline from its JSON; None if it is not one."""
+    if not isinstance(said, dict) or set(said) != {"stages", "tied", "users"}:
+        return None
+    lists = [*said["stages"], *said["tied"].values(), *said["users"].values()]
+    if not all(isinstance(one, list) and all(map(natural, one)) for one in lists):
+        return None
+    return Pipeline(
+        tuple(map(tuple, said["stages"])),
+        {key: tuple(layers) for key, layers in said["tied"].items()},
+        {key: tuple(stages) for key, stages in said["users"].items()},
+    )
+
+
+def split_name(name: str) -> tuple[str | None, int, str]:
+    """(key of the tied module, or None; layer, or -1; name within the layer)."""
+    if name.startswith(_TIED):
+        _, key, rest = name.split(".", 2)
+        return key, -1, rest
+    layer, _, rest = name.partition(".")
+    return None, int(layer) if layer.isdigit() else -1, rest
+
+
+def find_pipeline(by_stage: Sequence[Sequence[str]], layer_of_tied: Mapping[str, Sequence[int]]) -> Pipeline:
+    """The pipeline whose stages have parameters of these names."""
+    stages: list[set[int]] = []
+    users: dict[str, list[int]] = {}
+    for number, names in enumerate(by_stage):
+        split = [split_name(name) for name in names]
+        stages.append({layer for key, layer, _ in split if key is None and layer >= 0})
+        for key in dict.fromkeys(key for key, _, _ in split if key is not None):
+            users.setdefault(key, []).append(number)
+    for key, held in users.items():
+        for layer, stage in zip(layer_of_tied.get(key, ()), held, strict=False):
+            stages[stage].add(layer)
+    tied = {key: tuple(layers) for key, layers in layer_of_tied.items()}
+    return Pipeline(
+        tuple(tuple(sorted(stage)) for stage in stages), tied, {key: tuple(held) for key, held in users.items()}
+    )

@@ -1,0 +1,197 @@
+"""All that one model-parallel rank has, under the names of the model, in local shapes."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt_codecs import Rounded
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter, Role
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Decoded, Tensor, with_replicas
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.experts import is_expert
+from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED
+from ckpt_formats.engines.deepspeed.lookups import get
+from ckpt_formats.engines.deepspeed.optimizer_states import Optimized
+from ckpt_formats.engines.deepspeed.stage0 import read_whole
+from ckpt_formats.engines.deepspeed.step import Step
+from ckpt_formats.engines.deepspeed.weights import (
+    Weights,
+    model_dtype,
+    others_in,
+    own_buffers,
+    read_experts,
+    read_layers,
+    read_module,
+    with_aliases,
+)
+from ckpt_formats.engines.deepspeed.zero3 import read_sub_groups
+from ckpt_formats.engines.deepspeed.zero12 import mapped_names, read_groups, stated_shapes
+from ckpt_formats.state_dicts.parameter_order import Named
+
+Layers = Mapping[tuple[int, int], TorchFile]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one model-parallel rank has."""
+
+    parameters: Mapping[str, Parameter]
+    groups: tuple[Group, ...]
+    aliases: Mapping[str, str]
+    beside: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
+    """More items of each file, that are no tensors of the model."""
+    unknown: tuple[str, ...] = ()
+    """Tensors of the model in files of layers that no optimizer knows."""
+    by_order: bool = False
+    """As in `Optimized`."""
+
+
+def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
+    """All model-parallel ranks, in order. `order` names the parameters of an optimizer that numbers them."""
+    modules = [read_module(step.models(mp), step.stage3) for mp in range(step.tp * step.pp)]
+    experts = {key: step.files[path] for key, path in step.folder.experts.items()}
+    layers = {key: step.files[path] for key, path in step.folder.layers.items()}
+    optimized: list[Optimized] = []
+    for mp, module in enumerate(modules):
+        module.tensors |= dict(read_experts(experts, mp))
+        before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
+        optimized.append(_optimizer(step, mp, module, layers, before, order))
+    everywhere = {name for one in optimized for name in one.states}
+    unknown: list[tuple[str, ...]] = []
+    for mp, module in enumerate(modules):
+        found = read_layers(layers, mp % step.tp, sorted(everywhere))
+        unknown.append(tuple(n for n in found if mp < step.tp and n not in everywhere))
+        # A layer's file does not tell its stage; the optimizer does. What no optimizer has goes to the first.
+        mine = optimized[mp].states.keys()
+        module.tensors |= {n: t for n, t in found.items() if n in mine or (mp < step.tp and n not in everywhere)}
+    return [
+        replace(_rank(step, module, one), beside=_beside(step, mp, one, layers), unknown=unknown[mp])
+        for mp, (module, one) in enumerate(zip(modules, optimized, strict=True))
+    ]
+
+
+def _beside(step: Step, mp: int, optimized: Optimized, layers: Layers) -> dict[Path, dict[str, Value]]:
+    """What a rank's files hold beside tensors of the model and elements of flat buffers."""
+    files = step.models(mp)
+    found: dict[Path, dict[str, Value]] = {path: {UNPLACED: held} for path, held in optimized.unplaced.items()}
+    buffers = own_buffers(files) if step.stage3 else {}
+    for file in files:
+        items = others_in(file)
+        if file.path in buffers:
+            items[BUFFERS] = buffers[file.path]
+        found.setdefault(file.path, {}).update(items)
+    experts = (step.files[path] for (rank, _, _), path in step.folder.experts.items() if rank == mp)
+    of_layers = ((f"{n}.", file) for (n, tp), file in layers.items() if tp == mp and mp < step.tp)
+    for prefix, file in (*((_IN_EXPERTS, file) for file in experts), *of_layers):
+        found[files[0].path].update(others_in(file, prefix))
+    return found
+
+
+_IN_EXPERTS = "experts."
+
+
+def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
+    dtype = model_dtype(step.config)
+    tensors = with_aliases(weights)
+    parameters = {}
+    for name in dict.fromkeys((*weights.order, *optimized.states, *tensors)):
+        if name in optimized.states:
+            states = dict(optimized.states[name])
+            if name in tensors and MASTER not in states and tensors[name].dtype == DTYPES["float32"]:
+                # Stage 0 in fp32: the optimizer updates the weights themselves.
+                states = {MASTER: tensors[name], **states, MODEL: Tensor.of(Decoded(Rounded(), tensors[name], dtype))}
+            elif name in tensors:
+                states[MODEL] = tensors[name]
+            elif step.stage3:  # stores no copy: it is the master, rounded
+                states[MODEL] = Tensor.of(Decoded(Rounded(), states[MASTER], dtype))
+            else:
+                raise Incomplete(
+                    f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
+                )
+            if MASTER in states and states[MASTER].shape != states[MODEL].shape:
+                raise _contradiction(step, name, f"{list(states[MASTER].shape)} to the optimizer", states[MODEL].shape)
+            parameters[name] = Parameter(name, "parameter", states, optimized.values[name])
+        elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
+            role: Role = "buffer" if name in weights.buffers else "frozen"
+            parameters[name] = Parameter(name, role, {MODEL: tensors[name]})
+        elif name not in weights.aliases:
+            raise Corrupt(
+                f"`{name}` is in the model, but neither trained nor frozen nor a buffer",
+                where=step.folder.path,
+                hint="Files of several runs may be mixed.",
+            )
+    return Rank(parameters, tuple(optimized.groups), weights.aliases, by_order=optimized.by_order)
+
+
+_ALL = "Copy the files of all ranks into one folder."
+
+
+def _contradiction(step: Step, name: str, said: str, found: Shape) -> Corrupt:
+    what = f"`{name}` has the shape {said}, but {list(found)} in the model"
+    return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
+
+
+def _optimizer(
+    step: Step, mp: int, module: Weights, layer_files: Layers, before: Container[str], order: Sequence[str]
+) -> Optimized:
+    model, optims = step.models(mp)[0], step.optims(mp)
+    if step.stage3:
+        return read_sub_groups(model, optims)
+    if optims:
+        return read_groups(_shapes(step, mp, layer_files), optims, step.config)
+    if model.root.get("param_shapes") is not None:
+        raise Incomplete(
+            "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has them",
+            where=step.folder.path,
+            hint=_ALL,
+        )
+    layers = read_layers(layer_files, mp % step.tp, ())
+    tensors = {
+        n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases
+    }
+    named = [Named(name, tensor) for name, tensor in tensors.items() if name not in before]
+    if step.folder.expert_optim:
+        return _by_expert_rank(step, mp, named, order)
+    if model.root.get("optimizer") is None:
+        return Optimized()
+    return read_whole(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
+
+
+def _shapes(step: Step, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
+    model, optims = step.models(mp)[0], step.optims(mp)
+    if model.root.get("param_shapes") is not None:
+        return [dict(shapes) for shapes in stated_shapes(model)]
+    names = mapped_names(optims)
+    layers = read_layers(layer_files, mp % step.tp, [name for group in names for name in group])
+    return [{name: get(layers, name, Tensor, step.folder.path).shape for name in group} for group in names]
+
+
+def _by_expert_rank(step: Step, mp: int, named: Sequence[Named], order: Sequence[str]) -> Optimized:
+    """Stage 0 with experts: each expert-parallel rank has the whole optimizer, with its own experts."""
+    paths = [path for (rank, _), path in sorted(step.folder.expert_optim.items()) if rank == mp]
+    common = [one for one in named if not is_expert(one.name)]
+    experts = [one for one in named if is_expert(one.name)]
+    layers: dict[str, dict[str, list[Named]]] = {}
+    for one in experts:
+        layer, _, rest = one.name.partition(".deepspeed_experts.")
+        layers.setdefault(layer, {}).setdefault(rest.partition(".")[0], []).append(one)
+    merged = Optimized()
+    for e, path in enumerate(paths):
+        own: list[Named] = []
+        for by_number in layers.values():
+            numbers = sorted(by_number, key=int)
+            count = len(numbers) // len(paths)
+            own += [one for number in numbers[e * count : (e + 1) * count] for one in by_number[number]]
+        file = step.files[path]
+        found = read_whole(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
+        for name, states in found.states.items():
+            seen = merged.states.get(name)
+            merged.states[name] = {s: with_replicas([seen[s], t]) for s, t in states.items()} if seen else states
+            merged.values.setdefault(name, found.values[name])
+        groups = zip(merged.groups or [Group(g.options, ()) for g in found.groups], found.groups, strict=True)
+        merged.groups = [Group(a.options, tuple(dict.fromkeys((*a.names, *b.names)))) for a, b in groups]
+    return merged

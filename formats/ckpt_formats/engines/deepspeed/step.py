@@ -1,0 +1,118 @@
+"""One step of a DeepSpeed run with all its files opened: headers only."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.identity import in_threads
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.agreement import check_files
+from ckpt_formats.engines.deepspeed.folder import Folder
+
+
+@dataclass(frozen=True)
+class Step:
+    """The files of one step, and the degrees they were written at. `mp_rank = pp_rank * tp + tp_rank`."""
+
+    folder: Folder
+    files: Mapping[Path, TorchFile]
+    tp: int
+    pp: int
+
+    @property
+    def first(self) -> TorchFile:
+        """The model file of rank 0."""
+        return self.models(0)[0]
+
+    @property
+    def stage3(self) -> bool:
+        return bool(self.folder.model3)
+
+    @property
+    def config(self) -> Mapping[str, Value]:
+        """The run's configuration."""
+        found = self.first.root.get("ds_config")
+        return found if isinstance(found, dict) else {}
+
+    def models(self, mp: int) -> list[TorchFile]:
+        """The model file of a model-parallel rank; with stage 3, one for each data-parallel rank."""
+        return [self.files[path] for path in _models(self.folder, mp)]
+
+    def optims(self, mp: int) -> list[TorchFile]:
+        """The optimizer files of a model-parallel rank, by data-parallel rank; none in stage 0."""
+        return [self.files[path] for (rank, _), path in sorted(self.folder.optim.items()) if rank == mp]
+
+
+def open_step(folder: Folder) -> Step:
+    """Open all files. Raises `Incomplete`, `Corrupt` if they are not of one step and one run."""
+    paths = [path for path, *_ in _roles(folder)]
+    files = dict(zip(paths, in_threads(open_file, paths), strict=True))
+    for path, file in files.items():
+        if not isinstance(file.root, dict):
+            raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)
+    models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
+    check_files(folder, files, models)
+    return Step(folder, files, *_degrees(folder, models[0]))
+
+
+def shards(step: Step) -> Iterator[Shard]:
+    """Every file, with its rank."""
+    for path, role, mp, more in _roles(step.folder):
+        rank = {} if mp is None else {"pp": mp // step.tp, "tp": mp % step.tp}
+        yield Shard(path, path.stat().st_size, role, {**rank, **more})
+
+
+def rank_name(path: Path) -> str:
+    """A file's rank as its name has it: `zero_pp_rank_1_mp_rank_00`."""
+    return path.name.removesuffix("_model_states.pt").removesuffix("_optim_states.pt").removeprefix("bf16_")
+
+
+def _roles(folder: Folder) -> Iterator[tuple[Path, str, int | None, dict[str, int]]]:
+    for mp, path in folder.model.items():
+        yield path, "model", mp, {}
+    for (mp, dp), path in folder.model3.items():
+        yield path, "model", mp, {"dp": dp}
+    for (mp, dp), path in folder.optim.items():
+        yield path, "optimizer", mp, {"dp": dp}
+    for (mp, ep), path in folder.expert_optim.items():
+        yield path, "optimizer", mp, {"ep": ep}
+    for (mp, _, expert), path in folder.experts.items():
+        yield path, "model", mp, {"expert": expert}
+    for (layer, tp), path in folder.layers.items():
+        yield path, "model", None, {"tp": tp, "layer": layer}
+
+
+def _models(folder: Folder, mp: int) -> list[Path]:
+    if mp in folder.model:
+        return [folder.model[mp]]
+    return [path for (rank, _), path in sorted(folder.model3.items()) if rank == mp]
+
+
+def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree. Files before DeepSpeed 0.16 do not state them; their names tell."""
+    stated = first.root.get("checkpoint_parallel_dimensions")
+    if isinstance(stated, dict) and natural(stated.get("tp_degree")) and natural(stated.get("pp_degree")):
+        tp, pp = stated["tp_degree"], stated["pp_degree"]
+    else:
+        tp = 1 + max((rank for _, rank in folder.layers), default=folder.mp - 1)
+        pp = -(-folder.mp // tp)
+    if tp * pp != folder.mp:
+        raise Incomplete(
+            f"{tp} tensor-parallel by {pp} pipeline ranks make {tp * pp} model-parallel ones, {folder.mp} are here",
+            where=folder.path,
+            hint="Copy the files of all ranks into one folder.",
+        )
+    for layer in dict.fromkeys(layer for layer, _ in folder.layers):
+        ranks = {rank for number, rank in folder.layers if number == layer}
+        if odd := sorted(ranks ^ set(range(tp))):
+            what = "missing" if odd[0] < tp else "of no such rank"
+            raise Incomplete(
+                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {what}; there are {tp} tensor-parallel ranks",
+                where=folder.path,
+                hint="Copy the files of all ranks into one folder.",
+            )
+    return tp, pp

@@ -1,0 +1,61 @@
+"""DeepSpeed's universal checkpoint: one folder for each parameter, whole, beside the model's files.
+
+folder      which files there are
+states      one parameter's files -> its tensors
+read        all of it -> a checkpoint
+agreement   do the masters round to the weights?
+write       a checkpoint -> all of it
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile_tree import write_tree
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.engines.deepspeed.folder import step_of
+from ckpt_formats.engines.deepspeed.universal.folder import LATEST, has_latest, is_universal, list_universal
+from ckpt_formats.engines.deepspeed.universal.read import read_universal
+from ckpt_formats.engines.deepspeed.universal.write import MODEL_FILE, parts, settle
+
+
+class DeepSpeedUniversal(WritableFormat):
+    name = "deepspeed-universal"
+    summary = "DeepSpeed's universal checkpoint, for load_universal at ZeRO stages 1 to 3"
+    even_states = True
+    degrees = ("dp", "tp", "zero")
+
+    def detect(self, path: Path) -> bool:
+        return is_universal(path) or has_latest(path)
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        folder = list_universal(step_of(path, LATEST, is_universal))
+        with form_of("a universal checkpoint", folder.path):
+            return read_universal(path, folder, options)
+
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+        return tuple(parts(settle(source, goal), goal))
+
+    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+        said, config = source.extras.get("ranks"), source.extras.get("ds_config")
+        gone = sorted(said) if isinstance(said, dict) else []
+        lost: list[str | Notice] = []
+        if gone:
+            lost.append(Notice("what only these ranks of the source had, such as RNG states", tuple(gone)))
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+            lost.append("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")
+        return tuple(lost)
+
+    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
+        return write_tree(folder, part, transfer)
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        step = next(Path(r.file).parent.name for r in receipts if r.file.endswith(MODEL_FILE))
+        draft = folder / f"{LATEST}.tmp"
+        draft.write_text(step)
+        os.replace(draft, folder / LATEST)

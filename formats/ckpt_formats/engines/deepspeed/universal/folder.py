@@ -1,0 +1,79 @@
+"""Which files a universal folder has. Names only; nothing is opened."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_formats.core.errors import Incomplete
+from ckpt_formats.core.files import unreadable
+from ckpt_formats.engines.deepspeed.folder import Folder, check_models, sort_files
+
+LATEST = "latest_universal"
+OPTIMIZER = "zero/optimizer_state.pt"
+DIMENSIONS = "checkpoint_parallel_dimensions"
+"""Of the model's files: how the run was cut."""
+
+
+@dataclass(frozen=True)
+class UniversalFolder:
+    """The files of one step."""
+
+    path: Path
+    models: Folder
+    """Copies of the model files of the run."""
+    spare: tuple[Path, ...]
+    """Model files for a load at stage 3, beside those of an earlier stage, which hold all of it."""
+    optimizer: Path
+    states: Mapping[str, Mapping[str, Path]]
+    """By parameter and state."""
+
+
+def is_universal(path: Path) -> bool:
+    """Is this the folder of one universal checkpoint?"""
+    try:
+        return (path / OPTIMIZER).is_file()
+    except OSError:
+        return False
+
+
+def has_latest(path: Path) -> bool:
+    """Does this folder hold universal checkpoints? Where those of the run lie beside them, they come first."""
+    try:
+        return (path / LATEST).is_file() and not (path / "latest").exists()
+    except OSError:
+        return False
+
+
+def list_universal(path: Path) -> UniversalFolder:
+    """The files. Raises `Incomplete` if model files of some ranks, or all, are missing."""
+    found = sort_files(path)
+    if not found.model and not found.model3:
+        raise Incomplete(
+            "the model files (*_model_states.pt) are missing, which tell how parameters are grouped",
+            where=path,
+            hint="DeepSpeed's converter copies them last: convert again." if (path / "tmp").is_dir() else _COPY,
+        )
+    spare = tuple(found.model3.values()) if found.model else ()
+    models = replace(found, model3={}, optim={}) if found.model else replace(found, optim={})
+    check_models(models)
+    return UniversalFolder(path, models, spare, path / OPTIMIZER, _states(path / "zero"))
+
+
+_COPY = "Copy them from the checkpoint that was converted."
+
+
+def _states(zero: Path) -> dict[str, dict[str, Path]]:
+    """Every folder with files in it. A slash in a parameter's name makes folders in folders; links are not followed."""
+    found: dict[str, dict[str, Path]] = {}
+
+    def stop(error: OSError) -> None:
+        raise unreadable(error, zero) from error
+
+    for folder, inner, files in os.walk(zero, onerror=stop):
+        inner.sort()
+        held = sorted(file for file in files if file.endswith(".pt"))
+        if held and Path(folder) != zero:
+            name = Path(folder).relative_to(zero).as_posix()
+            found[name] = {file.removesuffix(".pt"): Path(folder, file) for file in held}
+    return found

@@ -1,0 +1,85 @@
+"""Do the masters round to the weights? DeepSpeed's converter mixes masters up, in one case, without a word.
+
+With `round_robin_gradients` it takes elements of one parameter for another's
+(`param_slice_mappings` have not the order of the data). The model files, which
+it copies, still hold the weights that the right masters round to.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import Reader, holds
+from ckpt_formats.core.geometry import slabs
+from ckpt_formats.core.tensor import Raw, Tensor, read
+from ckpt_formats.core.text import show
+
+_VALUES = 64
+
+
+def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where: Path) -> None:
+    """Raises `Corrupt` if the first values of masters do not round to those of the weights, though no bit is damaged.
+
+    Without `round_robin` a few may differ, which is for `ckpt verify` to tell: then only a majority counts.
+    """
+    with Reader(check=False) as reader:
+        pairs = list(_pairs(parameters))
+        wrong = [name for name, master, copy in pairs if not _agree(master, copy, reader)]
+        wrong = [name for name in wrong if _intact(parameters[name], reader)] if wrong else []
+    if round_robin and not pairs:
+        raise Corrupt(
+            f"{_MADE}, which mixes up the masters of such a run, and there are no weights here to tell by",
+            where=where,
+            hint=_INSTEAD,
+        )
+    if round_robin and wrong:
+        raise Corrupt(
+            f"{_MADE}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
+            where=where,
+            hint=_INSTEAD,
+        )
+    if 2 * len(wrong) > len(pairs):
+        raise Corrupt(
+            f"the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights in the model's files",
+            where=where,
+            hint="Files of several steps or runs were mixed: convert the original checkpoint again.",
+        )
+
+
+_MADE = "made by DeepSpeed's converter from a run with round_robin_gradients"
+_INSTEAD = "Convert the original checkpoint instead: `ckpt convert` reads it right."
+
+
+def _pairs(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The first values of a master, and of the stored weights at the same place."""
+    for name, parameter in parameters.items():
+        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+        if master is None or copy is None or master.shape != copy.shape or not copy.size:
+            continue
+        stored = [fragment for fragment in copy.fragments if isinstance(fragment.blob, Raw)]
+        if stored and master.fragments:
+            first = next(slabs(stored[0].box.shape, _VALUES)).shift(stored[0].box.start)
+            yield name, master.crop(first), copy.crop(first)
+
+
+def _agree(master: Tensor, copy: Tensor, reader: Reader) -> bool:
+    rounded = Rounded().decode(b"", copy.shape, copy.dtype, read(master, reader))
+    values = np.empty(copy.shape, copy.dtype)
+    for fragment in copy.fragments:  # without the replicas
+        fragment.blob.read_into(values[fragment.box.index], reader)
+    return np.ascontiguousarray(rounded).tobytes() == values.tobytes()
+
+
+def _intact(parameter: Parameter, reader: Reader) -> bool:
+    """Do the checksums hold? Damage is reported as such, by whoever reads all of it."""
+    raws = (raw for state in (MASTER, MODEL) for raw in parameter.states[state].sources())
+    return all(holds(seal, reader) for seal in {raw.seal for raw in raws if raw.seal is not None})
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(f"`{show(name)}`" for name in names[:3])
+    return f"{listed}, …" if len(names) > 3 else listed

@@ -1,0 +1,263 @@
+"""A universal folder as a checkpoint: masters and moments from `zero`, everything else from the model's files.
+
+DeepSpeed's converter also makes "parameters" of buffers, frozen parameters and
+tied names, rounded and as floats. What the model's files hold of them counts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_codecs import Rounded
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Options, Origin, Parameter, Role, Shard
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.identity import in_threads
+from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Decoded, Tensor, read
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed import notices_of, origin_of, own_rules
+from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.extras import carry
+from ckpt_formats.engines.deepspeed.flat_partitions import gathered
+from ckpt_formats.engines.deepspeed.lookups import get
+from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
+from ckpt_formats.engines.deepspeed.optimizer_states import options_of, sort_state
+from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
+from ckpt_formats.engines.deepspeed.rank import Rank
+from ckpt_formats.engines.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
+from ckpt_formats.engines.deepspeed.universal.master_check import check_masters
+from ckpt_formats.engines.deepspeed.universal.read_states import read_states
+from ckpt_formats.engines.deepspeed.weights import model_dtype, others_in, read_module, with_aliases
+from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
+from ckpt_formats.state_dicts.statements import Statement, check_agreement
+
+
+def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Checkpoint:
+    """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
+    step, optimizer = open_step(folder.models), open_file(folder.optimizer)
+    ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
+    stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
+    merged, tied = merge_stages(stages)
+    trained = {name: p for name, p in merged.items() if p.role == "parameter"}
+    aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in merged}
+    shadows = _shadows(folder, merged, aliases)
+    files = _open(folder, trained)
+    steps = _steps_of_sub_groups(step, optimizer)
+    parameters = {
+        name: _trained(p, files.get(name, {}), steps.get(name, {}), step) if name in trained else p
+        for name, p in merged.items()
+    }
+    groups = merge_groups([rank.groups for rank in ranks], folder.path)
+    _check_steps(parameters, groups, files, folder.path)
+    check_masters(parameters, _dealt(step, optimizer), folder.path)
+    models = {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)}
+    beside = {file.path: others_in(file) for file in models.values()}
+    extras = carry(models, {"optimizer_state": optimizer}, parameters, beside)
+    spare = [open_file(file) for file in folder.spare]
+    opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
+    return Checkpoint(
+        path,
+        _origin(step, [list(stage) for stage in stages]),
+        parameters,
+        groups,
+        extras,
+        aliases,
+        (*shards(step), *_shards(spare, optimizer, files)),
+        tuple(seal for file in opened for seal in file.seals()),
+        (
+            *notices_of(tied),
+            *doubtful_steps(list(models.values())),
+            *_notices(step, shadows, parameters, groups),
+        ),
+    )
+
+
+def _rank(step: Step, optimizer: TorchFile, mp: int) -> Rank:
+    """What a model-parallel rank's own files hold; the empty shape of a trained parameter where they hold no values."""
+    model = step.models(mp)[0]
+    weights = read_module(step.models(mp), step.stage3)
+    tensors = with_aliases(weights)
+    listed = stated_shapes(model)
+    shapes = {name: shape for group in listed for name, shape in group.items()}
+    parameters: dict[str, Parameter] = {}
+    for name in dict.fromkeys((*weights.order, *shapes, *tensors)):
+        role: Role
+        if name in shapes:
+            role, tensor = "parameter", tensors.get(name, Tensor(shapes[name], model_dtype(step.config), ()))
+        elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
+            role, tensor = "buffer" if name in weights.buffers else "frozen", tensors[name]
+        elif name in weights.aliases:
+            continue
+        else:
+            raise Corrupt(f"`{name}` is in the model, but neither trained nor frozen nor a buffer", where=model.path)
+        if name in shapes and tensor.shape != shapes[name]:
+            raise Corrupt(
+                f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
+            )
+        parameters[name] = Parameter(name, role, {MODEL: tensor})
+    return Rank(parameters, tuple(_groups(step, optimizer, mp, listed)), weights.aliases)
+
+
+def _groups(step: Step, optimizer: TorchFile, mp: int, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[Group]:
+    listed = get(optimizer.root, "param_groups", list, optimizer.path)
+    if step.stage3:
+        for group in listed:
+            members = range(len(shapes)) if len(listed) == 1 else get(group, "params", list, optimizer.path)
+            names = tuple(name for s in members for name in get(shapes, s, dict, optimizer.path))
+            yield Group(options_of(group, optimizer.path), names)
+        return
+    if mp == 0 and len(listed) != len(shapes):
+        raise Corrupt(
+            f"the optimizer has {len(listed)} groups, the model's file lists {len(shapes)}",
+            where=optimizer.path,
+            hint="Files of several runs may be mixed.",
+        )
+    for g, group_shapes in enumerate(shapes):
+        names = tuple(group_shapes)
+        if _round_robin(step) and (ranks := _ranks(optimizer, g)) < len(names):
+            names = tuple(gathered(names, ranks))
+        yield Group(options_of(listed[g], optimizer.path) if g < len(listed) else {}, names)
+
+
+def _round_robin(step: Step) -> bool:
+    zero = step.config.get("zero_optimization")
+    return not step.stage3 and isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
+
+def _ranks(optimizer: TorchFile, g: int) -> int:
+    """Over how many ranks DeepSpeed's converter found a group cut; 1 in a folder that it did not make."""
+    counts = optimizer.root.get("partition_count")
+    count = counts[g] if isinstance(counts, list) and g < len(counts) else 1
+    return int(count) if natural(count) and count else 1
+
+
+def _dealt(step: Step, optimizer: TorchFile) -> bool:
+    """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
+    counts = optimizer.root.get("partition_count")
+    groups = range(len(counts)) if isinstance(counts, list) else ()
+    return _round_robin(step) and any(_ranks(optimizer, g) > 1 for g in groups)
+
+
+def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str, dict[str, TorchFile]]:
+    """The files of the trained parameters."""
+    for name, parameter in trained.items():
+        if name not in folder.states and parameter.weight.size:
+            raise Incomplete(
+                f"parameter `{show(name)}` has no folder under `zero`",
+                where=folder.path,
+                hint="The conversion did not finish, or files were lost: convert again.",
+            )
+    paths = [path for name in trained for path in folder.states.get(name, {}).values()]
+    opened = dict(zip(paths, in_threads(open_file, paths), strict=True))
+    return {name: {state: opened[p] for state, p in folder.states.get(name, {}).items()} for name in trained}
+
+
+def _trained(parameter: Parameter, files: Mapping[str, TorchFile], steps: Mapping[str, Value], step: Step) -> Parameter:
+    weight = parameter.states[MODEL]
+    if files:
+        states, values = read_states(parameter.name, files, weight.shape)
+    else:  # without elements
+        states, values = {MASTER: Tensor(weight.shape, weight.dtype, ())}, {}
+    for key, value in steps.items():
+        if key not in states and key not in values:
+            (states if isinstance(value, Tensor) else values)[key] = value
+    if not any(True for _ in weight.sources()):
+        weight = Tensor.of(Decoded(Rounded(), states[MASTER], weight.dtype))
+    return replace(parameter, states={**states, MODEL: weight}, values=values)
+
+
+def _check_steps(
+    parameters: Mapping[str, Parameter],
+    groups: Sequence[Group],
+    files: Mapping[str, Mapping[str, TorchFile]],
+    where: Path,
+) -> None:
+    """Raises `Corrupt` if parameters of one group, which ZeRO steps together, are at different steps."""
+    with Reader(check=False) as reader:
+        for number, group in enumerate(groups):
+            statements = []
+            for name in group.names:
+                parameter = parameters[name]
+                step = parameter.states.get("step", parameter.values.get("step"))
+                value = read(step, reader).reshape(-1).tolist() if isinstance(step, Tensor) and step.size == 1 else step
+                value = value[0] if isinstance(value, list) else value
+                file = files.get(name, {}).get("step")
+                place = f"the folder of `{show(name)}`" if file is None else file.path.relative_to(where).as_posix()
+                statements.append(Statement(f"the step of optimizer group {number}", place, value))
+            check_agreement(statements, where)
+
+
+def _steps_of_sub_groups(step: Step, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
+    """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
+    inner = optimizer.root.get("optimizer_state_dict")
+    if not step.stage3 or not isinstance(inner, dict):
+        return {}
+    states = get(inner, "state", dict, optimizer.path)
+    found: dict[str, dict[str, Value]] = {}
+    for s, shapes in enumerate(stated_shapes(step.first)):
+        kept = sort_state([states.get(s, {})], [optimizer])
+        found |= {name: {**kept.scalars, **kept.values} for name in shapes}
+    return found
+
+
+def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: Mapping[str, str]) -> list[str]:
+    """What has a folder, though the optimizer never knew it. Raises `Corrupt` for what nobody knows."""
+    names = [name for name in folder.states if name not in merged or merged[name].role != "parameter"]
+    for name in names:
+        if name not in merged and name not in aliases:
+            raise Corrupt(
+                f"`zero` has a folder `{show(name)}`, but the model's files know no such parameter",
+                where=folder.path,
+                hint="Files of several runs may be mixed.",
+            )
+    return names
+
+
+def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
+    """The stages of a pipeline are known only of a folder that we wrote."""
+    origin, dimensions = origin_of(step, by_stage), step.first.root.get(DIMENSIONS)
+    pipeline = pipeline_of(dimensions.get("pipeline")) if isinstance(dimensions, dict) else None
+    if pipeline is None:
+        return origin
+    return replace(origin, layout={**origin.layout, "pp": max(len(pipeline.stages), 1), "pipeline": pipeline.to_json()})
+
+
+def _shards(
+    spare: Sequence[TorchFile], optimizer: TorchFile, files: Mapping[str, Mapping[str, TorchFile]]
+) -> Iterator[Shard]:
+    for file in spare:
+        yield Shard(file.path, file.path.stat().st_size, "model")
+    for file in (optimizer, *(file for held in files.values() for file in held.values())):
+        yield Shard(file.path, file.path.stat().st_size, "optimizer")
+
+
+def _notices(
+    step: Step,
+    shadows: Sequence[str],
+    parameters: Mapping[str, Parameter],
+    groups: Sequence[Group],
+) -> Iterator[Notice]:
+    if shadows:
+        yield Notice(
+            "the model file's own values count, not the rounded or widened copies under zero/ of these buffers, "
+            "frozen parameters or tied names",
+            tuple(shadows),
+        )
+    if any(group.options.get("amsgrad") for group in groups) and not any(
+        "max_exp_avg_sq" in p.states for p in parameters.values()
+    ):
+        text = "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+        yield Notice(text, weight=Weight.LOST)
+    if not step.stage3 and not step.first.root.get("module"):
+        text = (
+            "weights of pipeline layers are not in a universal folder: they are the masters, rounded; "
+            "buffers and frozen parameters, if the layers have any, are missing"
+        )
+        yield Notice(text, weight=Weight.LOST)

@@ -1,0 +1,58 @@
+"""One parameter's files: its master and its optimizer's states, whole.
+
+A file holds a mapping with the tensor as `param`, or, from stage 3 without
+tensor parallelism, the bare tensor, flattened: its shape is then told by the
+model's files. `step.pt` holds a number or a tensor of shape [].
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.core.checkpoint import MASTER
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value, kind_of
+from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, tensor, vector
+
+
+def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tuple[dict[str, Tensor], dict[str, Value]]:
+    """States and plain values of a parameter of this shape.
+
+    Raises `Incomplete` if there is no master, `Corrupt` if the files contradict the shape.
+    """
+    if MASTER not in files:
+        raise Incomplete(f"`{name}` has optimizer states, but no {MASTER}.pt", where=next(iter(files.values())).path)
+    shape = _expert_shape(files[MASTER]) or shape
+    states: dict[str, Tensor] = {}
+    values: dict[str, Value] = {}
+    for state, file in files.items():
+        held = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
+        if not is_tensor(held):
+            if state != "step" or not isinstance(held, (int, float)):
+                raise Corrupt(f"expected a tensor, found {kind_of(held)}", where=file.path)
+            values[state] = held
+            continue
+        found = tensor(held, file.path)
+        if found.shape == (prod(shape),) != shape:
+            found = Tensor.of(vector(held, file.path).shaped(shape))
+        if found.shape != shape and (found.shape or state == MASTER):
+            raise Corrupt(
+                f"`{name}` has the shape {list(found.shape)}, but {list(shape)} to the model's files",
+                where=file.path,
+                hint="Files of several runs may be mixed.",
+            )
+        states[state] = found
+    return states, values
+
+
+def _expert_shape(file: TorchFile) -> Shape | None:
+    """The shape of all experts together; the model's files have that of one rank's."""
+    if not isinstance(file.root, dict) or not file.root.get("is_expert_param"):
+        return None
+    shape = tensor(file.root.get("param"), file.path).shape
+    count = shape_of([file.root.get("ep_num_experts")], file.path)
+    if shape[:1] != count:
+        raise Corrupt(f"a tensor of shape {list(shape)} is said to hold {count[0]} experts", where=file.path)
+    return shape

@@ -1,0 +1,171 @@
+"""What a DeepSpeed checkpoint is to be written as, and whether it can be: settled before anything is written."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.pipeline import Pipeline, pipeline_of
+from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
+
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A source, and the layout to write it in."""
+
+    source: Checkpoint
+    stage: int
+    dp: int
+    tp: int
+    pp: int
+    dtype: DType
+    """Of the model's weights."""
+    config: Mapping[str, Value]
+    """The run's configuration, with this stage in it."""
+    layout: Layout
+    pipeline: Pipeline | None = None
+    vocab_rows: int | None = None
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The trained parameters."""
+        return {name: p for name, p in self.source.parameters.items() if p.role == "parameter"}
+
+    @property
+    def zero(self) -> Mapping[str, Value]:
+        section = self.config["zero_optimization"]
+        return section if isinstance(section, dict) else {}
+
+    @property
+    def padded_rows(self) -> int | None:
+        """Rows of the vocabulary's tables with their padding: as the user says, or as the source had them."""
+        if self.vocab_rows is not None:
+            return self.vocab_rows
+        info = self.source.extras.get(ORIGIN)
+        rows = info.get("padded_vocab_size") if isinstance(info, dict) else None
+        return rows if natural(rows) else None
+
+    def of_rank(self, name: str) -> Mapping[str, Value]:
+        """What the rank of this name in the source had otherwise than the first."""
+        ranks = self.source.extras.get("ranks")
+        found = ranks.get(name) if isinstance(ranks, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    def rule(self, parameter: Parameter) -> Rule | None:
+        """How a parameter is cut; None if every rank has all of it as it is."""
+        known = any(rule.matches(parameter.name) for rule in self.layout.rules)
+        if parameter.role == "buffer" or not known:
+            return None
+        rule = self.layout.rule(parameter.name)
+        return None if self.tp == 1 and rule.vocabulary is None else rule
+
+    @property
+    def own_bf16(self) -> bool:
+        """Is it DeepSpeed's `BF16_Optimizer` that will load it? So it is with fp32 gradients and stage 1."""
+        types = self.config.get("data_types")
+        fp32 = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
+        return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
+
+
+def settle_target(source: Checkpoint, goal: Goal) -> Target:
+    """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
+    said, degrees = source.origin.layout, goal.degrees
+    stage = _first(degrees.zero, said.get("zero_stage"), 1)
+    dp = _first(degrees.dp, said.get("dp"), 1)
+    tp = _first(degrees.tp, said.get("tp"), 1)
+    pp = _first(degrees.pp, said.get("pp"), 1)
+    if stage not in (0, 1, 2, 3):
+        raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
+    target = target_of(source, goal, stage, dp, tp)
+    pipeline = _pipeline(source, pp, degrees.stages)
+    if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
+        raise Unsupported(
+            f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
+            hint="Say --zero 1.",
+        )
+    return replace(target, pp=pp, pipeline=pipeline)
+
+
+def target_of(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> Target:
+    """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
+    _check_kind(source)
+    _check_options(source)
+    source = _whole_groups(source)
+    dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
+    dtype = DTYPES[dtypes.most_common(1)[0][0]]
+    info = source.extras.get(ORIGIN)
+    rules = (*goal.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
+    layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
+    for name in source.parameters if tp > 1 else ():
+        layout.rule(name)
+    return Target(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, goal.vocab_rows)
+
+
+def _first(*values: Any) -> int:
+    return next(int(value) for value in values if value is not None)
+
+
+def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
+    found = pipeline_of(source.origin.layout.get("pipeline"))
+    if found is not None:
+        return found.cut(pp, firsts)
+    if pp > 1 or firsts:
+        raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
+    return None
+
+
+def _check_kind(source: Checkpoint) -> None:
+    names = [name for name, p in source.parameters.items() if p.role == "parameter"]
+    if any(".deepspeed_experts." in name for name in names):
+        raise Unsupported("DeepSpeed's experts cannot be written yet", hint="Convert to `universal` or `torch`.")
+    if not names or not source.groups:
+        raise Unsupported(
+            "a DeepSpeed checkpoint needs the optimizer's groups, and the source has none",
+            hint="Start a new run from the weights: convert to `torch` or `safetensors`.",
+        )
+
+
+def _check_options(source: Checkpoint) -> None:
+    if any("lr" not in group.options for group in source.groups):
+        raise Unsupported(
+            "the source does not hold the options of the optimizer's groups, such as the learning rate",
+            hint="DeepSpeed's elastic checkpoints lack them: save without `elastic_checkpoint`.",
+        )
+
+
+def _whole_groups(source: Checkpoint) -> Checkpoint:
+    """Every trained parameter is in exactly one group, and has a master."""
+    grouped = [name for group in source.groups for name in group.names]
+    trained = {name for name, p in source.parameters.items() if p.role == "parameter"}
+    if len(set(grouped)) != len(grouped) or set(grouped) != trained:
+        odd = sorted(trained ^ set(grouped)) or [name for name in grouped if grouped.count(name) > 1]
+        raise Unsupported(f"parameter `{odd[0]}` is not in exactly one group of the optimizer")
+    kept: dict[str, Parameter] = {}
+    for name, parameter in source.parameters.items():
+        states = parameter.states
+        if parameter.role == "parameter" and MASTER not in states:
+            if parameter.weight.dtype.name in _HALVES:
+                raise Unsupported(f"parameter `{name}` has no fp32 master, which DeepSpeed keeps")
+            states = {MASTER: parameter.weight, **states}
+        kept[name] = replace(parameter, states={MODEL: parameter.weight, **states})
+    return replace(source, parameters=kept, groups=tuple(Group(dict(g.options), g.names) for g in source.groups))
+
+
+def _config(source: Checkpoint, stage: int, dtype: DType) -> dict[str, Value]:
+    """The source's own configuration if it has one, with the new stage; what depends on the old layout is gone."""
+    said = source.extras.get("ds_config")
+    config: dict[str, Value] = dict(said) if isinstance(said, dict) else {}
+    zero = config.get("zero_optimization")
+    kept = {k: v for k, v in (zero if isinstance(zero, dict) else {}).items() if k != "elastic_checkpoint"}
+    config["zero_optimization"] = {**kept, "stage": stage}
+    if not any(key in config for key in ("bf16", "bfloat16", "fp16")) and dtype.name in _HALVES:
+        config["bf16" if dtype.name == "bfloat16" else "fp16"] = {"enabled": True}
+    return config

@@ -1,0 +1,241 @@
+"""ZeRO stages 1 and 2, and the optimizer for bf16 of its own (`BF16_Optimizer`): groups flattened, then cut.
+
+The order within a group is that of `param_shapes`, also with round-robin
+gradients. (`param_slice_mappings`, which DeepSpeed's own tools use, has another
+order then, and their result is silently wrong.)
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.core.checkpoint import MASTER, Group
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Raw, Tensor, with_replicas
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.experts import ExpertNames, expert_ranks
+from ckpt_formats.engines.deepspeed.flat_partitions import gathered, starts
+from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, vector
+from ckpt_formats.engines.deepspeed.optimizer_states import (
+    ELEMENTWISE,
+    Optimized,
+    check_count,
+    check_options,
+    options_of,
+    sort_state,
+)
+from ckpt_formats.state_dicts.statements import MIXED
+
+Shapes = Mapping[str, Shape]
+
+
+def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: Mapping[str, Value]) -> Optimized:
+    """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order.
+
+    `groups` are the shapes of each group's parameters, in the order of the flat buffer.
+    """
+    found = Optimized()
+    zero = config.get("zero_optimization")
+    contiguous = bool(config.get("use_data_before_expert_parallelism"))
+    roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
+    # `BF16_Optimizer`, whose files name no stage, minds neither this nor alignment.
+    round_robin = isinstance(zero, dict) and bool(zero.get("round_robin_gradients")) and "zero_stage" in roots[0]
+    for root, file in zip(roots, optims, strict=True):
+        _check_groups(root, file, len(groups))
+    for g, shapes in enumerate(groups):
+        count = _count(roots, optims, g)
+        names: list[str] = []
+        for expert_rank in range(len(optims) // count):
+            ranks = expert_ranks(expert_rank, count, len(optims), contiguous)
+            rename = ExpertNames(shapes, expert_rank) if count < len(optims) else None
+            local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
+            _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
+            names += gathered(list(local), count) if round_robin else local
+        check_options([_options(root, g, file.path) for root, file in zip(roots, optims, strict=True)], optims, g)
+        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
+    _check_names(groups, roots, optims)
+    return found
+
+
+def stated_shapes(model: TorchFile) -> list[Shapes]:
+    """`param_shapes` of a model file."""
+    groups = get(model.root, "param_shapes", list, model.path)
+    return [
+        {str(name): shape_of(shape, model.path) for name, shape in get(groups, g, dict, model.path).items()}
+        for g in range(len(groups))
+    ]
+
+
+def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
+    """The names of each group in the order of the flat buffer, where only `param_slice_mappings` tells them.
+
+    So it is in a pipeline at stage 0. (Round robin, which makes the mappings wrong, is for stages 1 and 2.)
+    """
+    names: list[dict[str, None]] = []
+    for file in optims:
+        root = get(file.root, "optimizer_state_dict", dict, file.path)
+        for g, mapping in enumerate(root.get("param_slice_mappings") or ()):
+            if g == len(names):
+                names.append({})
+            names[g].update(dict.fromkeys(map(str, mapping)))
+    return [list(group) for group in names]
+
+
+def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], optims: Sequence[TorchFile]) -> None:
+    """The model file and the optimizer's, where they list names, list the same. (Their order is another matter.)"""
+    if any(root.get("param_slice_mappings") is None for root in roots):
+        return
+    listed = mapped_names(optims)
+    for g in range(max(len(groups), len(listed))):
+        ours, theirs = (set(names[g]) if g < len(names) else set() for names in (groups, listed))
+        if odd := sorted(name for name in ours ^ theirs if name not in ours or 0 not in groups[g][name]):
+            has, lacks = ("model", "optimizer") if odd[0] in ours else ("optimizer", "model")
+            raise Corrupt(
+                f"`{odd[0]}` is in group {g} to the {has}'s file, but not to the {lacks}'s",
+                where=optims[0].path,
+                hint="Files of several runs may be mixed.",
+            )
+
+
+def _read_group(
+    found: Optimized,
+    g: int,
+    shapes: Mapping[str, Shape],
+    roots: Sequence[dict[Value, Value]],
+    files: Sequence[TorchFile],
+) -> None:
+    masters = [
+        vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
+        for root, file in zip(roots, files, strict=True)
+    ]
+    begins = starts(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
+    length = max(master.shape[0] for master in masters)
+    if sum(master.shape[0] for master in masters) == begins[-1]:  # the tail's padding is stripped, off the first too
+        padding = _paddings(roots[0], "group_paddings", None, files[0].path) or [0] * (g + 1)
+        length = max(length, masters[0].shape[0] + padding[g])
+    if length * len(masters) < begins[-1]:
+        raise Corrupt(
+            f"the partitions of group {g} hold {length * len(masters)} elements, its parameters {begins[-1]}",
+            where=files[0].path,
+            hint="Files of several runs may be mixed.",
+        )
+    by_state = {MASTER: [Piece(rank * length, master) for rank, master in enumerate(masters)]}
+    state = sort_state([_base(root, g, file.path) for root, file in zip(roots, files, strict=True)], files)
+    wholes: dict[str, dict[str, Tensor]] = {}
+    for key, values in state.vectors.items():
+        vectors = [vector(value, file.path) for value, file in zip(values, files, strict=True)]
+        if all(_fits(v.shape[0], rank, length, begins[-1]) for rank, v in enumerate(vectors)):
+            by_state[key] = [Piece(rank * length, v) for rank, v in enumerate(vectors)]
+        elif (copies := _whole_per_rank(shapes, begins, length, vectors)) is not None:
+            wholes[key] = copies
+        elif key in ELEMENTWISE:
+            raise Corrupt(
+                f"the optimizer state `{key}` of group {g} has a length that fits no parameter", where=files[0].path
+            )
+        else:
+            _keep_apart(found, g, key, values, files)
+    step = roots[0].get("base_optimizer_state_step")  # elastic checkpoints have it apart
+    if step is not None and not is_tensor(step) and "step" not in state.scalars:
+        state.values.setdefault("step", step)
+    for (name, shape), begin in zip(shapes.items(), begins, strict=False):
+        found.states[name] = {
+            **{key: tensor_in(shape, pieces[0].vector.dtype, begin, pieces) for key, pieces in by_state.items()},
+            **{key: tensors[name] for key, tensors in wholes.items()},
+            **state.scalars,
+        }
+        found.values[name] = dict(state.values)
+
+
+def _fits(size: int, rank: int, length: int, end: int) -> bool:
+    """Is it a rank's partition of a flat buffer with so many elements, whole or without the padding at its end?"""
+    return size == length or (size < length and rank * length + size >= end)
+
+
+def _keep_apart(found: Optimized, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]) -> None:
+    """A state of a shape of its own, such as the errors that 1-bit Adam keeps of its communication."""
+    for value, file in zip(values, files, strict=True):
+        found.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
+
+
+def _whole_per_rank(
+    shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[Raw]
+) -> dict[str, Tensor] | None:
+    """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum).
+
+    None if the vectors have not the lengths for that.
+    """
+    copies: dict[str, list[Tensor]] = {name: [] for name in shapes}
+    for rank, values in enumerate(vectors):
+        at = 0
+        for (name, shape), begin in zip(shapes.items(), begins, strict=False):
+            size = prod(shape)
+            if size and begin < (rank + 1) * length and rank * length < begin + size:
+                if at + size > values.shape[0]:
+                    return None
+                copies[name].append(Tensor.of(values.flat(at, at + size).shaped(shape)))
+                at += size
+        if at != values.shape[0]:
+            return None
+    return {name: with_replicas(c) if c else Tensor(shapes[name], vectors[0].dtype, ()) for name, c in copies.items()}
+
+
+def _check_groups(root: dict[Value, Value], file: TorchFile, count: int) -> None:
+    """Nothing is there of a group that the model's file does not list: nobody would read it."""
+    check_count("masters", len(get(root, "single_partition_of_fp32_groups", list, file.path)), count, file)
+    base = get(root, "base_optimizer_state", object, file.path)
+    if isinstance(base, list):
+        check_count("states", len(base), count, file)
+        return
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    if isinstance(groups, list):
+        check_count("options", len(groups), count, file)
+    states = get(base, "state", dict, file.path)
+    odd = next((key for key in states if key not in range(count)), None)
+    if odd is not None:
+        raise Corrupt(
+            f"the optimizer has a state of group {str(odd)[:20]}, but `param_shapes` lists {count} groups",
+            where=file.path,
+            hint=MIXED,
+        )
+
+
+def _count(roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile], g: int) -> int:
+    """Over how many ranks group `g` is cut: all, or those with the same experts."""
+    counts = [get(get(r, "partition_count", list, f.path), g, int, f.path) for r, f in zip(roots, files, strict=True)]
+    if any(count != counts[0] for count in counts) or not 0 < counts[0] <= len(files) or len(files) % counts[0]:
+        other = next((f for f, c in zip(files, counts, strict=True) if c != counts[0]), files[0])
+        raise Corrupt(
+            f"the optimizer was cut over {sorted(set(counts))} ranks, but files of {len(files)} are here",
+            where=other.path,
+            hint="Files are missing, or of runs on different numbers of GPUs.",
+        )
+    return counts[0]
+
+
+def _base(root: dict[Value, Value], g: int, where: Path) -> dict[Value, Value]:
+    """The base optimizer's state of a group: a list with `elastic_checkpoint`, else a mapping."""
+    base = get(root, "base_optimizer_state", object, where)
+    if isinstance(base, list):
+        return get(base, g, dict, where)
+    states = get(base, "state", dict, where)
+    return get(states, g, dict, where) if g in states else {}
+
+
+def _options(root: dict[Value, Value], g: int, where: Path) -> dict[str, Value]:
+    base = root.get("base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return options_of(groups[g], where) if isinstance(groups, list) and g < len(groups) else {}
+
+
+def _paddings(root: dict[Value, Value], key: str, g: int | None, where: Path) -> list[int] | None:
+    listed = root.get(key)
+    if not listed:
+        return None
+    paddings = listed if g is None else get(listed, g, list, where)
+    if not isinstance(paddings, list) or not all(map(natural, paddings)):
+        raise Corrupt(f"not a list of paddings: {str(paddings)[:60]}", where=where)
+    return paddings

@@ -1,0 +1,98 @@
+"""ZeRO stage 3: every parameter cut over all ranks, the pieces of a sub-group laid end to end on each."""
+
+from collections.abc import Sequence
+from math import prod
+
+from ckpt_formats.containers.torchfile import TorchFile
+from ckpt_formats.core.checkpoint import MASTER, Group
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.engines.deepspeed.flat_partitions import chunk
+from ckpt_formats.engines.deepspeed.lookups import get, vector
+from ckpt_formats.engines.deepspeed.optimizer_states import (
+    ELEMENTWISE,
+    Optimized,
+    check_count,
+    check_options,
+    options_of,
+    sort_state,
+)
+from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
+from ckpt_formats.state_dicts.statements import MIXED
+
+
+def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
+    """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order."""
+    found = Optimized()
+    outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
+    inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
+    for root, file in zip(outer, optims, strict=True):
+        if (count := get(root, "partition_count", int, file.path)) != len(optims):
+            raise Corrupt(
+                f"the optimizer was cut over {count} ranks, but files of {len(optims)} are here",
+                where=file.path,
+                hint="Files are missing, or of runs on different numbers of GPUs.",
+            )
+    sub_groups = stated_shapes(model)
+    for root, file in zip(outer, optims, strict=True):
+        check_count("masters", len(get(root, "fp32_flat_groups", list, file.path)), len(sub_groups), file)
+    for root, file in zip(inner, optims, strict=True):
+        odd = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
+        if odd is not None:
+            raise Corrupt(
+                f"the optimizer has a state of sub-group {str(odd)[:20]}, but `param_shapes` lists {len(sub_groups)}",
+                where=file.path,
+                hint=MIXED,
+            )
+    for s, shapes in enumerate(sub_groups):
+        masters = [
+            vector(get(get(root, "fp32_flat_groups", list, file.path), s, object, file.path), file.path)
+            for root, file in zip(outer, optims, strict=True)
+        ]
+        states = [get(root, "state", dict, file.path).get(s, {}) for root, file in zip(inner, optims, strict=True)]
+        state = sort_state(states, optims)
+        length = sum(chunk(prod(shape), len(optims)) for shape in shapes.values())
+        vectors = {MASTER: masters}
+        for key, values in state.vectors.items():
+            held = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
+            if key not in ELEMENTWISE and any(v.shape[0] != length for v in held):
+                for value, file in zip(values, optims, strict=True):
+                    found.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
+            else:
+                vectors[key] = held
+        at = 0
+        for name, shape in shapes.items():
+            size = chunk(prod(shape), len(optims))
+            found.states[name] = {
+                **{key: sliced(shape, [v.flat(at, at + size) for v in every]) for key, every in vectors.items()},
+                **state.scalars,
+            }
+            found.values[name] = dict(state.values)
+            at += size
+        for every in vectors.values():
+            for v, file in zip(every, optims, strict=True):
+                if v.shape[0] != at:
+                    raise Corrupt(
+                        f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
+                    )
+    groups = get(inner[0], "param_groups", list, optims[0].path)
+    others = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
+    for g in range(max(map(len, others))):
+        options = [
+            options_of(get(listed, g, dict, file.path), file.path) for listed, file in zip(others, optims, strict=True)
+        ]
+        check_options(options, optims, g)
+    for group in groups:
+        listed = group.get("params") if isinstance(group, dict) else None
+        members = range(len(sub_groups)) if len(groups) == 1 else listed or ()
+        names = tuple(name for s in members for name in get(sub_groups, s, dict, optims[0].path))
+        found.groups.append(Group(options_of(group, optims[0].path), names))
+    return found
+
+
+def sliced(shape: Shape, slices: Sequence[Raw]) -> Tensor:
+    """A tensor of the equal slices that all ranks hold, the last of them padded."""
+    size = slices[0].shape[0]
+    return tensor_in(shape, slices[0].dtype, 0, [Piece(rank * size, piece) for rank, piece in enumerate(slices)])

@@ -1,0 +1,152 @@
+"""Files of FSDP jobs in which each rank saved with `torch.save` what it held.
+
+folder           which files there are, by rank
+records          typed look-ups in what a pickle says
+mesh, placement  grids of ranks, and how they cut a tensor: arithmetic
+dtensor          FSDP2, and tensor parallelism with it
+sharded_tensor   FSDP1
+leaf, rank_file  one rank's file, its tensors told apart
+sections         a file that holds model, optimizer and more
+alone            one rank's file without the others
+merge            trees of all ranks -> one tree of whole tensors
+flat_parameter   FSDP1's flattened parameters -> tensors of their true shapes
+model, optimizer state dicts of all ranks -> one
+names            names without wrappers
+carried          everything else
+"""
+
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Format, Options, Origin, Shard
+from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.identity import in_threads
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor, read
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.fsdp_ranks.extras import apart, carry
+from ckpt_formats.engines.fsdp_ranks.folder import Folder, holds_own_names, is_rank_file, list_folder
+from ckpt_formats.engines.fsdp_ranks.leaves import Known
+from ckpt_formats.engines.fsdp_ranks.merge import Merge
+from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
+from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_in, shapes_stated
+from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups, took_order
+from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile, open_rank
+from ckpt_formats.engines.fsdp_ranks.sections import Files, merged_extras, sorted_files
+from ckpt_formats.engines.fsdp_ranks.unwrap import unwrapping
+from ckpt_formats.state_dicts.parameter_order import BY_ORDER
+from ckpt_formats.state_dicts.read import training_state
+
+
+class FsdpRanks(Format):
+    name = "fsdp-ranks"
+    summary = "FSDP, one file of torch.save for each rank: DTensors, ShardedTensors"
+
+    def detect(self, path: Path) -> bool:
+        try:
+            if path.is_file():
+                return is_rank_file(path.name)
+            names = [entry.name for entry in path.iterdir()]
+            return any(map(is_rank_file, names)) or holds_own_names(names)
+        except OSError:
+            return False
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        if path.is_file():
+            raise Unsupported(
+                "is what one rank of several holds", where=path, hint=f"Name the folder: {show(str(path.parent))}"
+            )
+        folder = list_folder(path)
+        with form_of("an FSDP checkpoint", path):
+            return _read(folder, options)
+
+
+def _read(folder: Folder, options: Options) -> Checkpoint:
+    known = Known()
+    opened = _opened(folder, known)
+    files = sorted_files(opened)
+    unwrap = unwrapping(str(name) for file in files["model"].values() for name in file.root)
+    models = {rank: unwrap.keys(file.root, file.path) for rank, file in files["model"].items()}
+    optimizers = {rank: unwrap.optimizer(file.root, file.path) for rank, file in files.get("optimizer", {}).items()}
+    notices = list(folder.notices)
+    if any(models[rank].keys() != file.root.keys() for rank, file in files["model"].items()):
+        notices.append(
+            Notice("names are without what wrapped the modules: `_fsdp_wrapped_module.`, `_orig_mod.` and the like")
+        )
+    shapes, listed = dict[str, Shape](), options.order
+    if any(is_flat(name) for tree in models.values() for name in tree):
+        shapes = shapes_stated(optimizers) | shapes_in(options.shapes)
+        listed = listed or names_in_groups(optimizers)
+    merge = Merge()
+    model = merge_model(models, merge, shapes, listed, folder.path)
+    root: dict[str, Value] = {"model": model}
+    rest, shared = merged_extras(files.get("extra", {}))
+    extra = carry(rest, merge.apart) | shared
+    if optimizers:
+        order = options.orders.get("optim", options.order)
+        optimizer = merge_optimizer(optimizers, model, merge.spread, order)
+        if optimizer is None:
+            notices.append(Notice(UNNAMED, weight=Weight.LOST))
+            extra = apart(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
+        else:
+            root["optim"] = optimizer
+            if not order and took_order(optimizers, optimizer, model):
+                notices.append(Notice(BY_ORDER, ("optim",), Weight.UNSURE))
+            _check_one_step(optimizer, folder)
+    state = training_state(root, folder.path, options.order, options.orders, carried=extra)
+    mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
+    return Checkpoint(
+        folder.path,
+        Origin("fsdp", None, state.step, _layout(folder, mesh) | {"keys": state.keys.to_json()}),
+        state.parameters,
+        state.groups,
+        state.extras,
+        state.aliases,
+        tuple(_shard(role, rank, path, mesh) for role, rank, path in folder.paths),
+        tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
+        (*notices, *state.notices),
+    )
+
+
+def _layout(folder: Folder, mesh: Mesh | None) -> dict[str, Value]:
+    if mesh is None:
+        return {"world": folder.world}
+    shape = dict(zip(mesh.names, mesh.shape, strict=True)) if mesh.names else list(mesh.shape)
+    return {"world": folder.world, "mesh": shape}
+
+
+def _opened(folder: Folder, known: Known) -> Files:
+    def opened(one: tuple[str, int, Path]) -> RankFile:
+        role, rank, path = one
+        return open_rank(path, role, rank, folder.world, known)
+
+    files: Files = {}
+    for (role, rank, _), file in zip(folder.paths, in_threads(opened, folder.paths), strict=True):
+        files.setdefault(role, {})[rank] = file
+    return files
+
+
+def _check_one_step(optimizer: Value, folder: Folder) -> None:
+    """Raises `Corrupt` if the ranks count different numbers of steps. Reads one number of each."""
+    states = optimizer.get("state")
+    steps = (
+        (state.get("step") for state in states.values() if isinstance(state, dict)) if isinstance(states, dict) else ()
+    )
+    step = next((one for one in steps if isinstance(one, Tensor) and one.size == 1), None)
+    if step is None:
+        return
+    counts = {read(Tensor(one.shape, one.dtype, one.fragments)).item() for one in (step, *step.replicas)}
+    if len(counts) > 1:
+        raise Corrupt(
+            f"the ranks' optimizers are at different steps: {sorted(counts)}",
+            where=folder.path,
+            hint="Files of several steps were mixed: copy all files of one step again.",
+        )
+
+
+def _shard(role: str, rank: int, path: Path, mesh: Mesh | None) -> Shard:
+    place = {"rank": rank}
+    if mesh is not None and mesh.names and rank in mesh.ranks:
+        place |= zip(mesh.names, mesh.coordinate(rank), strict=True)
+    return Shard(path, path.stat().st_size, role, place)

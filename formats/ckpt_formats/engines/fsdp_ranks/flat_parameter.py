@@ -1,0 +1,187 @@
+"""FSDP1's local state dicts: what each rank holds of flattened parameters, which have lost their shapes.
+
+A unit (a wrapped module) lays its parameters end to end, and cuts the whole over the
+ranks: `<unit>._flat_param`, a ShardedTensor of one axis. With `use_orig_params` the
+file also has a view for each parameter, the slice that the rank has of it, maybe
+empty: slices in the order of the ranks are the flattened parameter. Without, only the
+order of the parameters tells which elements are whose.
+
+Source: torch.distributed.fsdp, _flat_param.py and _state_dict_utils.py, 2.4 to 2.13.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import TensorRef, tensor_of
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.tensor import Raw, Tensor, packed, with_replicas
+from ckpt_formats.core.text import show
+from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
+from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, order
+
+FLAT = "_flat_param"
+_ALIGNMENT = 16
+"""More than the elements that fill up a parameter, so that the next begins at a multiple of 16 bytes."""
+_SHAPES = (
+    "Pass --shapes CHECKPOINT with any checkpoint of the same model: the weights that the run started from, a full or "
+    "sharded one of another step."
+)
+_SAME = "Is the checkpoint that --shapes names of the same model?"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A flat parameter, as each rank holds it."""
+
+    prefix: str
+    held: Mapping[int, ShardedTensor]
+    whole: Tensor
+
+    def holds_view(self, rank: int, ref: TensorRef) -> bool:
+        """Are these elements of the rank's part of the flat parameter?"""
+        return ref.size > 0 and any(ref.storage is own.storage for _, own in self.held[rank].held)
+
+
+def units_of(leaves: Mapping[str, Mapping[int, Leaf]]) -> dict[str, Unit]:
+    """The flat parameters among a model's tensors, by the prefix of their names."""
+    found = {}
+    for name, held in leaves.items():
+        sharded = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, ShardedTensor)}
+        if name.rpartition(".")[2] == FLAT and len(sharded) == len(held):
+            if any(len(leaf.shape) != 1 for leaf in sharded.values()):
+                raise Corrupt(f"`{show(name)}` is not flat: it has several axes")
+            found[name.removesuffix(FLAT)] = Unit(name.removesuffix(FLAT), sharded, gather(name, sharded))
+    return found
+
+
+def unflatten(
+    leaves: Mapping[str, Mapping[int, Leaf]],
+    units: Mapping[str, Unit],
+    shapes: Mapping[str, Shape],
+    listed: Sequence[str],
+    where: Path,
+) -> dict[str, Tensor]:
+    """The parameters of all units, in their true shapes. What is no part of a unit is left to the caller.
+
+    `listed` are the parameters' names in the order of the model. Raises `Unsupported`
+    if shapes or names are not known, `Corrupt` if they contradict what is there.
+    """
+    sliced = dict(_sliced(leaves, units, shapes))
+    with_views = {unit.prefix for unit in sliced.values()}
+    found: dict[str, Tensor] = {}
+    _need_shapes([name for name in sliced if name not in shapes], where)
+    for name, unit in sliced.items():
+        refs = {rank: leaf for rank, leaf in leaves[name].items() if isinstance(leaf, TensorRef)}
+        found[name] = _of_slices(name, shapes[name], unit, refs)
+    for unit in units.values():
+        if unit.prefix not in with_views:
+            members = [name for name in listed if innermost(name, units) == unit.prefix]
+            _need_shapes([name for name in members if name not in shapes], where)
+            found |= _of_flat(unit, {name: shapes[name] for name in members}, where)
+    return found
+
+
+def slices_of(name: str, shape: Shape, refs: Iterable[TensorRef], hint: str) -> Tensor:
+    """The parameter whose elements these slices are, one after another. Raises `Corrupt` if they are not as many."""
+    pieces, at = [], 0
+    vectors = [_vector(ref) for ref in refs]
+    for vector in vectors:
+        pieces.append(Piece(at, vector))
+        at += vector.shape[0]
+    if at != prod(shape):
+        raise Corrupt(
+            f"`{show(name)}`: the ranks' slices have {at:,} elements, but shape {list(shape)} has {prod(shape):,}",
+            hint=hint,
+        )
+    return tensor_in(shape, vectors[0].dtype, 0, pieces)
+
+
+def _sliced(
+    leaves: Mapping[str, Mapping[int, Leaf]], units: Mapping[str, Unit], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Unit]]:
+    """The slices, and the unit of each. Buffers are told from them by their shapes, or by being no views of it."""
+    vectors: dict[str, tuple[Unit, dict[int, TensorRef]]] = {}
+    for name, held in leaves.items():
+        prefix = innermost(name, units)
+        refs = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, TensorRef)}
+        if prefix is not None and refs and all(len(ref.shape) == 1 for ref in refs.values()):
+            vectors[name] = units[prefix], refs
+    for unit in units.values():
+        own = {name: refs for name, (its, refs) in vectors.items() if its is unit}
+        views = {name for name, refs in own.items() if any(unit.holds_view(*one) for one in refs.items())}
+        for name, refs in own.items():
+            cut = len(unit.held) == 1 or any(ref.shape != shapes.get(name) for ref in refs.values())
+            if name in views or (name in shapes and cut):
+                yield name, unit
+            elif name not in shapes and not views and _may_be_sliced(unit, own.values()):
+                raise Unsupported(
+                    f"`{show(name)}` may be a buffer, or a slice of a flattened parameter: nothing in the files tells",
+                    hint=_SHAPES,
+                )
+
+
+def _may_be_sliced(unit: Unit, vectors: Collection[Mapping[int, TensorRef]]) -> bool:
+    """Are there enough elements in these vectors to make up the flat parameter, but for what aligns its members?"""
+    held = sum(ref.size for refs in vectors for ref in refs.values())
+    return held + _ALIGNMENT * len(vectors) >= unit.whole.size
+
+
+def _of_slices(name: str, shape: Shape, unit: Unit, refs: Mapping[int, TensorRef]) -> Tensor:
+    copies = []
+    for ranks in order(unit.held):
+        if absent := [rank for rank in ranks if rank not in refs]:
+            raise Corrupt(f"rank {absent[0]} has its part of `{show(unit.prefix + FLAT)}`, but no `{show(name)}`")
+        copies.append(slices_of(name, shape, [refs[rank] for rank in ranks], _SAME))
+    return with_replicas(copies)
+
+
+def _of_flat(unit: Unit, shapes: Mapping[str, Shape], where: Path) -> dict[str, Tensor]:
+    name = unit.prefix + FLAT
+    flat, total = unit.whole, sum(map(prod, shapes.values()))
+    if flat.size != total:
+        raise Unsupported(
+            f"`{show(name)}` has {flat.size:,} elements, but the {len(shapes)} parameters that are known below it have "
+            f"{total:,}",
+            where=where,
+            hint="It was saved with use_orig_params=False: name all its parameters in the order of the module with "
+            f"--param-order, each once. {_SHAPES}",
+        )
+    found: dict[str, Tensor] = {}
+    begin = 0
+    for member, shape in shapes.items():
+        copies = []
+        for copy in (flat, *flat.replicas):
+            pieces = [Piece(f.box.start[0], f.blob) for f in copy.fragments if isinstance(f.blob, Raw)]
+            copies.append(tensor_in(shape, flat.dtype, begin, pieces))
+        found[member] = with_replicas(copies)
+        begin += prod(shape)
+    return found
+
+
+def innermost(name: str, units: Collection[str]) -> str | None:
+    """The unit that a name lies in, by its prefix: the innermost of them."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:i]) + "." if i else "" for i in reversed(range(len(parts))))
+    return next((prefix for prefix in prefixes if prefix in units), None)
+
+
+def _vector(ref: TensorRef) -> Raw:
+    blob = tensor_of(ref).fragments[0].blob
+    if not isinstance(blob, Raw) or len(ref.shape) != 1 or not packed(blob.shape, blob.strides, blob.dtype.itemsize):
+        raise Corrupt(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or lies in pieces")
+    return blob
+
+
+def _need_shapes(names: Sequence[str], where: Path) -> None:
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise Unsupported(
+            f"`{show(names[0])}`{others}: the files hold flattened parameters (LOCAL_STATE_DICT of FSDP1), and nothing "
+            "says what shapes they had",
+            where=where,
+            hint=_SHAPES,
+        )

@@ -1,0 +1,81 @@
+"""One rank's file, opened: its tree, in which every tensor says what part of which whole it is.
+
+The trees of all ranks are in memory at once, so what a pickle says at length is told
+once: meshes and specs, of which a model has few, are shared by the tensors of all ranks.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value, kind_of
+from ckpt_formats.engines.fsdp_ranks.dtensor import Meshes
+from ckpt_formats.engines.fsdp_ranks.leaves import Known, leaf_of
+
+_RANK = re.compile(r"rank_?(\d{1,9})")
+"""The rank in a file's name, and in the name that it was saved under, which its archive holds."""
+_MOST_DEPTH = 50
+_MOST_VALUES = 4_000_000
+_WRAPPERS = ("model", "state_dict", "optimizer", "optim")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank saved. `root` has `Leaf`s for tensors, but for extras, which are as they are in the file."""
+
+    rank: int
+    path: Path
+    root: dict[Value, Value]
+    file: TorchFile
+    """Without its own tree."""
+
+
+def open_rank(path: Path, role: str, rank: int, world: int, known: Known) -> RankFile:
+    """Open a file, headers only. Raises `Corrupt`, `Unsupported`, `Unsafe`."""
+    file = open_file(path)
+    saved, named = (_RANK.findall(name) for name in (file.stem, path.stem))
+    if saved and named and int(saved[-1]) != int(named[-1]):
+        raise Corrupt(
+            f"was saved as {show(file.stem)}: it is another rank's, renamed",
+            where=path,
+            hint="Copy the files of all ranks again, under their own names.",
+        )
+    root = file.root
+    if role == "extra":
+        root = root if isinstance(root, dict) else {"extra": root}
+    else:
+        if isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _WRAPPERS:
+            (root,) = root.values()
+        if not isinstance(root, dict):
+            raise Corrupt(f"holds {kind_of(root)}, not a state dict", where=path)
+        root = _Leaves(role == "optimizer", Meshes(rank, path, known.meshes, known.specs), world, known).tree(root)
+    return RankFile(rank, path, root, replace(file, root=None))
+
+
+@dataclass
+class _Leaves:
+    """Puts leaves into a tree. Counts, since a file may share dicts until they are without end."""
+
+    lists: bool
+    """Also into its lists: an optimizer's may have tensors."""
+    meshes: Meshes
+    world: int
+    known: Known
+    count: int = 0
+
+    def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:
+        self.count += len(value)
+        if depth > _MOST_DEPTH or self.count > _MOST_VALUES:
+            raise Unsafe("dicts are nested or repeated without end", where=self.meshes.where)
+        return {key: self._one(item, depth) for key, item in value.items()}
+
+    def _one(self, value: Value, depth: int) -> Value:
+        if isinstance(value, dict):
+            return self.tree(value, depth + 1)
+        if self.lists and type(value) is list:
+            return list(self.tree(dict(enumerate(value)), depth + 1).values())
+        leaf = leaf_of(value, self.meshes, self.world, self.known)
+        return value if leaf is None else leaf

@@ -1,0 +1,55 @@
+"""Names without what wraps modules: FSDP1, torch.compile, activation checkpointing and DDP put components into them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_DDP = "module."
+
+
+@dataclass(frozen=True)
+class Unwrapping:
+    """What to take out of names."""
+
+    ddp: bool
+
+    def __call__(self, name: Value) -> Value:
+        if not isinstance(name, str):
+            return name
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        return plain.removeprefix(_DDP) if self.ddp else plain
+
+    def keys(self, tree: Mapping[Value, Value], where: Path) -> dict[Value, Value]:
+        """A dict with its keys unwrapped. Raises `Corrupt` if two become one."""
+        made: dict[Value, Value] = {}
+        for key, value in tree.items():
+            if self(key) in made:
+                raise Corrupt(f"two tensors are called `{show(self(key))}` once wrappers are left out", where=where)
+            made[self(key)] = value
+        return made
+
+    def optimizer(self, tree: Mapping[str, Value], where: Path) -> dict[str, Value]:
+        """An optimizer's state dict with the names in it unwrapped, nested or flat."""
+        made: dict[str, Value] = {}
+        for key, value in self.keys(tree, where).items():
+            if key == "state" and isinstance(value, dict):
+                value = self.keys(value, where)
+            elif key == "param_groups" and isinstance(value, list):
+                value = [self._group(group) if isinstance(group, dict) else group for group in value]
+            made[key] = value
+        return made
+
+    def _group(self, group: Mapping[str, Value]) -> dict[str, Value]:
+        listed = {key: group[key] for key in ("params", "param_names") if isinstance(group.get(key), list)}
+        return {**group, **{key: [self(name) for name in names] for key, names in listed.items()}}
+
+
+def unwrapping(names: Iterable[str]) -> Unwrapping:
+    """How to unwrap these, which are all of a model's: `module.` only goes where every name begins with it."""
+    plain = [Unwrapping(ddp=False)(name) for name in names]
+    return Unwrapping(bool(plain) and all(name.startswith(_DDP) for name in plain))

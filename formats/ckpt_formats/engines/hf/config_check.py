@@ -1,0 +1,126 @@
+"""Does a configuration describe these tensors? Else transformers makes a model of other sizes, or makes tensors up.
+
+Sizes are looked up by the keys that libraries use, and held against tensors whose names say what they are. What a
+configuration does not say, or a name does not tell, is not checked.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.text import show
+from ckpt_formats.engines.hf.model_names import Spelling
+
+_KEYS = {
+    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "inner": ("intermediate_size", "n_inner"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "groups": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "positions": ("n_positions", "max_position_embeddings"),
+    "experts": ("num_local_experts",),
+}
+_TABLES = (
+    (r"(model\.|transformer\.|)(embed_tokens|wte|word_embeddings)\.weight", ("vocabulary", "hidden")),
+    (r"lm_head\.weight", ("vocabulary", "hidden")),
+)
+"""Of models of any family."""
+_OF_FAMILIES = (
+    (r".*\.self_attn\.q_proj\.weight", ("queries", "hidden")),
+    (r".*\.self_attn\.[kv]_proj\.weight", ("keys", "hidden")),
+    (r".*\.self_attn\.o_proj\.weight", ("hidden", "queries")),
+    (r".*\.mlp\.(gate|up)_proj\.weight", ("inner", "hidden")),
+    (r".*\.mlp\.down_proj\.weight", ("hidden", "inner")),
+    (r".*\.experts\.\d+\.w[13]\.weight", ("inner", "hidden")),
+    (r".*\.experts\.\d+\.w2\.weight", ("hidden", "inner")),
+    (r".*\.block_sparse_moe\.gate\.weight", ("experts", "hidden")),
+    (r"(transformer\.|)wpe\.weight", ("positions", "hidden")),
+    (r".*(layernorm|\.norm|\.ln_[12f])\.weight", ("hidden",)),
+)
+"""Of models of the families whose names are known here."""
+_LAYER = re.compile(r"(?:model\.|transformer\.|)(?:layers|h)\.(\d{1,6})\..*")
+_PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Layers behind the model's own, which predict further tokens."""
+_MOST_NAMED = 3
+
+
+def check_fits(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
+    """Raises `Unsupported` if the configuration is of another model than these tensors, as they will be written.
+
+    `partial` says that the user left tensors out.
+    """
+    if "quantization_config" in config:
+        return
+    misfits = [*_shapes(spelled.known, named, config)]
+    if not misfits:
+        misfits += _layers(named, config, partial)
+    if not misfits and spelled.known and not partial:
+        misfits += _names(spelled)
+    if misfits:
+        more = f" (and {len(misfits) - _MOST_NAMED} more)" if len(misfits) > _MOST_NAMED else ""
+        raise Unsupported(
+            f"config.json is not of this model: {'; '.join(misfits[:_MOST_NAMED])}{more}",
+            hint="Name the model's own with --config; or write the tensors alone, --to safetensors.",
+        )
+
+
+def _shapes(known: bool, named: Sequence[Parameter], config: Mapping[str, Any]) -> Iterator[str]:
+    sizes = _sizes(config)
+    patterns = (*_TABLES, *_OF_FAMILIES) if known else _TABLES
+    for parameter in named:
+        shape = parameter.weight.shape
+        expected = next((axes for pattern, axes in patterns if re.fullmatch(pattern, parameter.name)), None)
+        if expected is None:
+            continue
+        wanted = [sizes.get(axis) for axis in expected]
+        if len(shape) == len(wanted) and all(b in (None, a) for a, b in zip(shape, wanted, strict=True)):
+            continue
+        if any(size is not None for size in wanted):
+            said = ", ".join(_said(axis, config) for axis in expected)
+            yield f"`{show(parameter.name)}` has the shape {list(shape)}, by the configuration ({said}) it is another"
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {}
+    for axis, keys in _KEYS.items():
+        value = next((config[key] for key in keys if natural(config.get(key), 1 << 40)), None)
+        if value is not None:
+            sizes[axis] = value
+    if "embedding_size" in config or "word_embed_proj_dim" in config:
+        sizes.pop("hidden", None)  # tables of another width than the layers
+    heads = sizes.get("heads")
+    if heads and "hidden" in sizes:
+        sizes.setdefault("head_dim", sizes["hidden"] // heads)
+    if heads and "head_dim" in sizes:
+        sizes["queries"] = heads * sizes["head_dim"]
+        sizes["keys"] = sizes.get("groups", heads) * sizes["head_dim"]
+    return sizes
+
+
+def _said(axis: str, config: Mapping[str, Any]) -> str:
+    """What the configuration says of an axis, by its own keys."""
+    axes = {"queries": ("heads", "head_dim"), "keys": ("groups", "head_dim")}.get(axis, (axis,))
+    found = [key for one in axes for key in _KEYS[one] if key in config] or [_KEYS[axes[0]][0]]
+    return " and ".join(f"{key} {config.get(key)!r:.40}" for key in found)
+
+
+def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> Iterator[str]:
+    layers = _sizes(config).get("layers")
+    numbers = [int(match[1]) for one in named if (match := _LAYER.fullmatch(one.name))]
+    if layers is None or not numbers:
+        return
+    count = 1 + max(numbers)
+    most = layers + sum(config[key] for key in _PREDICTED if natural(config.get(key), 1 << 20))
+    if count > most or (count < layers and not partial):
+        yield f"there are {count} layers, but by the configuration ({_said('layers', config)}) there are {layers}"
+
+
+def _names(spelled: Spelling) -> Iterator[str]:
+    for name in spelled.missing:
+        tied = ", which is left out only if tie_word_embeddings is true" if name == "lm_head.weight" else ""
+        yield f"`{show(name)}` is missing{tied}"

@@ -1,0 +1,36 @@
+"""What a user should know of a model before it is written."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.text import show
+from ckpt_formats.engines.hf.model_names import Spelling
+
+_MOST_NAMED = 3
+
+
+def remarks(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any] | None) -> Iterator[str]:
+    """What does not fit, and what was changed so that it fits. `named` are the tensors as they will be written."""
+    names, tie = {parameter.name for parameter in named}, spelled.tie
+    if config is not None and not spelled.known and "quantization_config" not in config:
+        kind = config.get("model_type")
+        yield f"the names of models of type {kind!r:.80} are not known here: they stay as they are"
+    if changed := [(old, new) for old, new in spelled.names.items() if old != new]:
+        yield f"names are the model's own: `{changed[0][0]}` becomes `{changed[0][1]}`, and so on"
+    if spelled.stacks:
+        yield "tensors are as the model's files have them, not as the running model: stacks of experts are taken apart"
+    if spelled.missing:
+        yield f"tensors are missing that the model has, and transformers will make up: {_few(spelled.missing)}"
+    if spelled.surplus:
+        yield f"tensors are there that the model has not, and transformers will leave: {_few(spelled.surplus)}"
+    if tie is not None and spelled.known and {tie.alias, tie.name} <= names:
+        yield (
+            f"`{tie.alias}` is a tensor of its own, but the configuration ties it to `{tie.name}`: transformers may "
+            "take one for both"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more

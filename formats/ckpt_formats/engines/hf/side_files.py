@@ -1,0 +1,66 @@
+"""What lies beside a model's weights: JSON as typed values, all else as bytes that are read when they are wanted."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_formats.containers.safetensors import parse_json_object
+from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import open_regular, read_whole
+from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE
+
+PREFIX = "hf/"
+"""Of the extras that are files, before the file's name."""
+MOST_JSON = 1 << 20
+"""Bytes of a file that is carried as typed values; larger ones are carried as bytes."""
+MOST_FILE = 64 << 20
+MOST_FILES = 512 << 20
+"""Bytes of one other file, and of all of them."""
+
+_TYPED = (CONFIG, TRAINER_STATE, "adapter_config.json")
+_MOST_TYPED = 64 << 20
+"""Bytes of those that must be understood: a long run's log is in one of them."""
+
+
+def carry(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Shard, ...], list[str]]:
+    """Files by name, the shards that they are, and the names of those that are too large to carry.
+
+    A value is what a JSON file says, or a tensor of the file's bytes. Raises
+    `Corrupt` if a configuration is not JSON.
+    """
+    values: dict[str, Value] = {}
+    shards: list[Shard] = []
+    left: list[str] = []
+    total = 0
+    for file in files:
+        with open_regular(file) as opened:
+            nbytes = opened.seek(0, 2)
+        if file.name in _TYPED:
+            values[file.name] = parse_json_object(read_whole(file, _MOST_TYPED), file)
+        elif nbytes <= MOST_FILE and total + nbytes <= MOST_FILES:
+            total += nbytes
+            values[file.name] = _value(file, nbytes)
+        else:
+            left.append(file.name)
+            continue
+        shards.append(Shard(file, nbytes, "other"))
+    return values, tuple(shards), left
+
+
+def config_of(values: Mapping[str, Value], key: str = CONFIG) -> dict[str, Value] | None:
+    """The model's configuration, if there is one."""
+    said = values.get(key)
+    return said if isinstance(said, dict) else None
+
+
+def _value(file: Path, nbytes: int) -> Value:
+    if file.suffix == ".json" and nbytes <= MOST_JSON:
+        try:
+            return parse_json_object(read_whole(file, MOST_JSON), file)
+        except Corrupt:
+            pass  # a list, or something that only looks like JSON: its bytes are carried
+    return Tensor.of(Raw.packed(file, 0, (nbytes,), np.dtype(np.uint8)))

@@ -1,0 +1,161 @@
+"""The files of a `torch_dist` iteration: a distributed checkpoint, `common.pt` and `metadata.json`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.engines.dcp.folder import rank_of
+from ckpt_formats.engines.dcp.items import Block, Items, Seals, unnamed_bytes
+from ckpt_formats.engines.dcp.metadata import Metadata, Stored, read_metadata
+from ckpt_formats.engines.dcp.objects import Objects
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
+from ckpt_formats.engines.megatron.shared.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
+from ckpt_formats.core.text import show
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.containers.safetensors import parse_json_object
+from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
+from ckpt_formats.core.tensor import Fragment, Tensor
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.values import Value
+
+_MOST_JSON = 1 << 20
+_SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)")
+
+
+@dataclass(frozen=True)
+class Dist:
+    """What one iteration's files hold: tensors and objects by key, and what all ranks have in common."""
+
+    path: Path
+    args: Arguments
+    parallel: Parallel
+    common: TorchFile
+    tensors: Mapping[str, Tensor]
+    objects: Mapping[str, Value]
+    """Keys are as Megatron makes them: `rng_state/shard_0.1_2.2`."""
+    seals: Seals
+    shards: tuple[Shard, ...]
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def root(self) -> Mapping[str, Value]:
+        found: Mapping[str, Value] = self.common.root
+        return found
+
+
+def open_dist(path: Path) -> Dist:
+    """Open the files. Raises `Incomplete` if one is missing, `Unsupported` for containers other than torch_dist."""
+    unknown = _check_container(path)
+    common = open_file(path / COMMON_FILE)
+    if not isinstance(common.root, dict):
+        raise Corrupt("it does not hold a mapping", where=common.path)
+    args = arguments_of(common.root, common.path)
+    metadata = read_metadata(path / METADATA)
+    shards = tuple(_shards(path, metadata, common))
+    items, blocks = Items(path), list[Block]()
+    tensors = {key: _tensor(key, stored, items, blocks) for key, stored in metadata.tensors.items()}
+    objects: dict[str, Value] = {}
+    seals: list[Seal] = [*common.seals()]
+    reading = Objects(items)
+    for key, item in metadata.objects.items():
+        found = reading.read(key, item)
+        # Megatron saves each object as a list of one.
+        objects[key] = found.value[0] if isinstance(found.value, list) and len(found.value) == 1 else found.value
+        seals += found.seals
+    parallel = parallel_of(args)
+    check_agreement(_statements(path, common, objects, parallel), path)
+    sizes = {file: (path / file).stat().st_size for file in metadata.files}
+    unnamed = unnamed_bytes(path, sizes, metadata.items)
+    notices = (*unknown, *metadata.notices, *_absent(objects, path), *unnamed)
+    return Dist(path, args, parallel, common, tensors, objects, Seals(blocks, seals), shards, notices)
+
+
+def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], parallel: Parallel) -> Iterator[Statement]:
+    root, where = common.root, common.path.name
+    yield Statement("the iteration", where, whole(root.get("iteration")))
+    yield step_in_name(path, ITERATION_FOLDER, "the iteration")
+    content, optimizer = root.get("content_metadata"), root.get("optimizer")
+    encoding = "the encoding of the distributed optimizer"
+    if isinstance(content, dict):
+        yield Statement(encoding, f"`content_metadata` in {where}", content.get("distrib_optim_sharding_type"))
+    if isinstance(optimizer, dict):
+        parts = [part for key, part in optimizer.items() if type(key) is int and isinstance(part, dict)] or [optimizer]
+        for part in parts:
+            yield Statement(encoding, f"`optimizer` in {where}", part.get("param_state_sharding_type"))
+    yield Statement("the number of ranks (pp, tp)", f"`args` in {where}", (parallel.pp, parallel.tp))
+    for key in objects:
+        if (shard := shard_of(key)) and shard[0] == "rng_state" and len(shard[2]) >= 2:
+            yield Statement("the number of ranks (pp, tp)", f"the key `{show(key)}`", shard[2][:2])
+
+
+def _absent(objects: Mapping[str, Value], path: Path) -> Iterator[Notice]:
+    """Objects of which only some parts are there. Raises `Incomplete` if random states of ranks are missing."""
+    parts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for key in objects:
+        if shard := shard_of(key):
+            parts[shard[0], shard[2]] = parts.get((shard[0], shard[2]), 0) + 1
+    for (key, counts), held in parts.items():
+        if held < prod(counts) and key == "rng_state":
+            raise Incomplete(
+                f"random states of {held} ranks are here, but `{key}` is of {prod(counts)}",
+                where=path / METADATA,
+                hint="Copy all files of the iteration again.",
+            )
+    if lacking := tuple(key for (key, counts), held in parts.items() if held < prod(counts)):
+        yield Notice("some parts of these objects are not here", lacking, Weight.UNSURE)
+
+
+def shard_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """An object's own key, its place, and how many there are along each axis; None if the key has another form."""
+    match = _SHARD.fullmatch(key)
+    if match is None:
+        return None
+    place, counts = (tuple(int(number) for number in part.split(".")) for part in match.groups()[1:])
+    return match[1], place, counts
+
+
+def _check_container(path: Path) -> tuple[Notice, ...]:
+    file = path / CONTAINER_FILE
+    said = parse_json_object(read_whole(file, _MOST_JSON), file)
+    backend = said.get("sharded_backend")
+    if backend != "torch_dist":
+        raise Unsupported(
+            f"its tensors are kept as {show(str(backend))[:40]!r}, which Megatron has given up",
+            where=file,
+            hint="Load it with an older Megatron and save with --ckpt-format torch_dist.",
+        )
+    version = said.get("sharded_backend_version", 1)
+    text = f"{CONTAINER_FILE} is of version {show(str(version))[:20]}, which is not known: read as version 1"
+    return () if version == 1 else (Notice(text, weight=Weight.UNSURE),)
+
+
+def _tensor(key: str, stored: Stored, items: Items, blocks: list[Block]) -> Tensor:
+    held = []
+    for box, item in stored.blocks:
+        if item is None:
+            raise Corrupt(
+                f"`{show(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
+            )
+        held.append((box, Block(key, box, stored.dtype, item, items)))
+    blocks += (block for _, block in held)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+
+
+def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Shard]:
+    yield Shard(common.path, common.path.stat().st_size, "common")
+    for name in (".metadata", "metadata.json"):
+        yield Shard(path / name, (path / name).stat().st_size, "metadata")
+    for file in metadata.files:
+        try:
+            size = (path / file).stat().st_size
+        except (OSError, ValueError):
+            raise Incomplete(
+                f"{show(file)} is missing, which the metadata name", where=path, hint="Copy the files of all ranks."
+            ) from None
+        rank = rank_of(Path(file).name)
+        yield Shard(path / file, size, "data", {} if rank is None else {"rank": rank})

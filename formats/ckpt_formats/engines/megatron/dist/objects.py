@@ -1,0 +1,89 @@
+"""The objects of a `torch_dist` checkpoint of a new layout: modules' extra states, random states, and all others."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckpt_formats.engines.dcp.entries import Entry
+from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.engines.megatron.dist.keys import Key, Keys
+from ckpt_formats.engines.megatron.dist.shards import Tensors, place_of
+from ckpt_formats.engines.megatron.shared.split import Place
+from ckpt_formats.engines.megatron.shared.names import is_expert, is_extra_state
+from ckpt_formats.engines.megatron.shared.write_extras import RankItems
+from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.core.values import Value
+
+RANDOM = "rng_state"
+_SUFFIX = "._extra_state"
+_HEAD = f"output_layer{_SUFFIX}"
+_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+_LINEAR = re.compile(r"(.*\.(?:linear_[a-z0-9_]+|in_proj|out_proj|eh_proj|fc[12]_latent_proj))\.weight")
+_FUSED = re.compile(r"(.*\.layers\.\d+\.(?:.*\.)?self_attention)\.linear_proj\.weight")
+_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\._extra_state")
+
+
+@dataclass(frozen=True)
+class Objects:
+    """All objects of a target."""
+
+    target: Target
+    keys: Keys
+    items: RankItems
+    tensors: Tensors
+
+    def entries(self, number: int) -> Iterator[tuple[Place, Entry]]:
+        """Every object, and the rank that writes it; they are counted from `number` on."""
+        found = (*self._extra_states(), *self._random_states(), *self._others())
+        for i, (place, key, value) in enumerate(found):
+            # Megatron saves each object as a list of one.
+            yield place, Entry(key, (key,), number + i, [lower(value, self.target.source.parameters)])
+
+    def _extra_states(self) -> Iterator[tuple[Place, str, Value]]:
+        had = {n: v for n, v in self.items.extra_states(Place(0, 0)).items() if is_extra_state(n)}
+        needed = dict.fromkeys(self._modules())
+        # Without fp8 they say nothing, so what the source lacks can be made.
+        for name in {**needed, **{n: None for n in had if not _GROUPED.fullmatch(n) and (n != _HEAD or had[n])}}:
+            value = had.get(name)
+            if value is None and is_expert(name):
+                value = had.get(re.sub(r"\.local_experts\.\d+", "", name))
+            yield self.tensors.writer(name), self.keys.of(name).object(), value
+
+    def _modules(self) -> Iterator[str]:
+        """The modules that Megatron asks for an extra state of: all that multiply by a matrix."""
+        names = self.target.source.parameters
+        for name in names:
+            if match := _LINEAR.fullmatch(name):
+                yield match[1] + _SUFFIX
+            if self.target.fused_norms and (match := _FUSED.fullmatch(name)):
+                yield f"{match[1]}.core_attention{_SUFFIX}"
+        if any(".mixer." in name for name in names):  # models of Megatron core other than GPT keep that of the head
+            yield _HEAD
+
+    def _random_states(self) -> Iterator[tuple[Place, str, Value]]:
+        """One of each rank that draws numbers of its own: with experts on several ranks, of all."""
+        parallel = self.target.parallel
+        ranks = [(pp, tp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
+        if parallel.ep == 1:
+            for pp, tp in ranks:
+                value = self.items.of(Place(tp, pp)).get(RANDOM)
+                if value is not None:
+                    yield place_of(parallel, pp, tp), Key(RANDOM, (pp, tp), (parallel.pp, parallel.tp)).object(), value
+            return
+        for pp, tp in ranks:
+            for dp in range(parallel.dp):
+                value = self.items.of(Place(tp, pp, dp)).get(RANDOM)
+                if value is not None:
+                    key = Key(RANDOM, (pp, tp, dp), (parallel.pp, parallel.tp, parallel.dp)).object()
+                    yield place_of(parallel, pp, dp * parallel.tp + tp), key, value
+
+    def _others(self) -> Iterator[tuple[Place, str, Value]]:
+        """Objects of other kinds, as they were."""
+        for key, value in self.target.source.extras.items():
+            if is_object(key):
+                yield Place(0, 0), key, value
+
+
+def is_object(key: str) -> bool:
+    """Is it the key of an object, with a place among others?"""
+    return _OBJECT.fullmatch(key) is not None

@@ -1,0 +1,168 @@
+"""The tensors of a `torch_dist` checkpoint of a new layout: the key of each, and the blocks that each rank writes.
+
+    model                      <key>
+    plain optimizer            optimizer.state.{fp32_param,exp_avg,exp_avg_sq,...}.<key>
+    distributed optimizer      optimizer.state.{param,exp_avg,exp_avg_sq}.<key>     (`fully_reshardable`)
+
+Some tensors are stored in pieces, each under a key of its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.engines.dcp.entries import Entry
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box, slab
+from ckpt_formats.core.layout import Rule, cuts, split
+from ckpt_formats.engines.megatron.shared.arguments import Parallel
+from ckpt_formats.engines.megatron.dist.keys import Key, Keys
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, Place, home
+from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer, compared
+from ckpt_formats.engines.megatron.shared.write_layout import Target, is_padded, trimmed
+from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.views import Pile
+
+_PIECES = {
+    r".*\.mixer\.in_proj\.weight": ("z", "x", "B", "C", "dt"),
+    r".*\.mixer\.conv1d\.(?:weight|bias)": ("x", "B", "C"),
+    r".*\.self_attention\.in_proj\.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    r".*\.self_attention\.conv1d\.(?:weight|bias)": ("query", "key", "value"),
+}
+_FLOAT = DTYPES["float32"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A whole tensor under its key, and the blocks of it that each of the ranks that cut it writes."""
+
+    key: Key
+    tensor: Tensor
+    blocks: tuple[tuple[Box, ...], ...]
+
+
+@dataclass
+class _Stack:
+    """What a key stacks: the tensor at each place."""
+
+    key: Key
+    tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        first = next(iter(self.tensors.values()))
+        if odd := next((t for t in self.tensors.values() if (t.shape, t.dtype) != (first.shape, first.dtype)), None):
+            raise Unsupported(
+                f"`{show(self.key.text)}` is {first.dtype.name} {list(first.shape)} in one layer, "
+                f"{odd.dtype.name} {list(odd.shape)} in another: Megatron could not stack them"
+            )
+        return Tensor.of(Pile(self.key.lengths, self.tensors)) if self.key.lengths else first
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """All tensors of a target."""
+
+    target: Target
+    keys: Keys
+    optimizer: NewOptimizer | None
+
+    def entries(self) -> Iterator[tuple[Place, Parameter, Entry]]:
+        """Every block, the rank that writes it, and the parameter that it is of."""
+        stacks: dict[str, _Stack] = {}
+        held: list[tuple[str, Parameter, Shards]] = []
+        for parameter in self.target.source.parameters.values():
+            if parameter.role == "extra":
+                continue
+            for prefix, tensor in self._states(parameter):
+                for shards in self._shards(parameter.name, tensor):
+                    text = f"{prefix}{shards.key.text}"
+                    stacks.setdefault(text, _Stack(shards.key)).tensors[shards.key.place] = shards.tensor
+                    held.append((text, parameter, shards))
+        chunks = dict.fromkeys(stacks, 0)
+        numbers = {text: number for number, text in enumerate(stacks)}
+        for text, parameter, shards in held:
+            whole, place = stacks[text].whole, shards.key.place
+            for rank, boxes in enumerate(shards.blocks):
+                writer = self.writer(parameter.name, rank)
+                for box in boxes:
+                    at = Box((*place, *box.start), (*(i + 1 for i in place), *box.stop))
+                    yield writer, parameter, Entry(text, (text,), numbers[text], whole, at, chunks[text])
+                    chunks[text] += 1
+
+    def _states(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
+        """What is stored of a parameter, and what comes before its key."""
+        yield "", self._weight(parameter)
+        if self.optimizer is None or parameter.name not in self.optimizer.trained:
+            return
+        distributed, weight = self.target.distributed, parameter.weight
+        if distributed:
+            yield "optimizer.state.param.", parameter.states.get(MASTER, weight)
+        elif weight.dtype != _FLOAT:
+            yield "optimizer.state.fp32_param.", parameter.states[MASTER]
+        for state, tensor in parameter.states.items():
+            if state not in (MODEL, MASTER, "step"):
+                yield f"optimizer.state.{state}.", tensor
+
+    def _weight(self, parameter: Parameter) -> Tensor:
+        plain = self.optimizer is not None and not self.target.distributed
+        return compared(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
+
+    def _shards(self, name: str, tensor: Tensor) -> Iterator[Shards]:
+        target = self.target
+        degree = target.parallel.etp if is_expert(name) else target.parallel.tp
+        rule = target.layout.rule(name) if target.layout.matching(name) or degree > 1 else Rule(".*", "replicated")
+        key, tensor = self.keys.of(name), _padded(target, name, tensor, rule, degree)
+        blocks = [tuple(placed.whole for placed in one) for one in cuts(name, tensor.shape, rule, degree)]
+        if rule.how not in ("sharded", "blocks"):
+            blocks = blocks[:1]  # all ranks hold the same: the first writes it
+        names = next((names for pattern, names in _PIECES.items() if re.fullmatch(pattern, name)), None)
+        if names is None:
+            yield Shards(key, tensor, tuple(blocks))
+            return
+        if not isinstance(rule.fused, tuple) or len(rule.fused) != len(names):
+            raise Unsupported(f"`{show(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}")
+        lengths = [int(length) for length in rule.fused]
+        for piece, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
+            within = slab(tensor.shape, rule.axis, at, at + length)
+            cut = (tuple(common.within(within) for box in one if (common := box & within)) for one in blocks)
+            yield Shards(replace(key, text=f"{key.text}.{piece}"), tensor.crop(within), tuple(cut))
+
+    def writer(self, name: str, rank: int = 0) -> Place:
+        """The one of the ranks that cut a parameter, with the same shard on others, that writes it."""
+        parallel, expert = self.target.parallel, expert_of(name)
+        first = 0 if expert is None else expert // self.target.experts * parallel.etp
+        return place_of(parallel, self.stage_of(name), first + rank)
+
+    def stage_of(self, name: str) -> int:
+        """The pipeline stage that has a parameter, or the extra state of a module."""
+        layer = layer_of(name)
+        return home(self.target, name)[0] if layer is None else self._stages[layer]
+
+    @cached_property
+    def _stages(self) -> Mapping[int, int]:
+        stages = self.target.stages
+        return {
+            layer: pp for pp in range(stages.pp) for chunk in range(stages.chunks) for layer in stages.layers(pp, chunk)
+        }
+
+
+def place_of(parallel: Parallel, pp: int, within: int) -> Place:
+    """The rank with this number among those of its stage, where tensor-parallel ranks are counted first."""
+    return Place(within % parallel.tp, pp, within // parallel.etp, within % parallel.etp)
+
+
+def _padded(target: Target, name: str, tensor: Tensor, rule: Rule, degree: int) -> Tensor:
+    """A table of the vocabulary with as many rows as the new run's have; any other tensor as it is."""
+    if not is_padded(target, name):
+        return tensor
+    tensor = trimmed(target, name, tensor)
+    rows = -(-max(tensor.shape[0], target.rows or 0) // degree) * degree
+    (whole,) = split(name, tensor, rule, 1, rows)
+    return whole

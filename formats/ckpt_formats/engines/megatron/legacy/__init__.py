@@ -1,0 +1,1 @@
+"""Megatron's legacy checkpoints: one torch file for each model-parallel rank."""

@@ -1,0 +1,259 @@
+"""The opened files of one legacy iteration, each with the ranks whose tensors it holds."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.identity import in_threads
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
+from ckpt_formats.engines.megatron.shared.folder import ITERATION_FOLDER, RankFolder, rank_folders
+from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
+
+_MIXED = "Files of several iterations or runs were mixed: copy all files of one iteration again."
+_ALL = "Copy the folders of all ranks into one."
+_SAME = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "padded_vocab_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "group_query_attention",
+    "swiglu",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
+    "transformer_impl",
+    "consumed_train_samples",
+)
+"""Arguments that decide how files are read, and a counter: the same on all ranks."""
+_CHUNK = re.compile(r"model\d*")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank saved, and which rank it is in each group."""
+
+    name: str
+    model: TorchFile
+    optimizer: TorchFile | None
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    @property
+    def root(self) -> Mapping[str, Value]:
+        found: Mapping[str, Value] = self.model.root
+        return found
+
+    def chunks(self) -> list[Value]:
+        """The state dicts of the model chunks: several with a virtual pipeline."""
+        if "model" in self.root:
+            return [self.root["model"]]
+        names = (f"model{i}" for i in count())
+        found: list[Value] = []
+        for name in names:
+            if name not in self.root:
+                break
+            found.append(self.root[name])
+        return found
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """All ranks' files, and what their arguments say."""
+
+    path: Path
+    args: Arguments
+    parallel: Parallel
+    ranks: tuple[RankFile, ...]
+
+    @property
+    def first(self) -> RankFile:
+        return self.ranks[0]
+
+    def of_stage(self, pp: int) -> list[RankFile]:
+        return [rank for rank in self.ranks if rank.pp == pp]
+
+    def files(self) -> Iterator[TorchFile]:
+        for rank in self.ranks:
+            yield rank.model
+            if rank.optimizer is not None:
+                yield rank.optimizer
+
+    def shards(self) -> Iterator[Shard]:
+        for rank in self.ranks:
+            where = {"tp": rank.tp, "pp": rank.pp} | ({"ep": rank.ep} if self.parallel.ep > 1 else {})
+            yield Shard(rank.model.path, rank.model.path.stat().st_size, "model", where)
+            if rank.optimizer is not None:
+                yield Shard(rank.optimizer.path, rank.optimizer.path.stat().st_size, "optimizer", where)
+
+
+def open_legacy(path: Path) -> Legacy:
+    """Open all files. Raises `Incomplete` if a rank is missing, `Corrupt` if they are not of one iteration."""
+    folders = rank_folders(path)
+    for folder in folders:
+        if not folder.model.is_file():
+            raise Incomplete(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
+    models = in_threads(open_file, [folder.model for folder in folders])
+    found = [folder.optimizer for folder in folders]
+    optimizers = in_threads(lambda file: None if file is None else open_file(file), found)
+    for file in models:
+        if not isinstance(file.root, dict):
+            raise Corrupt("a file of a Megatron checkpoint holds a mapping", where=file.path)
+    args = arguments_of(models[0].root, models[0].path)
+    parallel = parallel_of(args)
+    _check_one_iteration(models, path)
+    ranks = _ranks(folders, models, optimizers, parallel, path)
+    _check_chunks(ranks, args, parallel, path)
+    _check_numbers(ranks, args, parallel)
+    if len({rank.optimizer is None for rank in ranks}) > 1:
+        without = next(rank.name for rank in ranks if rank.optimizer is None)
+        raise Incomplete(f"distrib_optim.pt is missing in {without}, but other ranks have it", where=path, hint=_ALL)
+    _check_optimizers(ranks, path)
+    return Legacy(path, args, parallel, ranks)
+
+
+def _ranks(
+    folders: Sequence[RankFolder],
+    models: Sequence[TorchFile],
+    optimizers: Sequence[TorchFile | None],
+    parallel: Parallel,
+    path: Path,
+) -> tuple[RankFile, ...]:
+    """Every rank that should be there, in the order of stages, tensor- and expert-parallel ranks."""
+    files = {f.numbers: (f.path.name, m, o) for f, m, o in zip(folders, models, optimizers, strict=True)}
+    made = []
+    for numbers, tp, pp, ep, etp in saving_ranks(parallel):
+        if numbers not in files:
+            name = folder_name(numbers)
+            raise Incomplete(
+                f"{name} is missing: the run had tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, "
+                f"{len(files)} folders are here",
+                where=path,
+                hint=_ALL,
+            )
+        made.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
+    if files:
+        name = folder_name(next(iter(files)))
+        what = f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}: there is no rank of {name}"
+        raise Corrupt(what, where=path, hint=_MIXED)
+    if missing := set(range(parallel.tp)) - {rank.tp for rank in made}:
+        raise Incomplete(
+            f"Megatron saved nothing of tensor-parallel rank {min(missing)}: it saves one rank of each set of experts, "
+            f"and with etp {parallel.etp} and ep {parallel.ep} these are not all",
+            where=path,
+            hint="Save with --ckpt-format torch_dist.",
+        )
+    return tuple(made)
+
+
+def saving_ranks(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
+    """(numbers in the folder's name, tp, pp, ep, etp) of every rank that saves.
+
+    Within a stage ranks are counted by tp first; those that save hold the first
+    copy of each set of experts. If etp is tp, they are a grid.
+    """
+    for pp in range(parallel.pp):
+        for rank in range(parallel.etp * parallel.ep):
+            tp, etp, ep = rank % parallel.tp, rank % parallel.etp, rank // parallel.etp
+            numbers = (tp, *((pp,) if parallel.pp > 1 else ()), *((ep,) if parallel.ep > 1 else ()))
+            yield numbers, tp, pp, ep, etp
+
+
+def folder_name(numbers: Sequence[int]) -> str:
+    return "_".join([f"mp_rank_{numbers[0]:02}", *(f"{number:03}" for number in numbers[1:])])
+
+
+def _check_one_iteration(models: Sequence[TorchFile], path: Path) -> None:
+    statements = list[Statement]()
+    for file in models:
+        name, args = file.path.parent.name, arguments_of(file.root, file.path).record
+        for key in ("iteration", "checkpoint_version"):
+            statements.append(Statement(f"`{key}`", name, _told(file.root.get(key))))
+        for key in _SAME:
+            statements.append(Statement(f"`{key}`", name, _told(args.get(key))))
+    check_agreement((*statements, step_in_name(path, ITERATION_FOLDER, "`iteration`")), path, _MIXED)
+
+
+def _told(value: Value) -> Value:
+    """A number, text or flag as it is; nothing else can be compared. None is a value as well: not set."""
+    return value if isinstance(value, (bool, int, float, str)) else "not set" if value is None else None
+
+
+def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel, path: Path) -> None:
+    """Every rank holds as many model chunks as the arguments state, and no other model beside them."""
+    for rank in ranks:
+        count = len(rank.chunks())
+        known = {"model"} if "model" in rank.root else {f"model{i}" for i in range(count)}
+        if odd := sorted(str(key) for key in rank.root if _CHUNK.fullmatch(str(key)) and key not in known):
+            raise Corrupt(
+                f"{rank.name} holds the model chunks {', '.join(sorted(known)) or 'none'}, and {show(odd[0])} besides",
+                where=rank.model.path,
+                hint="A chunk between them was lost, or two checkpoints were put into one.",
+            )
+    chunks = {len(rank.chunks()) for rank in ranks}
+    if len(chunks) != 1 or 0 in chunks:
+        raise Corrupt(f"ranks hold {sorted(chunks)} model chunks: as many on each were expected", where=path)
+    said = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
+    if said and said not in chunks:
+        raise Corrupt(
+            f"`virtual_pipeline_model_parallel_size` is {said}, but each rank holds {max(chunks)} model chunks",
+            where=path,
+            hint=_MIXED,
+        )
+
+
+def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel) -> None:
+    """Each file's `rank` is the one of its folder's place. (Converters save that of one rank in all files.)"""
+    found = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
+    world = args.optional("world_size")
+    if None in found or len(set(found)) == 1 or not world or world % parallel.pp:
+        return
+    per_stage = world // parallel.pp
+    for number, rank in zip(found, ranks, strict=True):
+        assert number is not None
+        places = [("tensor", rank.tp, number % parallel.tp)]
+        if not args.flag("use_tp_pp_dp_mapping"):
+            places.append(("pipeline", rank.pp, number // per_stage))
+            places.append(("expert", rank.ep, number % per_stage // parallel.etp % parallel.ep))
+        for kind, place, stated in places:
+            if place != stated:
+                raise Corrupt(
+                    f"{rank.name} was written by rank {number}, which is {kind}-parallel rank {stated}, not {place}",
+                    where=rank.model.path,
+                    hint="Was a folder renamed, or copied over another rank's?",
+                )
+
+
+def _check_optimizers(ranks: Sequence[RankFile], path: Path) -> None:
+    """All ranks saved an optimizer, or none did."""
+    without = [rank.name for rank in ranks if rank.root.get("optimizer") is None]
+    if without and len(without) < len(ranks):
+        raise Incomplete(f"there is no optimizer in {without[0]}, but other ranks have one", where=path, hint=_ALL)
+    if without and (extra := next((rank.name for rank in ranks if rank.optimizer is not None), None)):
+        raise Incomplete(
+            f"{extra} has a distrib_optim.pt, but its model_optim_rng.pt lacks the optimizer's groups",
+            where=path,
+            hint=_ALL,
+        )

@@ -1,0 +1,256 @@
+"""Reading the legacy layout: a folder for each rank, a state dict in its own local names and shapes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Options, Parameter
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.legacy.files import Legacy, RankFile, open_legacy
+from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
+from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
+    buckets_of,
+    buffers_of,
+    is_no_buffer,
+    is_tied,
+    read_buffers,
+)
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, carry, label, optimizer_items
+from ckpt_formats.engines.megatron.shared.merge import Held, copies, everywhere, whole
+from ckpt_formats.engines.megatron.shared.model_chunk import Chunk, chunk_of
+from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, Naming, is_expert
+from ckpt_formats.engines.megatron.shared.optimizer_states import Optimized, members, options_of, without_states
+from ckpt_formats.engines.megatron.shared.optimizer_states import Options as GroupOptions
+from ckpt_formats.engines.megatron.shared.origin import origin_of
+from ckpt_formats.engines.megatron.shared.plain_optimizer import read_plain
+from ckpt_formats.engines.megatron.shared.rules import rules_for
+from ckpt_formats.engines.megatron.shared.stages import Stages
+from ckpt_formats.state_dicts.statements import Statement, check_agreement
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has, under the names of the whole model."""
+
+    file: RankFile
+    held: Mapping[str, Held]
+    groups: Sequence[tuple[Mapping[str, Value], tuple[str, ...]]]
+    extra_states: Mapping[str, Value]
+
+
+def read_legacy(path: Path, folder: Path, options: Options) -> Checkpoint:
+    """The index of one iteration."""
+    legacy = open_legacy(folder)
+    layout = Layout(rules_for(options.rules), sizes_of(legacy.args, legacy.first.root.get("checkpoint_version", 0)))
+    chunks = {rank.name: [chunk_of(chunk) for chunk in rank.chunks()] for rank in legacy.ranks}
+    stages = _stages(legacy, chunks)
+    ranks = [_rank(legacy, rank, chunks[rank.name], stages) for rank in legacy.ranks]
+    parameters, aliases = _parameters(legacy, ranks, layout)
+    groups = _groups(ranks, aliases)
+    _check_steps(ranks, folder)
+    extras = carry([(_label(rank.file, legacy), _items(rank)) for rank in ranks], parameters)
+    return Checkpoint(
+        path,
+        origin_of(legacy.args, legacy.parallel, stages, legacy.first.root, "torch"),
+        parameters,
+        groups,
+        extras,
+        aliases,
+        tuple(legacy.shards()),
+        tuple(seal for file in legacy.files() for seal in file.seals()),
+        tuple(without_states(parameters, groups)),
+        layout=layout,
+    )
+
+
+def _check_steps(ranks: Sequence[Rank], folder: Path) -> None:
+    """Raises `Corrupt` if optimizers of two ranks count different numbers of steps."""
+    statements = (
+        Statement("the optimizer's step", rank.file.name, _number(options.get("step")))
+        for rank in ranks
+        for options, names in rank.groups
+        if names
+    )
+    check_agreement(statements, folder)
+
+
+def _number(value: Value) -> Value:
+    return value if isinstance(value, (int, float)) else None
+
+
+def _stages(legacy: Legacy, chunks: Mapping[str, Sequence[Chunk]]) -> Stages:
+    """How many layers each chunk has, as the files show it. Raises `Corrupt` if the arguments say otherwise."""
+    by_stage = [[chunk.layers for chunk in chunks[legacy.of_stage(pp)[0].name]] for pp in range(legacy.parallel.pp)]
+    counts = tuple(stage[v] for v in range(len(by_stage[0])) for stage in by_stage)
+    said = legacy.args.optional("num_layers", "encoder_num_layers")
+    if said is not None and said != sum(counts):
+        raise Corrupt(
+            f"the files hold {sum(counts)} layers, but the arguments state {said}",
+            where=legacy.path,
+            hint="Files of several runs may be mixed.",
+        )
+    return Stages(counts, legacy.parallel.pp)
+
+
+def _rank(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk], stages: Stages) -> Rank:
+    optimized = _optimized(legacy, file, chunks)
+    experts = legacy.args.number("num_experts", default=0) // legacy.parallel.ep
+    held: dict[str, Held] = {}
+    extra: dict[str, Value] = {}
+    titles: dict[tuple[int, str], list[str]] = {}
+    for number, chunk in enumerate(chunks):
+        naming = Naming(stages.layers(file.pp, number).start, file.ep * experts, experts)
+        for local, tensor in chunk.tensors.items():
+            key = (number, local)
+            states = {MODEL: tensor, **optimized.states.get(key, {})}
+            for state, one in states.items():
+                for name, part in naming.tensors(local, one):
+                    found = held.setdefault(name, Held({}, dict(optimized.values.get(key, {}))))
+                    if found.states.setdefault(state, part) is not part:
+                        raise Corrupt(f"the rank holds `{name}` twice", where=file.model.path)
+                    titles.setdefault(key, []).append(name)
+        extra |= {naming.plain(name): value for name, value in chunk.extra_states.items()}
+    groups = [(g.options, tuple(dict.fromkeys(n for key in g.keys for n in titles[key]))) for g in optimized.groups]
+    return Rank(file, held, groups, extra)
+
+
+def _optimized(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk]) -> Optimized:
+    """What the optimizer holds of a rank's parameters: nothing if it was not saved."""
+    saved = file.root.get("optimizer")
+    if saved is None:
+        return Optimized()
+    several = isinstance(saved, (list, tuple))
+    buffered = None if file.optimizer is None else file.optimizer.root
+    parts = saved if several else [saved]
+    flat = (buffered if several else [buffered]) if buffered is not None else [None] * len(parts)
+    found = Optimized()
+    if len(parts) > 2 or len(flat) != len(parts):
+        raise Corrupt(f"there are {len(parts)} optimizers and {len(flat)} buffers of them", where=file.model.path)
+    for experts, part, buffers in zip((False, True) if several else (None,), parts, flat, strict=True):
+        if file.optimizer is None:
+            one = read_plain(part, chunks, experts, file.model.path, decayed_norms(legacy.args))
+        else:
+            one = _distributed(legacy, file, chunks, experts, part, buffers)
+        found.states |= one.states
+        found.values |= one.values
+        found.groups += one.groups
+    return found
+
+
+def _distributed(
+    legacy: Legacy, file: RankFile, chunks: Sequence[Chunk], experts: bool | None, saved: Value, flat: Value
+) -> Optimized:
+    assert file.optimizer is not None
+    dp = legacy.parallel.expert_dp if experts else legacy.parallel.dp
+    buckets = buckets_of(legacy.args, legacy.parallel, file.pp, dp, sum(chunk.numel for chunk in chunks))
+    found = Optimized()
+    if flat is not None:
+        buffers = buffers_of(chunks, buckets.tied, experts)
+        found.states = read_buffers(flat, buffers, buckets, file.optimizer.path)
+    listed = saved["optimizer"]["param_groups"]
+    named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
+    for group, keys in zip(
+        listed, members(listed, named, experts, file.model.path, decayed_norms(legacy.args)), strict=True
+    ):
+        said = options_of(group, file.model.path)
+        # Megatron keeps the step with the group: it is each parameter's.
+        found.groups.append(GroupOptions(said, tuple(keys)))
+        for key in keys:
+            if key in found.states:
+                found.add_step(key, said.get("step"))
+    return found
+
+
+def _parameters(legacy: Legacy, ranks: Sequence[Rank], layout: Layout) -> tuple[dict[str, Parameter], dict[str, str]]:
+    """All parameters, whole, and the other names of tied ones."""
+    parallel, found, aliases = legacy.parallel, {}, {}
+    copied: dict[str, Parameter] = {}
+    for pp in range(parallel.pp):
+        stage = [rank for rank in ranks if rank.file.pp == pp]
+        shards: dict[str, dict[int, list[tuple[str, Mapping[str, Held]]]]] = {}
+        for rank in stage:
+            for name in rank.held:
+                place = rank.file.etp if is_expert(name) else rank.file.tp
+                shards.setdefault(name, {}).setdefault(place, []).append((rank.file.name, rank.held))
+        for name, by_rank in shards.items():
+            degree = parallel.etp if is_expert(name) else parallel.tp
+            _check_all(name, by_rank, degree, stage)
+            parameter = whole(name, [copies(name, everywhere(name, by_rank[r])) for r in range(degree)], layout)
+            if name in TIED and is_tied(legacy.args):
+                copied[name] = parameter
+            elif name in found:
+                raise Corrupt(f"`{name}` is on several pipeline stages", where=legacy.path)
+            else:
+                found[name] = parameter
+    for name, parameter in copied.items():
+        kept = found.get(TIED[name])
+        if kept is None:
+            found[name] = parameter
+        else:
+            aliases[name] = TIED[name]
+            found[TIED[name]] = _with_copy(kept, parameter)
+    if is_tied(legacy.args) and WORD_TABLE in found and HEAD not in found:
+        aliases[HEAD] = WORD_TABLE  # the head uses the table also where no stage has a copy
+    return found, aliases
+
+
+def _with_copy(kept: Parameter, copy: Parameter) -> Parameter:
+    """A tied table with the last stage's copy of it, to be compared."""
+    states = {
+        state: replace(tensor, replicas=(*tensor.replicas, copy.states[state], *copy.states[state].replicas))
+        if state in copy.states and copy.states[state].shape == tensor.shape
+        else tensor
+        for state, tensor in kept.states.items()
+    }
+    return replace(kept, states=states)
+
+
+def _check_all(name: str, by_rank: Mapping[int, object], degree: int, stage: Sequence[Rank]) -> None:
+    lacking = sorted(set(range(degree)) - by_rank.keys())
+    if lacking:
+        names = ", ".join(rank.file.name for rank in stage)
+        raise Corrupt(f"tensor `{name}` is not on rank {lacking[0]} of the {degree} that cut it (stage: {names})")
+
+
+def _groups(ranks: Sequence[Rank], aliases: Mapping[str, str]) -> tuple[Group, ...]:
+    """Groups with the same options are one, whatever their number on a rank."""
+    merged: list[tuple[dict[str, Value], dict[str, None]]] = []
+    for rank in ranks:
+        for options, names in rank.groups:
+            said = {key: value for key, value in options.items() if key != "step"}
+            found = next((names for known, names in merged if known == said), None)
+            if found is None:
+                found = {}
+                merged.append((said, found))
+            found |= dict.fromkeys(name for name in names if name not in aliases)
+    seen: dict[str, dict[str, Value]] = {}
+    for options, held in merged:
+        for name in held:
+            other = seen.setdefault(name, options)
+            if other is not options:
+                odd = next(key for key in {**other, **options} if other.get(key) != options.get(key))
+                raise Corrupt(
+                    f"ranks that cut `{name}` disagree on its option `{odd}`: {other.get(odd)} and {options.get(odd)}",
+                    hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
+                )
+    return tuple(Group(options, tuple(held)) for options, held in merged)
+
+
+def _label(file: RankFile, legacy: Legacy) -> str:
+    return label(file.tp, file.pp, file.ep if legacy.parallel.ep > 1 else None)
+
+
+def _items(rank: Rank) -> dict[str, Value]:
+    root = rank.file.root
+    ours = ("optimizer", *(("model",) if "model" in root else (f"model{i}" for i in range(len(rank.file.chunks())))))
+    items: dict[str, Value] = {str(k): v for k, v in root.items() if k not in ours}
+    buffers = None if rank.file.optimizer is None else rank.file.optimizer.root
+    if isinstance(buffers, dict) and (more := {k: v for k, v in buffers.items() if is_no_buffer(k)}):
+        items["distrib_optim"] = more
+    if rank.extra_states:
+        items[EXTRA_STATE] = dict(rank.extra_states)
+    if other := optimizer_items(root.get("optimizer")):
+        items["optimizer"] = other
+    return items

@@ -1,0 +1,1 @@
+"""What both of Megatron's containers have in common: one model, its ranks, its optimizer."""

@@ -1,0 +1,85 @@
+"""What a Megatron checkpoint holds beside tensors and optimizer states: arguments, schedulers, random states, counters.
+
+All of it is carried: that of the first rank by its own keys, and under `ranks`
+what others have differently, by `label`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.values import Record, Value
+from ckpt_formats.state_dicts.extras import lift
+
+EXTRA_STATE = "extra_state"
+"""The extra of the modules' own extra states, by name."""
+
+_KNOWN = (
+    "optimizer",
+    "state",
+    "param_groups",
+    "fp32_from_fp16_params",
+    "fp32_from_float16_params",
+    "param_state",
+    "param_state_sharding_type",
+    "per_bucket_numel",
+    "per_bucket_numel_unpadded",
+)
+"""What states and groups are in, and how they are kept."""
+
+
+def label(tp: int, pp: int, other: int | None = None) -> str:
+    """What a rank is called among the extras: `tp0_pp1`, and its expert- or data-parallel rank if that counts."""
+    return f"tp{tp}_pp{pp}" + ("" if other is None else f"_{other}")
+
+
+def carry(ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]) -> dict[str, Value]:
+    """The extras of all ranks; tensors among them are added to `parameters`."""
+    (_, first), *others = ranks
+    extras = {key: lift(value, key, parameters) for key, value in first.items()}
+    differing: dict[str, Value] = {}
+    for rank, items in others:
+        own = {}
+        for key, value in items.items():
+            if key in first:
+                if _same(value, first[key]):
+                    continue
+                value = _difference(value, first[key])
+            own[key] = lift(value, f"ranks/{rank}/{key}", parameters)
+        if own:
+            differing[rank] = own
+    return extras | ({"ranks": differing} if differing else {})
+
+
+def optimizer_items(saved: Value) -> Value:
+    """What an optimizer saves beside states and groups: the loss scaler. Of several a list."""
+    if isinstance(saved, dict) and saved and all(type(key) is int for key in saved):
+        saved = [saved[number] for number in sorted(saved)]
+    if isinstance(saved, (list, tuple)):
+        found = [optimizer_items(one) for one in saved]
+        return found if any(found) else None
+    if not isinstance(saved, dict):
+        return None
+    kept = {str(key): value for key, value in saved.items() if key not in _KNOWN}
+    inner = saved.get("optimizer")
+    if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
+        kept["optimizer"] = rest
+    return kept
+
+
+def _difference(value: Value, first: Value) -> Value:
+    """What of a value the first rank's does not say: of arguments and mappings, only the entries that differ."""
+    namespaces = isinstance(value, Record) and isinstance(first, Record) and value.cls == first.cls
+    if namespaces and isinstance(value.state, dict) and isinstance(first.state, dict):
+        return Record(value.cls, state=_difference(value.state, first.state))
+    if isinstance(value, dict) and isinstance(first, dict):
+        return {k: v for k, v in value.items() if k not in first or not _same(v, first[k])}
+    return value
+
+
+def _same(value: Value, other: Value) -> bool:
+    try:
+        return bool(encode(value) == encode(other))
+    except CkptError:
+        return False

@@ -1,0 +1,77 @@
+"""Are the optimizer's states those of the weights? Masters round to weights; a few values of each tell.
+
+The flat buffers of the distributed optimizer have no names, and every release of
+Megatron core up to 0.19 can save `fully_reshardable` states shifted against the
+weights: it takes them from a buffer without padding at places counted with it. Both show
+here, since Megatron rounds masters to weights in every step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, slabs
+from ckpt_formats.core.tensor import Array, Tensor, read
+from ckpt_formats.core.text import show
+
+_VALUES = 64
+_BLOCKS = 8
+_PARAMETERS = 4096
+
+
+def doubts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What is to be said if masters are not those of the weights."""
+    compared, differing = 0, []
+    with Reader(check=False) as reader:
+        for parameter in _sample(checkpoint):
+            if (agrees := _agrees(parameter, reader)) is not None:
+                compared += 1
+                if not agrees:
+                    differing.append(parameter.name)
+    if not differing:
+        return ()
+    names = ", ".join(f"`{show(name)}`" for name in differing[:3])
+    return (
+        f"the optimizer's masters of {len(differing)} of {compared} parameters are not those of the weights, "
+        f"among them {names}: the optimizer states are shifted, or of another iteration. "
+        "Megatron core up to 0.19 saves them so, as fully_reshardable with several buckets",
+    )
+
+
+def _sample(checkpoint: Checkpoint) -> list[Parameter]:
+    """Parameters with masters, evenly spread if there are very many: a shift is of all that follow."""
+    found = [parameter for parameter in checkpoint.parameters.values() if MASTER in parameter.states]
+    return found[:: -(-len(found) // _PARAMETERS) or 1]
+
+
+def _agrees(parameter: Parameter, reader: Reader) -> bool | None:
+    """None if there is nothing to compare."""
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is None or copy is None or not master.size:
+        return None
+    if master.shape != copy.shape:
+        return False
+    return all(_equal(master, copy, box, reader) for box in _ends(master))
+
+
+def _ends(tensor: Tensor) -> Iterator[Box]:
+    """A few values at the beginning and at the end of the first stored blocks."""
+    for fragment in tensor.fragments[:_BLOCKS]:
+        first = next(slabs(fragment.box.shape, _VALUES))
+        yield first.shift(fragment.box.start)
+        last = tuple(n - length for n, length in zip(fragment.box.shape, first.shape, strict=True))
+        if any(last):
+            yield Box(last, fragment.box.shape).shift(fragment.box.start)
+
+
+def _equal(master: Tensor, copy: Tensor, box: Box, reader: Reader) -> bool:
+    rounded = Rounded().decode(b"", box.shape, copy.dtype, _values(master, box, reader))
+    return np.ascontiguousarray(rounded).tobytes() == _values(copy, box, reader).tobytes()
+
+
+def _values(tensor: Tensor, box: Box, reader: Reader) -> Array:
+    return read(replace(tensor, replicas=()).crop(box), reader)

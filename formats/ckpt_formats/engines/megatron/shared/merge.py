@@ -1,0 +1,80 @@
+"""From what each rank holds to whole parameters: copies compared, shards joined by rule, experts side by side."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_formats.core.checkpoint import MODEL, Parameter, Role
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.layout import Layout, Rule, merge
+from ckpt_formats.core.tensor import Tensor, with_replicas
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.shared.names import is_buffer
+
+
+@dataclass
+class Held:
+    """What one rank holds of one parameter, in its local shape."""
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+
+def copies(name: str, held: Sequence[Held]) -> Held:
+    """What several ranks hold of the same shard. Not all of them save the optimizer's states of it."""
+    states: dict[str, list[Tensor]] = {}
+    values: dict[str, Value] = {}
+    for one in held:
+        for state, tensor in one.states.items():
+            states.setdefault(state, []).append(tensor)
+        for key, value in one.values.items():
+            if values.setdefault(key, value) != value:
+                raise Corrupt(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
+    return Held({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
+
+
+def whole(name: str, shards: Sequence[Held], layout: Layout) -> Parameter:
+    """A parameter of all ranks that cut it, in their order. Raises `BadRules`, `Corrupt`."""
+    first = shards[0]
+    for rank, shard in enumerate(shards):
+        if shard.states.keys() != first.states.keys():
+            raise Corrupt(
+                f"tensor `{name}` has other states on rank {rank} of those that cut it than on rank 0", hint=_MIXED
+            )
+        if shard.values != first.values:
+            raise Corrupt(f"`{name}`: ranks disagree on {first.values} and {shard.values}", hint=_MIXED)
+    scalars = {state for state, tensor in first.states.items() if tensor.shape == () and state != MODEL}
+    rule = None if len(shards) == 1 and not layout.matching(name) else layout.rule(name)
+    states = {
+        state: merge_state(name, [shard.states[state] for shard in shards], None if state in scalars else rule)
+        for state in first.states
+    }
+    role: Role = "buffer" if is_buffer(name) else "parameter"
+    return Parameter(name, role, states, first.values)
+
+
+def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tensor:
+    """One state; without a rule every rank has all of it."""
+    if rule is None:
+        return shards[0] if len(shards) == 1 else merge(name, shards, Rule(".*", "replicated"))
+    return merge(name, shards, rule)
+
+
+def everywhere(name: str, ranks: Iterable[tuple[str, Mapping[str, Held]]]) -> list[Held]:
+    """What each rank holds of a parameter that all of them should have. Raises `Corrupt` if one lacks it."""
+    found = []
+    for rank, held in ranks:
+        if name not in held:
+            raise Corrupt(f"tensor `{name}` is on other ranks of the stage, but not in {rank}", hint=_MIXED)
+        found.append(held[name])
+    return found
+
+
+_MIXED = "Files of several iterations or runs were mixed: copy all files of one iteration again."
+
+
+def _same(name: str, state: str, tensors: Sequence[Tensor]) -> Tensor:
+    if any((one.shape, one.dtype) != (tensors[0].shape, tensors[0].dtype) for one in tensors):
+        raise Corrupt(
+            f"copies of `{name}` ({state}) have the shapes {[list(one.shape) for one in tensors]}", hint=_MIXED
+        )
+    return with_replicas(tensors) if len(tensors) > 1 else tensors[0]

@@ -1,0 +1,48 @@
+"""One model chunk of one rank: its tensors by their local names, in the module's order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.shared.names import TIED, is_buffer, is_expert, is_extra_state, layer_of
+from ckpt_formats.state_dicts.leaves import between, named_leaves, tensor_leaf
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A model chunk as its rank holds it."""
+
+    tensors: Mapping[str, Tensor]
+    extra_states: Mapping[str, Value]
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return len({layer for name in self.tensors if (layer := layer_of(name)) is not None})
+
+    @property
+    def numel(self) -> int:
+        """How many elements all its parameters have."""
+        return sum(self.tensors[name].size for name in self.trained())
+
+    def trained(self, *, experts: bool | None = None) -> list[str]:
+        """The parameters that an optimizer knows, in its order; only experts', or only others, if said."""
+        names = [name for name in self.tensors if not is_buffer(name)]
+        return names if experts is None else [name for name in names if is_expert(name) == experts]
+
+
+def chunk_of(state_dict: Mapping[Value, Value]) -> Chunk:
+    """A model's state dict, flat or (before Megatron core) nested."""
+    tensors, extra = {}, {}
+    for name, leaf in named_leaves(state_dict):
+        if is_extra_state(name):
+            extra[name] = leaf
+        else:
+            tensors[name] = tensor_leaf(leaf)
+    return Chunk(tensors, extra | dict(between(state_dict)))
+
+
+def is_shared(name: str) -> bool:
+    """Is it one of the tables that the first and the last stage share, each with a copy, in a tied model?"""
+    return name in TIED or name in TIED.values()

@@ -1,0 +1,104 @@
+"""The states of one rank's parameters: the common nouns of all encodings, and the groups."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Group, Parameter
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
+
+Key = tuple[int, str]
+"""A model chunk of the rank, and a name there."""
+
+_QK_NORMS = tuple(f"{which}_layernorm.{kind}" for which in "qk" for kind in ("weight", "bias"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """A parameter group: its options, and which parameters are in it."""
+
+    options: Mapping[str, Value]
+    keys: tuple[Key, ...]
+
+
+@dataclass
+class Optimized:
+    """States and plain numbers of each parameter, in its local shape, and the groups."""
+
+    states: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[Key, dict[str, Value]] = field(default_factory=dict)
+    groups: list[Options] = field(default_factory=list)
+
+    def add_step(self, key: Key, step: Value) -> None:
+        """Note the step that fused optimizers keep with the group, perhaps as a tensor, unless one is known."""
+        if isinstance(step, Leaf):
+            self.states[key].setdefault("step", tensor_leaf(step))
+        elif step is not None and "step" not in self.states[key]:
+            self.values.setdefault(key, {}).setdefault("step", step)
+
+
+def members(
+    groups: Sequence[Value],
+    named: Iterable[tuple[Key, Shape]],
+    experts: bool | None,
+    where: Path,
+    decayed_norms: bool = False,
+) -> list[list[Key]]:
+    """Which parameters are in each group. Megatron sorts them by what it does with them.
+
+    No weight decay for biases and vectors; experts apart; perhaps the vocabulary's
+    tables, with a learning rate of their own. `decayed_norms` says that the norms of
+    queries and keys do decay (`--apply-wd-to-qk-layernorm`). Raises `Unsupported` if the
+    groups do not tell two of them apart.
+    """
+    found: list[list[Key]] = [[] for _ in groups]
+    for (chunk, name), shape in named:
+        fitting = [
+            i for i, group in enumerate(groups) if _fits(group, name, decayed(name, shape, decayed_norms), experts)
+        ]
+        if len(fitting) != 1:
+            raise Unsupported(
+                f"`{name}` fits {len(fitting)} of the optimizer's {len(groups)} parameter groups, which have no names",
+                where=where,
+                hint="Groups are told apart by weight decay, experts and decoupled learning rates.",
+            )
+        found[fitting[0]].append((chunk, name))
+    return found
+
+
+def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
+    """Parameters that no optimizer has, where others have one. Megatron's optimizers do not name theirs."""
+    grouped = {name for group in groups for name in group.names}
+    left = tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped)
+    if grouped and left:
+        text = "the optimizer has no state of these parameters: they are frozen, or their states were lost"
+        yield Notice(text, left, Weight.UNSURE)
+
+
+def options_of(group: Value, where: Path) -> dict[str, Value]:
+    if not isinstance(group, dict):
+        raise Corrupt("a parameter group is not a mapping", where=where)
+    return {str(key): value for key, value in group.items() if key != "params"}
+
+
+def decayed(name: str, shape: Shape, norms: bool) -> bool:
+    """Does weight decay apply to a parameter?"""
+    if norms and name.endswith(_QK_NORMS):
+        return True
+    return not (name.endswith(".bias") or len(shape) == 1)
+
+
+def _fits(group: Value, name: str, decays: bool, experts: bool | None) -> bool:
+    said = group.get("wd_mult", 1.0 if group.get("weight_decay") else 0.0)
+    if bool(said) != decays:
+        return False
+    if experts is not None and bool(group.get("is_expert_parallel", experts)) != experts:
+        return False
+    table = name.endswith((WORD_TABLE, HEAD))
+    return bool(group.get("is_decoupled_lr")) <= table

@@ -1,0 +1,84 @@
+"""The plain optimizer in `model_optim_rng.pt`: PyTorch's state dict, by number.
+
+    fp32      {'state': {0: {'exp_avg', 'exp_avg_sq', 'step'}}, 'param_groups': [{..., 'params': [0, ...]}]}
+    bf16/fp16 {'optimizer': that, 'fp32_from_fp16_params': [[master, ...] for each group], 'grad_scaler'?}
+
+Numbers count through the groups; inside a group parameters are in the module's
+order, over all chunks. Masters are there for low-precision parameters only.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import MASTER
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.shared.model_chunk import Chunk
+from ckpt_formats.engines.megatron.shared.optimizer_states import Key, Optimized, Options, members, options_of
+from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
+
+_MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")
+
+
+def read_plain(
+    saved: Value, chunks: Sequence[Chunk], experts: bool | None, where: Path, decayed_norms: bool = False
+) -> Optimized:
+    """The states of one optimizer: that of all parameters, of experts, or of all others."""
+    inner = saved.get("optimizer", saved)
+    groups = inner["param_groups"]
+    named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
+    found = Optimized()
+    listed_numbers = {place for group in groups for place in group["params"]}
+    if odd := [number for number in inner["state"] if number not in listed_numbers]:
+        raise Corrupt(
+            f"the optimizer has a state of parameter {str(odd[0])[:20]}, which none of its groups lists",
+            where=where,
+            hint="Files of several runs may be mixed.",
+        )
+    listed = next((saved[key] for key in _MASTERS if key in saved), None)
+    for number, (group, keys) in enumerate(
+        zip(groups, members(groups, named, experts, where, decayed_norms), strict=True)
+    ):
+        if len(group["params"]) != len(keys):
+            raise Corrupt(
+                f"group {number} of the optimizer has {len(group['params'])} parameters, the model {len(keys)} for it",
+                where=where,
+                hint="Files of several runs may be mixed, or parameters frozen.",
+            )
+        said = options_of(group, where)
+        found.groups.append(Options(said, tuple(keys)))
+        for key, place in zip(keys, group["params"], strict=True):
+            _put(found, key, inner["state"].get(place, {}), chunks, where)
+            found.add_step(key, said.get("step"))
+        if listed is not None:
+            if len(listed) != len(groups):
+                raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
+            _masters(found, keys, listed[number], chunks, where)
+    return found
+
+
+def _put(found: Optimized, key: Key, state: Mapping[Value, Value], chunks: Sequence[Chunk], where: Path) -> None:
+    found.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
+    found.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
+    shape = chunks[key[0]].tensors[key[1]].shape
+    for name, tensor in found.states[key].items():
+        if tensor.shape not in (shape, ()):
+            raise Corrupt(
+                f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, the parameter {list(shape)}",
+                where=where,
+                hint="Files of several runs may be mixed.",
+            )
+
+
+def _masters(
+    found: Optimized, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[Chunk], where: Path
+) -> None:
+    low = [key for key in keys if chunks[key[0]].tensors[key[1]].dtype != DTYPES["float32"]]
+    if len(listed) != len(low):
+        raise Corrupt(f"there are {len(listed)} masters for {len(low)} low-precision parameters", where=where)
+    for key, master in zip(low, listed, strict=True):
+        tensor = tensor_leaf(master)
+        if tensor.shape != chunks[key[0]].tensors[key[1]].shape:
+            raise Corrupt(f"the master for `{key[1]}` has shape {list(tensor.shape)}", where=where)
+        found.states[key] = {MASTER: tensor, **found.states[key]}

@@ -1,0 +1,30 @@
+"""The rules of Megatron's models, after those of the user."""
+
+from functools import cache
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.rules import rule_set
+from ckpt_formats.core.values import Record
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, sizes_of
+
+SETS = ("megatron-core", "megatron-moe", "megatron-mla", "megatron-mamba", "megatron-legacy")
+"""Their patterns are of different names, so all hold at once."""
+
+
+def rules_for(own: tuple[Rule, ...] = ()) -> tuple[Rule, ...]:
+    """The user's rules, then the shipped ones."""
+    return (*own, *_shipped())
+
+
+def layout_of(checkpoint: Checkpoint, own: tuple[Rule, ...] = ()) -> Layout:
+    """How a model of Megatron's is cut, whatever format it is kept in now. Its arguments came along as an extra."""
+    args = checkpoint.extras.get("args")
+    version = checkpoint.extras.get("checkpoint_version", 0)
+    sizes = sizes_of(Arguments(args, checkpoint.path), version) if isinstance(args, Record) else {}
+    return Layout(rules_for(own), sizes)
+
+
+@cache
+def _shipped() -> tuple[Rule, ...]:
+    return tuple(rule for name in SETS for rule in rule_set(name))

@@ -1,0 +1,200 @@
+"""What a Megatron checkpoint is to be written as, and whether it can be: settled before anything is written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import slab
+from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Record, Value
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
+from ckpt_formats.engines.megatron.shared.module_order import Modules
+from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.rules import layout_of
+from ckpt_formats.engines.megatron.shared.stages import Stages, even, stages_of
+from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
+
+
+@dataclass(frozen=True)
+class Target:
+    """A source, and how its model and optimizer are to be cut over ranks."""
+
+    source: Checkpoint
+    args: Arguments
+    """Of the new run."""
+    parallel: Parallel
+    stages: Stages
+    layout: Layout
+    rows: int | None
+    """Rows of the vocabulary's tables with their padding; None: as they are, made to divide."""
+    distributed: bool
+    """Is it the distributed optimizer that will load it?"""
+
+    @cached_property
+    def shared_table(self) -> tuple[str, str] | None:
+        """What the last stage and the first call a table that they share, of which the source has one."""
+        names = self.source.parameters
+        said = [alias for alias in TIED if alias in self.source.aliases]
+        # One stage has no copy, so nothing in its files has the copy's name.
+        said += [alias for alias in TIED if is_tied(self.args) and not (said or alias == HEAD)]
+        return next(((a, TIED[a]) for a in said if a not in names and TIED[a] in names), None)
+
+    @property
+    def fused_norms(self) -> bool:
+        """Do projections hold the norm before them? So do Transformer Engine's layers."""
+        return self.args.text("transformer_impl") not in ("local", None)
+
+    @property
+    def modules(self) -> Modules:
+        fused = self.fused_norms and not self.args.flag("multi_latent_attention")
+        return Modules(fused, self.args.flag("moe_grouped_gemm"))
+
+    @property
+    def experts(self) -> int:
+        """Of each expert-parallel rank."""
+        return self.args.number("num_experts", default=0) // self.parallel.ep
+
+
+def settle_target(source: Checkpoint, goal: Goal) -> Target:
+    """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
+    found = source.extras.get("args")
+    if not isinstance(found, Record) or not isinstance(found.state, dict):
+        raise Unsupported(
+            "the source has no arguments of a Megatron run (`args`), without which Megatron loads nothing",
+            where=source.path,
+            hint="Only what came from Megatron, or a model that has a table of names, can be written for it.",
+        )
+    args = Arguments(found, source.path)
+    parallel = _parallel(source, args, goal.degrees)
+    stages = _stages(source, args, parallel, goal.degrees)
+    layout = layout_of(source, goal.rules)
+    for name, parameter in source.parameters.items():
+        if parameter.role != "extra":
+            layout.check(name, parameter.weight.shape)
+    rows = _rows(source, args, parallel, goal)
+    distributed = _distributed(args, goal.degrees)
+    changed: dict[str, Value] = {"use_distributed_optimizer": distributed}
+    table = source.parameters.get(WORD_TABLE)
+    if rows is not None or table is not None:
+        have = rows if rows is not None else table.weight.shape[0] if table is not None else 0
+        changed["padded_vocab_size"] = -(-have // parallel.tp) * parallel.tp
+    return Target(source, with_parallel(args, parallel, stages, changed), parallel, stages, layout, rows, distributed)
+
+
+def _parallel(source: Checkpoint, args: Arguments, degrees: Degrees) -> Parallel:
+    """The new degrees: as the user says, else as the source has them."""
+    said = source.origin.layout if source.origin.engine == "megatron" else {}
+
+    def degree(asked: int | None, name: str) -> int:
+        kept = said.get(name)
+        return asked if asked is not None else kept if natural(kept) and kept else 1
+
+    tp, pp, ep = degree(degrees.tp, "tp"), degree(degrees.pp, "pp"), degree(degrees.ep, "ep")
+    old_tp, old_etp = degree(None, "tp"), degree(None, "etp")
+    experts = args.optional("num_experts") or 0
+    # Unless said otherwise, Megatron cuts an expert over as many ranks as all else.
+    etp = degrees.etp or (tp if old_etp == old_tp else old_etp) if experts else tp
+    if degrees.ep and degrees.ep > 1 and not experts:
+        raise Unsupported("the model has no experts to lay over expert-parallel ranks", hint="Leave --ep out.")
+    if experts and experts % ep:
+        raise Unsupported(f"{experts} experts do not divide over {ep} expert-parallel ranks")
+    ep = ep if experts else 1
+    least = lcm(tp, etp * ep) // tp
+    dp = degrees.dp or -(-degree(None, "dp") // least) * least
+    if tp * dp % (etp * ep):
+        raise Unsupported(
+            f"tp {tp} x dp {dp} ranks do not divide by etp {etp} x ep {ep}",
+            hint=f"Choose --dp as a multiple of {least}.",
+        )
+    return Parallel(tp, pp, ep, etp, dp, tp * dp // (etp * ep))
+
+
+def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: Degrees) -> Stages:
+    """Which layers each model chunk has: as the user says; as before, if there are as many; else alike."""
+    layers = 1 + max((n for name in source.parameters if (n := layer_of(name)) is not None), default=-1)
+    pp, old = parallel.pp, source.origin.layout
+    if degrees.stages is not None:
+        return _at(degrees.stages, layers, pp, degrees.vpp or 1)
+    kept = natural(old.get("pp")) and old.get("pp") == pp and degrees.vpp in (None, old.get("vpp", 1))
+    counts = old.get("layers")
+    if kept and isinstance(counts, list) and all(map(natural, counts)) and sum(counts) == layers:
+        return Stages(tuple(counts), pp)
+    if kept and source.origin.engine == "megatron":
+        try:
+            return stages_of(args, pp)
+        except Unsupported:
+            pass
+    embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") and pp > 1 for what in ("embedding", "loss"))
+    try:
+        return even(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
+    except Unsupported:
+        return even(layers, pp, degrees.vpp or 1)
+
+
+def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
+    """Stages that begin at these layers."""
+    ends = (*firsts[1:], layers)
+    counts = tuple(end - first for first, end in zip(firsts, ends, strict=True))
+    if len(firsts) != pp * chunks or firsts[0] != 0 or any(count < 0 for count in counts):
+        raise Unsupported(
+            f"--stages {','.join(map(str, firsts))} for {layers} layers and {pp} stages of {chunks} model chunks",
+            hint="Say the first layer of each model chunk, in the model's order, from 0 on.",
+        )
+    return Stages(counts, pp)
+
+
+def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, goal: Goal) -> int | None:
+    """Rows of the vocabulary's tables: as the user says; else as Megatron pads them for this degree, where that shows.
+
+    It pads the true vocabulary to a multiple of `make_vocab_size_divisible_by` x tp. What `vocab_size` says is
+    believed only if it explains the rows that are there.
+    """
+    if goal.vocab_rows is not None:
+        return goal.vocab_rows
+    table = source.parameters.get(WORD_TABLE)
+    true, each = args.optional("vocab_size"), args.optional("make_vocab_size_divisible_by")
+    old = source.origin.layout.get("tp")
+    if table is None or not true or not each or not natural(old) or not old:
+        return None
+
+    def padded(tp: int) -> int:
+        return -(-true // (each * tp)) * each * tp
+
+    return padded(parallel.tp) if table.weight.shape[0] == padded(old) else None
+
+
+def _distributed(args: Arguments, degrees: Degrees) -> bool:
+    if degrees.zero not in (None, 0, 1):
+        raise Unsupported(
+            f"Megatron has no ZeRO stage {degrees.zero}",
+            hint="Its distributed optimizer is --zero 1, its plain one --zero 0.",
+        )
+    return args.flag("use_distributed_optimizer") if degrees.zero is None else degrees.zero == 1
+
+
+def remarks_of(target: Target) -> Iterator[str]:
+    """What of the result the user should know."""
+    for name, parameter in target.source.parameters.items():
+        have = parameter.weight.shape[0] if parameter.weight.shape else 0
+        if target.rows is not None and have > target.rows and is_padded(target, name):
+            yield f"`{show(name)}` loses {have - target.rows} of {have} rows, which pad the vocabulary for tp"
+
+
+def is_padded(target: Target, name: str) -> bool:
+    """Is it a table of the vocabulary, padded to suit the number of ranks?"""
+    rules = target.layout.matching(name)
+    return not is_expert(name) and bool(rules) and (rules[0].padded or rules[0].vocabulary is not None)
+
+
+def trimmed(target: Target, name: str, tensor: Tensor) -> Tensor:
+    """A tensor without the rows that only padded the vocabulary at the old degree."""
+    if target.rows is None or not is_padded(target, name) or tensor.shape[0] <= target.rows:
+        return tensor
+    return tensor.crop(slab(tensor.shape, 0, 0, target.rows))

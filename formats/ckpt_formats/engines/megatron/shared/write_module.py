@@ -1,0 +1,97 @@
+"""The state dict of one model chunk of a new layout: its tensors, with its modules' extra states among them."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ckpt_formats.core.values import StdDict, Value
+from ckpt_formats.engines.megatron.shared.names import HEAD, expert_of, is_extra_state, layer_of
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, Place, home, local_name
+from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_names import experts_of, grouped
+from ckpt_formats.engines.megatron.shared.write_optimizer import compared
+from ckpt_formats.state_dicts.extras import lower
+
+_SUFFIX = "._extra_state"
+_LINEAR = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj))\.weight")
+_BEFORE_CORE = ("language_model", "word_embeddings_for_head", "lm_head", "binary_head")
+
+
+def state_dict_of(
+    target: Target,
+    place: Place,
+    number: int,
+    chunk: Sequence[LocalParameter],
+    extra: Mapping[str, Value],
+    *,
+    plain: bool,
+) -> StdDict:
+    """The state dict of a chunk, with its part of the model's extra states. `plain` says which optimizer there is."""
+    tensors = {one.local: compared(one, plain=plain) for one in chunk}
+    states = _own_states(target, place, number, extra)
+    if target.source.origin.layout.get("container") != "torch":  # which has them all
+        states |= {name: None for name in _expected(target, place, number, tensors) if name not in states}
+    return _nested({**_with_states(tensors, states)})
+
+
+def _own_states(target: Target, place: Place, number: int, extra: Mapping[str, Value]) -> dict[str, Value]:
+    """The extra states of a chunk's modules, by their names there."""
+    layers = target.stages.layers(place.pp, number)
+    own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
+    kept = experts_of(target)
+    made: dict[str, Value] = {}
+    for name, value in extra.items():
+        expert, layer = expert_of(name), layer_of(name)
+        here = layer in layers if layer is not None else home(target, name) == (place.pp, number)
+        if not here or (expert is not None and (expert not in own or kept == "joined")):
+            continue
+        local = local_name(name, layers.start, own.start)
+        made.setdefault(_of_group(local) if kept == "grouped" else local, lower(value, target.source.parameters))
+    return made
+
+
+def _of_group(name: str) -> str:
+    """Grouped experts are one module.
+
+    >>> _of_group("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2._extra_state")
+    'decoder.layers.0.mlp.experts.linear_fc2._extra_state'
+    """
+    return re.sub(rf"({re.escape(_SUFFIX)})\d+$", r"\1", grouped(name))
+
+
+def _expected(target: Target, place: Place, number: int, tensors: Mapping[str, Value]) -> list[str]:
+    """The extra states that Megatron's own layers ask for. In training without fp8 they are empty."""
+    found = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
+    # The last stage has a head also where it has no table of its own.
+    tied = target.shared_table is not None and target.shared_table[0] == HEAD
+    headed = HEAD in tensors or (tied and home(target, HEAD) == (place.pp, number))
+    return found + [HEAD.replace(".weight", _SUFFIX)] * headed
+
+
+def _with_states(tensors: Mapping[str, Value], states: Mapping[str, Value]) -> dict[str, Value]:
+    """An extra state comes behind the tensors of its module, where it has any."""
+    last = {name.rpartition(".")[0]: name for name in tensors}
+    behind: dict[str, list[str]] = {}
+    for name in states:
+        if is_extra_state(name) and (module := name.removesuffix(_SUFFIX)) in last:
+            behind.setdefault(last[module], []).append(name)
+    made: dict[str, Value] = {}
+    for name, tensor in tensors.items():
+        made[name] = tensor
+        made |= {state: states[state] for state in behind.get(name, ())}
+    return made | {name: value for name, value in states.items() if name not in made}
+
+
+def _nested(items: Mapping[str, Value]) -> StdDict:
+    """Before Megatron core, state dicts held each other: those of the model, of its parts, of the embedding's parts."""
+    made = StdDict()
+    for name, value in items.items():
+        parts = name.split(".")
+        if parts[0] not in _BEFORE_CORE:
+            made[name] = value
+            continue
+        depth = 1 if parts[0] != "language_model" else 3 if parts[1:2] == ["embedding"] else 2
+        within = made
+        for part in parts[: min(depth, len(parts) - 1)]:
+            within = within.setdefault(part, StdDict())
+        within.setdefault(".".join(parts[min(depth, len(parts) - 1) :]), value)
+    return made

@@ -1,0 +1,212 @@
+"""Folders of torchtune: the model under Hugging Face's names, the recipe's state beside.
+
+    OUTPUT/epoch_1/model-00001-of-00002.safetensors, config.json, ...    as `save_pretrained` has them
+    OUTPUT/recipe_state/recipe_state.pt                                  optimizer, seed, epochs, data loader
+
+torchtune trains a model under names of its own, by which, or by whose order, the optimizer knows its parameters. Of
+most families it also keeps the rows of queries and keys in another order: pairs of a rotation beside each other.
+Source: torchtune `_checkpointer`, `models.convert_weights`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.torchfile import open_file
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Options, Parameter, Shard
+from ckpt_formats.core.errors import BadRules, Incomplete, Unsupported, form_of
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.values import Value
+from ckpt_formats.detection.traces import names_in
+from ckpt_formats.engines.hf import HuggingFace
+from ckpt_formats.engines.hf.read import HAS_RECIPE
+from ckpt_formats.engines.hf.side_files import PREFIX
+from ckpt_formats.engines.torch_folder import TorchFolder
+from ckpt_formats.names.views import rows_of, stacked, strided
+from ckpt_formats.state_dicts.extras import lift, numbered
+from ckpt_formats.state_dicts.optimizer_form import is_optimizer
+from ckpt_formats.state_dicts.read import training_state
+
+STATE = "recipe_state/recipe_state.pt"
+_EPOCH = re.compile(r"(?:epoch|step)_(\d{1,9})")
+_FAMILIES = ("llama", "mistral", "gemma", "qwen2")
+_ROWS_AS_THEY_ARE = ("qwen2",)
+_FIRST = (("model.embed_tokens.weight", "tok_embeddings.weight"),)
+_LAYER = (
+    ("self_attn.q_proj.weight", "attn.q_proj.weight"),
+    ("self_attn.q_proj.bias", "attn.q_proj.bias"),
+    ("self_attn.k_proj.weight", "attn.k_proj.weight"),
+    ("self_attn.k_proj.bias", "attn.k_proj.bias"),
+    ("self_attn.v_proj.weight", "attn.v_proj.weight"),
+    ("self_attn.v_proj.bias", "attn.v_proj.bias"),
+    ("self_attn.o_proj.weight", "attn.output_proj.weight"),
+    ("mlp.gate_proj.weight", "mlp.w1.weight"),
+    ("mlp.down_proj.weight", "mlp.w2.weight"),
+    ("mlp.up_proj.weight", "mlp.w3.weight"),
+    ("input_layernorm.weight", "sa_norm.scale"),
+    ("post_attention_layernorm.weight", "mlp_norm.scale"),
+)
+_LAST = (("model.norm.weight", "norm.scale"), ("lm_head.weight", "output.weight"))
+"""Names in files and in torchtune, in the order in which its modules register them."""
+_OWN_NAME = "tok_embeddings.weight"
+_PERMUTED = re.compile(r".*\.self_attn\.([qk])_proj\.weight")
+_UNTOLD = (
+    "the optimizer's states could not be given to the model's tensors, which torchtune calls by other names: they are "
+    "carried as they are"
+)
+
+
+class Torchtune(Format):
+    name = "torchtune"
+    summary = "torchtune: weights of an epoch, and the recipe's state with the optimizer"
+
+    def detect(self, path: Path) -> bool:
+        return (path / STATE).is_file()
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        with form_of("a folder of torchtune", path):
+            return _read(path, options)
+
+
+def _read(path: Path, options: Options) -> Checkpoint:
+    file = open_file(path / STATE)
+    state = {str(key): value for key, value in file.root.items()}
+    folder = _folder_of(path, state.get("epochs_run"))
+    base = (HuggingFace() if HuggingFace().detect(folder) else TorchFolder()).read(folder, options)
+    optimizer = state.pop("optimizer", None)
+    found, notices = base, [notice for notice in base.notices if notice != HAS_RECIPE]
+    if is_optimizer(optimizer) and "param_groups" in optimizer:
+        told = _with_optimizer(base, optimizer)
+        if told is None:
+            state["optimizer"] = optimizer
+            notices.append(Notice(_UNTOLD, weight=Weight.LOST))
+        else:
+            found = told
+    elif optimizer is not None:
+        state["optimizer"] = optimizer
+    if newer := [name for name in names_in(path) if _number(name) > _number(folder.name)]:
+        text = f"{folder.name} is read, of which the recipe's state is; there are newer weights, without their state"
+        notices.append(Notice(text, tuple(newer), Weight.LOST))
+    parameters, extras = dict(found.parameters), dict(found.extras)
+    for key, value in state.items():
+        free = next(name for name in numbered(key) if name not in extras)
+        extras[free] = lift(value, free, parameters)
+    return replace(
+        found,
+        path=path,
+        origin=replace(base.origin, engine="torchtune"),
+        parameters=parameters,
+        extras=extras,
+        shards=(*base.shards, Shard(file.path, file.path.stat().st_size, "optimizer")),
+        seals=(*base.seals, *file.seals()),
+        notices=tuple(notices),
+        saved_as=None,
+    )
+
+
+def _number(name: str) -> int:
+    """Of an epoch, by the name of its folder; -1 of other names."""
+    match = _EPOCH.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _folder_of(path: Path, epochs: Value) -> Path:
+    """The folder of the epoch that the recipe's state is of. Raises `Incomplete` if it is not there."""
+    numbers = {int(match[1]): path / name for name in names_in(path) if (match := _EPOCH.fullmatch(name))}
+    numbers = {number: folder for number, folder in numbers.items() if folder.is_dir()}
+    if not numbers:
+        raise Incomplete("the recipe's state is here, but no folder of an epoch with the model", where=path)
+    last = epochs - 1 if natural(epochs) and epochs else max(numbers)
+    if last not in numbers:
+        raise Incomplete(
+            f"the recipe's state is of epoch {last}, whose folder is not here",
+            where=path,
+            hint=f"Name the folder of an epoch to read its model alone: {numbers[max(numbers)].name}",
+        )
+    return numbers[last]
+
+
+def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpoint | None:
+    """The checkpoint with the optimizer's states under the names of the files; None if they cannot be given to it."""
+    config = base.extras.get(f"{PREFIX}config.json")
+    weights = {name: one.weight for name, one in base.parameters.items() if one.role != "extra"}
+    pairs = _pairs(config, weights) if isinstance(config, dict) else None
+    if pairs is None and _OWN_NAME in weights:
+        pairs = [(name, name) for name in weights]
+    if pairs is None:
+        return None
+    new = {own: name for name, own in pairs}
+    try:
+        found = training_state({"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values()))
+        heads = _heads(config)
+        told = {name: _in_files_order(one, heads) for name, one in found.parameters.items()}
+    except (Unsupported, BadRules):
+        return None
+    if not found.groups:
+        return None
+    extra = {name: one for name, one in base.parameters.items() if one.role == "extra"}
+    return replace(base, parameters={**told, **extra}, groups=found.groups, aliases={**base.aliases, **found.aliases})
+
+
+def _pairs(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[tuple[str, str]] | None:
+    """Each tensor's name and what torchtune calls it, in the order of its model; None if that is not known."""
+    layers = config.get("num_hidden_layers")
+    if config.get("model_type") not in _FAMILIES or not isinstance(layers, int):
+        return None
+    inner = [
+        (f"model.layers.{i}.{name}", f"layers.{i}.{own}")
+        for i in range(min(layers, len(weights)))
+        for name, own in _LAYER
+    ]
+    pairs = [pair for pair in (*_FIRST, *inner, *_LAST) if pair[0] in weights]
+    return pairs if len(pairs) == len(weights) else None
+
+
+def _renamed(optimizer: Mapping[str, Value], new: Mapping[str, str]) -> dict[str, Value]:
+    """The optimizer with its parameters under other names; numbers stay."""
+    groups = [
+        {**group, "params": [new.get(key, key) if isinstance(key, str) else key for key in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    states = {new.get(key, key) if isinstance(key, str) else key: kept for key, kept in optimizer["state"].items()}
+    return {**optimizer, "state": states, "param_groups": groups}
+
+
+def _heads(config: Value) -> Mapping[str, int]:
+    """How many heads queries and keys have; nothing where rows are as in the files."""
+    if not isinstance(config, dict) or config.get("model_type") in (None, *_ROWS_AS_THEY_ARE):
+        return {}
+    queries = config.get("num_attention_heads")
+    keys = config.get("num_key_value_heads", queries)
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        raise Unsupported("the configuration does not say how many heads there are")
+    return {"q": queries, "k": keys}
+
+
+def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter:
+    """The parameter with its states' rows in the order of the file's weight. Raises `Unsupported` for other shapes."""
+    match = _PERMUTED.fullmatch(parameter.name)
+    if match is None or not heads:
+        return parameter
+    shape = parameter.weight.shape
+    states = {}
+    for name, state in parameter.states.items():
+        if name != MODEL and state.size > 1:
+            if state.shape != shape:
+                raise Unsupported(f"state {name} of `{parameter.name}` has another shape than it")
+            state = _halves_apart(state, heads[match[1]])
+        states[name] = state
+    return replace(parameter, states=states)
+
+
+def _halves_apart(tensor: Tensor, heads: int) -> Tensor:
+    """Of the rows of each head, the even ones and then the odd ones."""
+    if heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
+        raise Unsupported(f"{list(tensor.shape[:1])} rows are not those of {heads} heads")
+    rows = tensor.shape[0] // heads
+    each: Sequence[Tensor] = [rows_of(tensor, [(i * rows, (i + 1) * rows)]) for i in range(heads)]
+    return stacked([strided(head, start, 2) for head in each for start in (0, 1)])

@@ -1,0 +1,138 @@
+"""What model a checkpoint with Megatron core's names holds: told by its configuration, or by its run's arguments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Record
+from ckpt_formats.names.architecture import Architecture
+from ckpt_formats.names.config import CONFIG, of_config, to_config
+from ckpt_formats.names.family import KNOWN, Family, families_of, pattern_of
+from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments, true_vocabulary
+from ckpt_formats.names.table import Table
+from ckpt_formats.names.tables import table_for
+
+_WORD_TABLE = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model, its family, its configuration, and what the user should know of how they were told."""
+
+    model: Architecture
+    table: Table
+    config: Mapping[str, Any]
+    notices: tuple[Notice, ...] = ()
+
+
+def described(source: Checkpoint, config: Mapping[str, Any] | None, partial: bool) -> Described:
+    """The model of a checkpoint with Megatron core's names. The configuration comes first, if there is one.
+
+    `partial` says that tensors were left out. Raises as `to_hf` does.
+    """
+    args = source.extras.get(ARGUMENTS)
+    record = args if isinstance(args, Record) else None
+    if config is None and record is None:
+        raise Incomplete(
+            "nothing says what model it is: there are neither arguments of a Megatron run (`args`) nor a config.json",
+            where=source.path,
+            hint="Name the model's config.json with --config.",
+        )
+    if config is not None:
+        return _by_config(config, record, source.path)
+    assert record is not None
+    return _by_arguments(source, record, partial)
+
+
+def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> Described:
+    """The model that a configuration describes: the given one, else that which came with the checkpoint."""
+    found = config_of(source) if config is None else config
+    if found is None:
+        raise Incomplete(
+            "there is no config.json, which says what model it is",
+            where=source.path,
+            hint="Name the model's config.json, or the folder that holds it, with --config.",
+        )
+    return _by_config(found, None, source.path)
+
+
+def config_of(source: Checkpoint) -> Mapping[str, Any] | None:
+    """The configuration that came with a checkpoint."""
+    said = source.extras.get(CONFIG)
+    return said if isinstance(said, dict) else None
+
+
+def weights_dtype(source: Checkpoint) -> str | None:
+    """The type of the model's first weight, which others of it have, too, but for what is kept finer."""
+    weights = (p.weight for p in source.parameters.values() if p.role != "extra" and is_float(p.weight.dtype))
+    return next((weight.dtype.name for weight in weights), None)
+
+
+def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> Described:
+    table = table_for(config)
+    if table is None:
+        kind = show(str(config.get("model_type")))[:60]
+        raise Unsupported(f"the names of models of type {kind} are not known in Megatron", where=where, hint=KNOWN)
+    model = of_config(config, table, where)
+    if record is None:
+        return Described(model, table, config)
+    names = {pattern_of(line.names[0]) for line in table.lines(config) or ()}
+    other = of_arguments(record, table, names, model.vocabulary, model, where)
+    differing = tuple(model.differences(other))
+    notice = Notice("config.json and the run's arguments differ", differing, Weight.UNSURE)
+    return Described(model, table, config, (notice,) if differing else ())
+
+
+def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> Described:
+    names = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
+    families = families_of(names, source.aliases, partial=partial)
+    rows = _rows(source, record)
+    known = true_vocabulary(record, rows)
+    family, model = _chosen(families, record, rows if known is None else known, source.path)
+    config = to_config(model, family.table, family.flags, weights_dtype(source))
+    notices = [Notice(f"config.json is made of the run's arguments: a {family.table.family} model")]
+    if known is None:
+        text = (
+            f"the true size of the vocabulary is not known: all {rows} rows are kept, padding too. A rule can say it "
+            "(vocabulary = N), or --config"
+        )
+        notices.append(Notice(text, weight=Weight.UNSURE))
+    return Described(model, family.table, config, tuple(notices))
+
+
+def _rows(source: Checkpoint, record: Record) -> int:
+    table = source.parameters.get(_WORD_TABLE)
+    rows = table.weight.shape[0] if table is not None and table.weight.shape else record.get("padded_vocab_size")
+    if not isinstance(rows, int) or rows < 1:
+        raise Incomplete(f"`{_WORD_TABLE}` is not there", where=source.path)
+    return rows
+
+
+def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: Path) -> tuple[Family, Architecture]:
+    """The one of several families that is what the arguments say: a Mistral is a Llama with a sliding window."""
+    told = [(family, _told(family, record, vocabulary, where)) for family in families]
+    found = [(family, model) for family, model in told if isinstance(model, Architecture)]
+    if not found:
+        raise next(error for _, error in told if isinstance(error, Unsupported))
+    windowed = [one for one in found if "window" in one[0].table.config]
+    plain = [one for one in found if one not in windowed]
+    fitting = windowed if found[0][1].window is not None else plain or windowed
+    if len(fitting) == 1:
+        return fitting[0]
+    several = ", ".join(family.table.family for family, _ in found)
+    said = "those of several families" if fitting else "with a sliding window, those of"
+    raise Unsupported(f"the tensors are {said}: {several}", hint="Say with --config which model it is.")
+
+
+def _told(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
+    """What the arguments describe, if it can be of the family; else why not."""
+    try:
+        return of_arguments(record, family.table, family.names, vocabulary, None, where)
+    except Unsupported as error:
+        return error

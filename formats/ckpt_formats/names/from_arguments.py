@@ -1,0 +1,258 @@
+"""An architecture in the words of Megatron: the arguments that its checkpoints carry, read.
+
+An argument that is not there has what a configuration says, if there is one, or the default of Megatron's own parser,
+as when Megatron itself loads an old checkpoint. Source: Megatron-LM, `megatron/training/arguments.py`,
+`core_transformer_config_from_args`; Megatron core, `TransformerConfig`, `MLP.forward`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Record, Value
+from ckpt_formats.names.architecture import Activation, Architecture, Scaling
+from ckpt_formats.names.family import KNOWN
+from ckpt_formats.names.table import Table
+
+ARGUMENTS = "args"
+"""Where they lie among a checkpoint's extras."""
+
+_PLAIN: Mapping[str, Value] = {
+    "multi_latent_attention": False,
+    "is_hybrid_model": False,
+    "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "linear_attention_freq": None,
+    "experimental_attention_variant": None,
+    "mtp_num_layers": 0,
+    "apply_layernorm_1p": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "no_rope_freq": None,
+    "window_attn_skip_freq": None,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+}
+"""Arguments by which a model computes something that no family here does, unless they say this or nothing."""
+
+_PLAIN_EXPERTS: Mapping[str, Value] = {
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": None,
+}
+_CONFIG_HINT = "Say with --config which model it is."
+
+
+@dataclass(frozen=True)
+class _Said:
+    """Look-ups in the arguments; what they do not say, another may."""
+
+    record: Record
+    other: Architecture | None
+    where: Path
+
+    def get(self, *names: str, default: Value = None) -> Value:
+        """The first that is set of several names of one argument."""
+        return next((value for value in map(self.record.get, names) if value is not None), default)
+
+    def number(self, field: str, *names: str, default: int | None = None) -> int:
+        found = self.get(*names)
+        if found is None:
+            found = getattr(self.other, field) if self.other is not None else default
+        if found is None:
+            raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
+        if not natural(found) or not found:
+            raise Corrupt(
+                f"the argument `{names[0]}` is {show(str(found))[:40]}, no number of something", where=self.where
+            )
+        return cast(int, found)
+
+    def real(self, field: str, *names: str, default: float) -> float:
+        found = self.get(*names)
+        if found is None:
+            found = getattr(self.other, field) if self.other is not None else default
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1e30:
+            raise Corrupt(f"the argument `{names[0]}` is {show(str(found))[:40]}, which is no number", where=self.where)
+        return float(found)
+
+
+def of_arguments(
+    record: Record, table: Table, names: set[str], vocabulary: int, other: Architecture | None, where: Path
+) -> Architecture:
+    """The architecture that arguments describe, of a model whose tensors are those of a table.
+
+    `names` are the patterns of the names that it has; `other` is what a configuration says. Raises `Unsupported` for a
+    model that is of no family here, `Corrupt` or `Incomplete` for arguments that contradict the tensors or do not tell.
+    """
+    said = _Said(record, other, where)
+    _check_plain(said, _PLAIN)
+    _check_names(said, table, names)
+    experts = said.get("num_experts")
+    if experts:
+        _check_plain(said, _PLAIN_EXPERTS)
+    heads, hidden = said.number("heads", "num_attention_heads"), said.number("hidden", "hidden_size")
+    grouped = said.get("group_query_attention")
+    by_config = grouped is None and other is not None
+    groups = said.number("groups", "num_query_groups", default=heads) if grouped or by_config else heads
+    chosen = said.number("chosen", "moe_router_topk", default=2) if experts else None
+    if experts and said.get("moe_router_pre_softmax") and chosen != experts:
+        raise Unsupported("moe_router_pre_softmax: Mixtral's router chooses experts before the softmax", where=where)
+    _check_norm(said, table)
+    theta, scaling = (None, None) if _learned(said, table) else _rotary(said)
+    untied = said.get("untie_embeddings_and_output_weights")
+    return Architecture(
+        layers=said.number("layers", "num_layers", "encoder_num_layers"),
+        hidden=hidden,
+        ffn=said.number("ffn", *(("moe_ffn_hidden_size",) if experts else ()), "ffn_hidden_size"),
+        heads=heads,
+        groups=groups,
+        head_dim=said.number("head_dim", "kv_channels", default=hidden // heads or None),
+        vocabulary=vocabulary,
+        positions=said.number("positions", "max_position_embeddings", "seq_length"),
+        epsilon=said.real("epsilon", "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        activation=_activation(said, table),
+        tied=other.tied if untied is None and other is not None else not untied,
+        theta=theta,
+        scaling=scaling,
+        experts=said.number("experts", "num_experts") if experts else None,
+        chosen=chosen,
+        window=_window(said),
+        dropout=said.real("dropout", "hidden_dropout", default=0.1),
+        attention_dropout=said.real("attention_dropout", "attention_dropout", default=0.1),
+        std=said.real("std", "init_method_std", default=0.02),
+    )
+
+
+def true_vocabulary(record: Value, rows: int) -> int | None:
+    """How many of a table's rows are tokens, where the arguments tell for sure."""
+    if not isinstance(record, Record):
+        return None
+    padded, said = record.get("padded_vocab_size"), record.get("vocab_size")
+    if natural(padded) and rows < padded:
+        return rows  # a rule has cut the padding off
+    # This tokenizer has one token more than it is told, and nobody else counts them: other tokenizers ignore the
+    # argument, so that it may be anything.
+    if record.get("tokenizer_type") == "NullTokenizer" and natural(said) and said + 1 <= rows:
+        return cast(int, said) + 1
+    return None
+
+
+def _check_plain(said: _Said, plain: Mapping[str, Value]) -> None:
+    for name, value in plain.items():
+        found = said.get(name)
+        listed = isinstance(found, (list, tuple)) and found and all(one == value for one in found)  # for each layer
+        if found is not None and found is not False and found != value and not listed:
+            raise Unsupported(
+                f"the run's arguments say {name} {show(str(found))[:60]}, which no family of models that is known here "
+                "computes",
+                where=said.where,
+                hint=f"{KNOWN} Other formats keep Megatron's names.",
+            )
+
+
+def _check_names(said: _Said, table: Table, names: set[str]) -> None:
+    """Have the layers what the arguments say? Tensors may have been left out, so their names alone do not tell."""
+    linear, qkv = said.get("add_bias_linear"), said.get("add_qkv_bias")
+    expected = {
+        "mlp.linear_fc1.bias": linear,
+        "linear_proj.bias": linear,
+        "linear_qkv.bias": linear or qkv,
+        "q_layernorm.weight": said.get("qk_layernorm"),
+        "mlp.experts.": said.get("num_experts", default=0 if said.record.get("num_layers") is not None else None),
+    }
+    for part, value in expected.items():
+        if value is not None and bool(value) != any(part in name for name in names):
+            raise Unsupported(
+                f"by the run's arguments the model has {'' if value else 'no '}`{part}`, unlike the tensors of "
+                f"{table.family} that are here",
+                where=said.where,
+                hint=_CONFIG_HINT,
+            )
+
+
+def _check_norm(said: _Said, table: Table) -> None:
+    norm = said.get("normalization")
+    if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
+        raise Unsupported(
+            f"a model with {show(str(norm))[:40]} and the tensors of {table.family}, which has another norm",
+            where=said.where,
+        )
+
+
+def _learned(said: _Said, table: Table) -> bool:
+    how = "rope" if said.get("use_rotary_position_embeddings") else said.get("position_embedding_type")
+    if how is None and (said.other is not None or table.learned_positions):
+        return table.learned_positions
+    if how != ("learned_absolute" if table.learned_positions else "rope"):
+        raise Unsupported(
+            f"the arguments say position_embedding_type {show(str(how))[:40]}, with the tensors of {table.family}",
+            where=said.where,
+            hint=_CONFIG_HINT if how is None else None,
+        )
+    return table.learned_positions
+
+
+def _rotary(said: _Said) -> tuple[float, Scaling | None]:
+    theta = said.real("theta", "rotary_base", default=10000.0)
+    linear, llama3 = said.get("rotary_seq_len_interpolation_factor"), said.get("use_rope_scaling")
+    if linear is not None and llama3:
+        raise Unsupported("rotary frequencies are stretched in two ways at once", where=said.where)
+    if linear is not None:
+        return theta, Scaling("linear", said.real("", "rotary_seq_len_interpolation_factor", default=1.0))
+    if llama3:
+        return theta, Scaling("llama3", said.real("", "rope_scaling_factor", default=8.0))
+    return theta, said.other.scaling if said.other is not None and llama3 is None else None
+
+
+def _activation(said: _Said, table: Table) -> Activation:
+    gated = said.get("swiglu")
+    if gated is None:
+        gated = said.get("glu_activation") == "swiglu" or (said.other is not None and table.gated)
+    if bool(gated) != table.gated:
+        raise Unsupported(
+            f"the arguments say swiglu {bool(gated)}, with the tensors of {table.family}: no family that is known here "
+            "computes so",
+            where=said.where,
+        )
+    if gated:
+        return "silu"
+    if said.get("bias_gelu_fusion", default=None if said.other else True):
+        return "gelu_tanh"  # the fused kernel computes GELU by the hyperbolic tangent
+    if said.other is not None:
+        return said.other.activation
+    if said.get("openai_gelu"):
+        raise Unsupported(
+            "the run's arguments say openai_gelu, which Megatron core's layers ignore and those before it do not",
+            where=said.where,
+            hint=_CONFIG_HINT,
+        )
+    return "gelu"
+
+
+def _window(said: _Said) -> int | None:
+    window = said.get("window_size")
+    if window is None:
+        return None if said.other is None else said.other.window
+    if isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not natural(window[0]) or window[1] != 0:
+        raise Unsupported(f"a sliding window of {show(str(window))[:40]}", where=said.where)
+    return cast(int, window[0]) + 1  # Megatron counts the tokens before, transformers the token itself, too

@@ -1,0 +1,121 @@
+"""A checkpoint under other names: parameters made of others, with all their states, and whatever speaks of them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Loss, Parameter
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.tensor import Tensor, with_replicas
+from ckpt_formats.core.text import show
+
+
+@dataclass(frozen=True)
+class Change:
+    """Parameters `old`, and those that are made of them, `new`. One side or the other is a single one."""
+
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+    """Moves elements, and no more. Raises `Unsupported` for shapes that it cannot be done to."""
+
+
+def changed(source: Checkpoint, changes: Iterable[Change], order: Iterable[str] = ()) -> Checkpoint:
+    """The checkpoint with all changes; parameters that none of them speaks of come last, as they are.
+
+    The others come in the order of the changes, or of the names in `order`, if there are any.
+    Raises `Unsupported` where parameters that are to be one differ in what is kept of them.
+    """
+    held = [one for one in changes if all(name in source.parameters for name in one.old)]
+    made: dict[str, Parameter] = {}
+    for change in held:
+        made |= _made(change, [source.parameters[name] for name in change.old])
+    gone = set(chain.from_iterable(one.old for one in held))
+    if twice := [name for name in made if name in source.parameters and name not in gone]:
+        raise Unsupported(f"`{show(twice[0])}` would be the name of two tensors")
+    if len(made) < sum(len(one.new) for one in held):
+        raise Unsupported("two tensors of the source are the same one of the model, under two names")
+    made = {name: made.pop(name) for name in order if name in made} | made
+    made |= {name: parameter for name, parameter in source.parameters.items() if name not in gone}
+    by_old = {name: one for one in held for name in one.old}
+    place = {name: i for i, name in enumerate(made)}
+    return replace(
+        source,
+        parameters=made,
+        groups=tuple(_group(group, i, by_old, place) for i, group in enumerate(source.groups)),
+        # Checksums of decoded values are of the old tensors, and so are the rules.
+        digests={},
+        layout=Layout(),
+        losses=dict(_losses(source, held)),
+    )
+
+
+def _losses(source: Checkpoint, changes: Sequence[Change]) -> Iterator[tuple[tuple[str, str], Loss]]:
+    """What is told of approximate states: of pieces, what was told of the whole; of a whole, that of each piece."""
+    untouched = dict(source.losses)
+    for change in changes:
+        told: dict[str, dict[str, Loss]] = {}
+        for name in change.old:
+            for state in source.parameters[name].states:
+                if (loss := untouched.pop((name, state), None)) is not None:
+                    told.setdefault(state, {})[name] = loss
+        for state, losses in told.items():
+            loss = next(iter(losses.values())) if len(change.old) == 1 else losses
+            yield from (((name, state), loss) for name in change.new)
+    yield from untouched.items()
+
+
+def _made(change: Change, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
+    first = parameters[0]
+    for other in parameters[1:]:
+        if (other.role, other.states.keys(), other.values) != (first.role, first.states.keys(), first.values):
+            raise Unsupported(
+                f"`{show(first.name)}` and `{show(other.name)}` are one tensor in Megatron, but what is kept of them "
+                f"differs: {_said(first)} and {_said(other)}"
+            )
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in change.new}
+    for state in first.states:
+        pieces = _pieces(change, state, parameters)
+        for name, tensor in zip(change.new, pieces, strict=True):
+            states[name][state] = tensor
+    return {name: Parameter(name, first.role, states[name], first.values) for name in change.new}
+
+
+def _pieces(change: Change, state: str, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
+    tensors = [parameter.states[state] for parameter in parameters]
+    title = ", ".join(f"`{show(name)}`" for name in change.old)
+    if all(tensor.shape == () for tensor in tensors):  # a counter, such as Adam's step: all have the same
+        return (with_replicas(tensors),) * len(change.new)
+    if any(tensor.shape != one.weight.shape for tensor, one in zip(tensors, parameters, strict=True)):
+        raise Unsupported(
+            f"the state {show(state)} of {title} has another shape than the weight: it cannot move with it",
+            hint="Leave the optimizer behind with --model-only.",
+        )
+    try:
+        return change.make(tensors)
+    except Unsupported as error:
+        raise Unsupported(f"{title} ({show(state)}): {error.what}", hint=error.hint) from error
+
+
+def _group(group: Group, number: int, by_old: Mapping[str, Change], place: Mapping[str, int]) -> Group:
+    """The group with the new names, in the order of the parameters: as the model of these names numbers them."""
+    members = set(group.names)
+    names: dict[str, None] = {}
+    for name in group.names:
+        change = by_old.get(name)
+        if change is None:
+            names[name] = None
+            continue
+        if apart := [other for other in change.old if other not in members]:
+            raise Unsupported(
+                f"`{show(name)}` and `{show(apart[0])}` are one tensor in Megatron, but only the first is in optimizer "
+                f"group {number}"
+            )
+        names |= dict.fromkeys(change.new)
+    return replace(group, names=tuple(sorted(names, key=lambda name: place.get(name, len(place)))))
+
+
+def _said(parameter: Parameter) -> str:
+    values = ", ".join(f"{key} {value}" for key, value in parameter.values.items())
+    return show(f"{parameter.role} with {', '.join(parameter.states) or 'nothing'}{f'; {values}' if values else ''}")

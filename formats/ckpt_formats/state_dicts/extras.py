@@ -1,0 +1,140 @@
+"""Values with tensors in them, from a PyTorch file to the extras of a checkpoint and back."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+
+import numpy as np
+
+from ckpt_formats.containers.torchfile import Formed, Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.core.checkpoint import MODEL, Parameter
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
+
+_MOST_DEPTH = 150
+_MOST_SHOWN = 40
+_PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, Formed, TensorName)
+
+
+def lift(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
+    """The value with a `TensorName` for every tensor; the tensors become parameters of the role `extra`.
+
+    `name` is the place of the value, such as `lr_scheduler`; tensors are named by
+    theirs, such as `rng/cpu`. Several places of one tensor share one parameter.
+    """
+    return _Walk(_Lift(parameters)).walk(value, name, 0)
+
+
+def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
+    """The value with the tensors back in their places."""
+
+    def leaf(found: Value, name: str) -> Value:
+        return parameters[found.name].states[MODEL] if isinstance(found, TensorName) else found
+
+    return _Walk(leaf).walk(value, "", 0)
+
+
+def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
+    """The value with what `leaf` makes of everything in it that is no container."""
+    return _Walk(lambda found, name: leaf(found)).walk(value, "", 0)
+
+
+def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
+    """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
+    return _Walk(leaf).walk(value, name, 0)
+
+
+class _Lift:
+    def __init__(self, parameters: dict[str, Parameter]) -> None:
+        self._parameters = parameters
+        self._names: dict[int, tuple[Value, str]] = {}
+
+    def __call__(self, value: Value, name: str) -> Value:
+        if not isinstance(value, (TensorRef, Tensor, Storage, StorageSlice)):
+            return value
+        if id(value) not in self._names:
+            free = next(n for n in numbered(name) if n not in self._parameters)
+            self._parameters[free] = Parameter(free, "extra", {MODEL: _tensor(value)})
+            self._names[id(value)] = (value, free)  # the value is kept, so that its id stays its own
+        return TensorName(self._names[id(value)][1])
+
+
+class _Walk:
+    """Rebuilds a tree of values; what several places share is rebuilt once, and shared again."""
+
+    def __init__(self, leaf: Callable[[Value, str], Value]) -> None:
+        self._leaf = leaf
+        self._done: dict[int, tuple[Value, Value]] = {}
+
+    def walk(self, value: Value, name: str, depth: int) -> Value:
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if depth > _MOST_DEPTH:
+            raise Unsafe(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
+        made = self._rebuilt(value, name, depth + 1)
+        if made is not value:
+            self._done[id(value)] = (value, made)
+        return made
+
+    def _rebuilt(self, value: Value, name: str, depth: int) -> Value:
+        def inner(item: Value, key: Value) -> Value:
+            return self.walk(item, f"{name}/{key}", depth)
+
+        if isinstance(value, StdDict):
+            made = StdDict(value.cls, value.factory)
+            made.update(self._pairs(value.items(), inner))
+            made.attrs = inner(value.attrs, "attrs")
+            return made
+        if isinstance(value, dict):
+            return dict(self._pairs(value.items(), inner))
+        if type(value) is list:
+            return [inner(item, i) for i, item in enumerate(value)]
+        if type(value) is tuple:
+            return tuple(inner(item, i) for i, item in enumerate(value))
+        if isinstance(value, Record):
+            return Record(
+                value.cls,
+                tuple(inner(item, i) for i, item in enumerate(value.args)),
+                {key: inner(item, key) for key, item in value.kwargs.items()},
+                inner(value.state, "state") if value.state is not None else None,
+                [inner(item, i) for i, item in enumerate(value.items)],
+                list(self._pairs(value.mapping, inner)),
+                value.new,
+            )
+        if isinstance(value, (set, frozenset)) and not all(isinstance(item, _PLAIN_KEYS) for item in value):
+            return type(value)(inner(item, "item") for item in value)
+        if (said := opaque(value)) is not None:
+            return inner(said, "array")
+        return value if isinstance(value, Size) else self._leaf(value, name)
+
+    def _pairs(
+        self, pairs: Iterable[tuple[Value, Value]], inner: Callable[[Value, Value], Value]
+    ) -> Iterator[tuple[Value, Value]]:
+        """Keys are rebuilt, too: tensors may be some."""
+        for key, item in pairs:
+            if isinstance(key, _PLAIN_KEYS):
+                yield key, inner(item, key)
+            else:
+                shown = brief(key, _MOST_SHOWN)
+                yield inner(key, f"{shown} (key)"), inner(item, shown)
+
+
+def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, TensorRef):
+        return tensor_of(value)
+    storage, start, numel = (
+        (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+    )
+    offset = storage.offset + start * storage.itemsize
+    if storage.dtype is None:  # NumPy has no such type: the bytes as they are
+        return Tensor.of(Raw.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal))
+    return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
+
+
+def numbered(name: str) -> Iterator[str]:
+    """The name, then the name with a number, and so on: for the first that is free."""
+    yield name
+    yield from (f"{name}~{i}" for i in count(1))

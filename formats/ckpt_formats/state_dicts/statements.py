@@ -1,0 +1,54 @@
+"""Numbers and texts that a checkpoint states in several places, such as its step: all places must agree."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+
+MIXED = "Files of several steps or runs were mixed: copy all files of one step again."
+_MOST_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One place, such as "`global_steps` in a.pt", gives a value for one thing, such as "the step"."""
+
+    what: str
+    where: str
+    value: Value
+    """None: this place says nothing."""
+
+
+def check_agreement(statements: Iterable[Statement], folder: Path, hint: str = MIXED) -> None:
+    """Raises `Corrupt` if two places give different values for the same thing."""
+    first: dict[str, Statement] = {}
+    for one in statements:
+        if one.value is None:
+            continue
+        other = first.setdefault(one.what, one)
+        if other.value != one.value:
+            raise Corrupt(
+                f"{one.what} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
+                where=folder,
+                hint=hint,
+            )
+
+
+def whole(value: Value) -> int | None:
+    """A whole number from 0 on; None for anything else, which then says nothing."""
+    return int(value) if natural(value) else None
+
+
+def step_in_name(folder: Path, pattern: re.Pattern[str], what: str = "the step") -> Statement:
+    """What the name of a folder says of its step, if all of the name has this form: group 1 is the number."""
+    match = pattern.fullmatch(folder.absolute().name)
+    return Statement(what, f"the name of the folder {show(folder.absolute().name)}", int(match[1]) if match else None)
+
+
+def _short(value: Value) -> str:
+    return show(str(value)[:_MOST_SHOWN])

@@ -1,0 +1,34 @@
+"""Names of single states of a chain, wherever a path is taken: `run.chain@1234`, `@last`, `@last~10`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.universal.chain import file as index
+
+_ADDRESS = re.compile(r"(.+)@(?:(\d{1,18})|last(?:~(\d{1,18}))?)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A state of a chain."""
+
+    run: Path
+    step: int | None
+    """None: counted from the last."""
+    back: int = 0
+    """How many steps before the last."""
+
+
+def parse(path: Path) -> Address | None:
+    """The state that a path names; None if it names no state of a chain, or something that is there.
+
+    >>> parse(Path("step@5")) is None
+    True
+    """
+    match = _ADDRESS.fullmatch(str(path))
+    if match is None or path.exists() or not (Path(match[1]) / index.NAME).is_file():
+        return None
+    if match[2] is not None:
+        return Address(Path(match[1]), int(match[2]))
+    return Address(Path(match[1]), None, int(match[3] or 0))

@@ -1,0 +1,152 @@
+"""The folder of a chain: its lock, what crashes left in it, and how its list is replaced."""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.file import Chain
+
+LOCK = "chain.lock"
+_DRAFT = f"{index.NAME}.tmp"
+_STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
+
+
+@contextmanager
+def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chain | None]:
+    """The chain in a folder, None if it is yet to begin; nobody else changes it meanwhile.
+
+    Raises `Locked`, `NotFound` if it is none, `OutputError` if the folder holds anything else.
+    """
+    if not create and not (run / index.NAME).is_file():
+        index.read(run)  # says that it is none
+    made = _make(run) if create else False
+    if not made and not (run / index.NAME).is_file():
+        _check_empty(run)
+    taken = Locked("another process is changing this chain", where=run, hint="Wait for it to end.")
+    try:
+        with lock(run / LOCK, taken, locks):
+            chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None
+            try:
+                yield chain
+            finally:
+                if made and os.listdir(run) == [LOCK]:  # nothing came of it
+                    os.unlink(run / LOCK)
+                    os.rmdir(run)
+    except OSError as error:
+        raise unwritable(error, run) from error
+    except OutputError:
+        if made:
+            with suppress(OSError):
+                os.unlink(run / LOCK)
+                os.rmdir(run)
+        raise
+
+
+def peek(run: Path) -> Chain | None:
+    """The chain in a folder, without a lock; None if one could begin there. Raises as `locked`."""
+    if (run / index.NAME).is_file():
+        return index.load(run / index.NAME)
+    if run.exists():
+        _check_empty(run)
+    return None
+
+
+def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> list[Path]:
+    """What interrupted runs left behind: members that are not named, and what was to become one.
+
+    Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
+    """
+    named = {going_on and f".{going_on}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
+    named |= {one.folder for one in (chain.segments if chain else ())}
+    ours = (entry for entry in sorted(run.iterdir()) if _is_ours(entry.name) and entry.name not in named)
+    return [entry for entry in ours if not is_growing(entry)]
+
+
+def _is_ours(name: str) -> bool:
+    """May it be part of a chain, or what is left of one?"""
+    patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED)
+    return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def is_growing(segment: Path) -> bool:
+    """Does a run record into the folder of a segment? It holds locks of files there while it does."""
+    try:
+        return any(map(_is_locked, segment.iterdir()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        os.close(opened)
+    return False
+
+
+def remove(paths: list[Path]) -> None:
+    """Folders and files, and nothing that a link leads to."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            # A folder half removed must not look like one: its manifest goes first.
+            (path / "manifest.json").unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def replace(run: Path, chain: Chain) -> None:
+    """Make `chain` what the folder holds: by one rename, durable when this returns."""
+    draft = run / _DRAFT
+    with draft.open("wb") as file:
+        file.write(index.dump(chain))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, run / index.NAME)
+    flush(run)
+
+
+def flush(folder: Path) -> None:
+    """Bring the entries of a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _make(run: Path) -> bool:
+    try:
+        run.mkdir()
+        flush(run.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise unwritable(error, run) from error
+    return True
+
+
+def _check_empty(run: Path) -> None:
+    if not run.is_dir():
+        raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
+    others = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_ours(entry.name))
+    if others:
+        raise OutputError(
+            f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."
+        )

@@ -1,0 +1,28 @@
+"""A chain, read as its last state, or as the one that a path names."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Format, Options
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import members, states
+from ckpt_formats.universal.chain.address import Address
+
+
+class ChainFormat(Format):
+    name = "chain"
+    summary = "a folder of states of one run, most of them deltas or gradients; read as its last step"
+
+    def __init__(self, address: Address | None = None) -> None:
+        """`address`: the state that is meant, if not the last."""
+        self._address = address
+
+    def detect(self, path: Path) -> bool:
+        return (path / index.NAME).is_file()
+
+    def read(self, path: Path, options: Options) -> Checkpoint:
+        chain = index.load(path / index.NAME)
+        if self._address is None and not chain.segments:
+            return members.open_last(path, chain)
+        step = states.step_of(chain, self._address or Address(path, None))
+        return replace(states.open_state(path, chain, step), path=path)

@@ -1,0 +1,84 @@
+"""The states of a chain as checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Options, identified
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.chain.file import Chain, Member
+
+
+def member_at(run: Path, chain: Chain, step: int | None) -> Member:
+    """The member of a step, or the last. Raises `NotFound`, naming the steps that there are."""
+    if step is None:
+        return chain.members[-1]
+    for member in chain.members:
+        if member.step == step:
+            return member
+    steps = [member.step for member in chain.members]
+    near = sorted(sorted(steps, key=lambda one: abs(one - step))[:5])
+    raise NotFound(
+        f"no step {step} in this chain of {len(steps)}, from {steps[0]} to {steps[-1]}",
+        where=run,
+        hint=f"The nearest are {', '.join(map(str, near))}; `ckpt log` lists all.",
+    )
+
+
+def open_member(run: Path, chain: Chain, member: Member) -> Checkpoint:
+    """The index of one state. An error names the last good step where there is one.
+
+    Raises `Incomplete` if a folder is missing, `Corrupt` if another checkpoint is in its place.
+    """
+    try:
+        return _open(run, member)
+    except CkptError as error:
+        advise(run, chain, member, error)
+        raise
+
+
+def advise(run: Path, chain: Chain, member: Member, error: CkptError) -> None:
+    """Say in the error which step can be restored all the same: the last before that does without what is damaged."""
+    if not isinstance(error, (Corrupt, Incomplete, NotFound)) or error.where is None:
+        return
+    good = last_without(run, chain, member, error.where)
+    if good is not None:
+        error.hint = f"Step {good.step} does without it: `ckpt restore CHAIN DST --step {good.step}`."
+
+
+def last_without(run: Path, chain: Chain, member: Member, where: str) -> Member | None:
+    """The last member before this one that can be opened, and does not stand on the folder of which `where` speaks."""
+    blamed = next((one for one in chain.upto(member.step) if _speaks_of(where, run / one.folder)), None)
+    before = [] if blamed is None else [one for one in chain.members if one.step < member.step]
+    return next((one for one in reversed(before) if blamed not in chain.upto(one.step) and _opens(run, one)), None)
+
+
+def open_last(run: Path, chain: Chain) -> Checkpoint:
+    """The last state, under the name of the chain."""
+    return replace(open_member(run, chain, chain.members[-1]), path=run)
+
+
+def _opens(run: Path, member: Member) -> bool:
+    try:
+        _open(run, member)
+    except CkptError:
+        return False
+    return True
+
+
+def _open(run: Path, member: Member) -> Checkpoint:
+    folder = run / member.folder
+    if not folder.is_dir():
+        raise Incomplete(f"the folder of step {member.step} is missing", where=folder)
+    content = manifest.load(folder / manifest.NAME).content
+    if content != member.content:
+        raise Corrupt(
+            f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
+            where=folder,
+        )
+    return identified(lambda: Universal().read(folder, Options()))
+
+
+def _speaks_of(where: str, folder: Path) -> bool:
+    paths = [Path(one) for one in where.split(", ")]
+    return any(path == folder or folder in path.parents for path in paths)

@@ -1,0 +1,89 @@
+"""All states of a chain by their steps: those that are stored, and those that follow from the log of gradients."""
+
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, identified
+from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.universal.chain import members
+from ckpt_formats.universal.chain.address import Address
+from ckpt_formats.universal.chain.file import Chain, LoggedSteps, Member
+from ckpt_formats.universal.gradients.segment import Segment, open_segment
+from ckpt_formats.universal.gradients.state import Base, checkpoint_at
+
+
+def last_step(run: Path, chain: Chain) -> int:
+    """The last step that can be restored, also of a run that goes on. Raises as `open_segment`."""
+    steps = [member.step for member in chain.members[-1:]]
+    if chain.segments:
+        steps.append(open_steps(run, chain.segments[-1]).last)
+    return max(steps)
+
+
+def step_of(chain: Chain, address: Address) -> int:
+    """The step that an address means. Raises as `last_step`."""
+    return last_step(address.run, chain) - address.back if address.step is None else address.step
+
+
+def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
+    """A segment of the chain. Raises `Corrupt` if another is in its place, and as `open_segment`."""
+    segment = open_segment(run / logged.folder, check, logged.step)
+    known = (segment.layout.run, segment.first, segment.layout.parent)
+    if known != (logged.run, logged.first, logged.parent):
+        raise Corrupt("another log is in the place of this one", where=segment.folder)
+    return segment
+
+
+def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
+    """The state at a step. Raises `NotFound`, naming the steps that there are."""
+    stored = next((member for member in chain.members if member.step == step), None)
+    if stored is not None:
+        return members.open_member(run, chain, stored)
+    logged = _segment_of(chain, step)
+    if logged is None:
+        raise _no_step(run, chain, step)
+    segment = open_steps(run, logged)
+    if step > segment.last and segment.torn:
+        path, reason = next(iter(segment.torn.items()))
+        raise Corrupt(
+            f"step {step} cannot be restored: {reason}",
+            where=path,
+            hint=f"Steps up to {segment.last} do without it: `--step {segment.last}`.",
+        )
+    if step > segment.last:
+        raise _no_step(run, chain, step)
+    member = nearest_base(chain, logged, step)
+    base = None if member is None else Base(member.step, members.open_member(run, chain, member))
+    return identified(lambda: checkpoint_at(segment, step, base))
+
+
+def _segment_of(chain: Chain, step: int) -> LoggedSteps | None:
+    """The segment that has a step; rather one that did it than one that begins with it, which may have begun later."""
+    did = (one for one in chain.segments if one.step is not None and one.first < step <= one.step)
+    begins = (one for one in reversed(chain.segments) if one.first <= step)
+    return next(did, None) or next(begins, None)
+
+
+def nearest_base(chain: Chain, logged: LoggedSteps, step: int) -> Member | None:
+    """The last stored state of a segment's run up to a step; None: the state that the segment holds is nearer."""
+    stored = [one for one in chain.members if logged.first <= one.step <= step]
+    exact = [one for one in stored if one.exact or one.content == logged.parent]
+    return exact[-1] if exact else None
+
+
+def steps_text(run: Path, chain: Chain) -> str:
+    """The steps that a chain has, for people."""
+    parts = [str(member.step) for member in chain.members]
+    shown = [", ".join(parts if len(parts) <= 5 else [*parts[:2], "…", *parts[-2:]])] if parts else []
+    for logged in chain.segments:
+        try:
+            last = open_steps(run, logged).last if logged.step is None else logged.step
+        except CkptError:
+            continue
+        shown.append(f"{logged.first} to {last} by the log of gradients")
+    return "; ".join(shown)
+
+
+def _no_step(run: Path, chain: Chain, step: int) -> NotFound:
+    return NotFound(
+        f"no step {step} in this chain", where=run, hint=f"It has {steps_text(run, chain)}; `ckpt log` lists all."
+    )

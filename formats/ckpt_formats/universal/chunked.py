@@ -1,0 +1,253 @@
+"""Values that lie coded in a file, chunk by chunk: only the chunks that a block touches are read and decoded.
+
+    chunk 0 | chunk 1 | ... | zeros up to a multiple of 8 | directory
+
+A chunk is a range of the tensor's elements in C order, given to the codec as
+`rows x columns` or as a vector. The directory has 16 bytes for each: its length,
+and the XXH3-64 of its values, so every array that a codec gives back is checked
+before anybody sees it. See docs/format.md.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.scratch import borrow, lent
+from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
+from ckpt_formats.core.tensor import Array, Blob, Range, Raw
+
+MOST_ELEMENTS = 1 << 22
+"""Of a chunk: what a reader must be ready to hold."""
+OVERHEAD = 1024
+"""Bytes by which a coded chunk may be longer than its values."""
+ENTRY = np.dtype([("nbytes", "<u8"), ("values", "<u8")])
+"""Of the directory."""
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Chunks of bytes, one after another, and the directory behind them that says where each begins."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    """Of chunks, filling and directory."""
+    count: int
+    most: int
+    """Bytes of one chunk."""
+    label: str
+    seal: Seal | None = None
+
+    def chunk(self, index: int, reader: Reader) -> tuple[memoryview, int]:
+        """A chunk's bytes, and the XXH3-64 of what is to be decoded from them. Raises `Corrupt`.
+
+        The bytes are valid until this thread asks for the next chunk.
+        """
+        directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
+        begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
+        # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
+        taken = nbytes if index + 1 < self.count else self.nbytes - begin
+        data = borrow("listed", taken)
+        reader.read_into(self.path, self.offset + begin, data.data, self.seal)
+        return data[:nbytes].data, int(directory["values"][index])
+
+    def _directory(self, reader: Reader) -> Array:
+        ends = self.nbytes - self.count * ENTRY.itemsize
+        listed = np.empty(self.count, ENTRY)
+        reader.read_into(self.path, self.offset + ends, listed.view(np.uint8).data)
+        sane = self.count == 0 or int(listed["nbytes"].max()) <= self.most
+        total = int(listed["nbytes"].sum()) if sane else 0
+        if not sane or not 0 <= ends - total < ALIGNMENT:
+            raise Corrupt(
+                f"{self.label}: the directory of its chunks does not fit their {ends:,} bytes", where=self.path
+            )
+        found = np.empty(self.count, self._FOUND)
+        found["nbytes"], found["values"] = listed["nbytes"], listed["values"]
+        found["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
+        return found
+
+    _FOUND: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
+
+    def corrupt(self, index: int, codec: str, why: str) -> Corrupt:
+        return Corrupt(
+            f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{codec}`: {why}",
+            where=self.path,
+            hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
+        )
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the chunks of one whole tensor are, and how to decode them."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    """Of chunks, filling and directory."""
+    shape: Shape
+    dtype: DType
+    chunk: Shape
+    """`(rows, columns)` or `(elements,)` of every chunk but the last, which may be shorter."""
+    codec: Codec
+    label: str
+    """What the tensor is called, for messages."""
+    base: Blob | None = None
+    seal: Seal | None = None
+
+    @property
+    def count(self) -> int:
+        return chunk_count(self.shape, self.chunk)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Of the values, decoded."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def flat_range(self, index: int) -> tuple[int, int]:
+        """The elements that a chunk holds, counted in C order."""
+        each = prod(self.chunk)
+        return index * each, min((index + 1) * each, prod(self.shape))
+
+    def values(self, index: int, reader: Reader) -> Array:
+        """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
+        start, stop = self.flat_range(index)
+        nbytes = (stop - start) * self.dtype.itemsize
+        made = reader.keep_filled(
+            self._key(index), nbytes, lambda room: self._decode(index, room.view(self.dtype), reader)
+        )
+        return made.view(self.dtype)
+
+    def fill(self, out: Array, index: int, reader: Reader) -> None:
+        """The same into `out`, a vector: for a chunk that nobody else will ask for."""
+        kept = reader.kept(self._key(index))
+        if kept is not None:
+            out[:] = kept.view(self.dtype)
+        else:
+            self._decode(index, out, reader)
+
+    def is_cut_as(self, other: "Store") -> bool:
+        """Do the same chunks hold the same elements?"""
+        return (self.shape, self.chunk) == (other.shape, other.chunk)
+
+    def _key(self, index: int) -> tuple[Path, int, int]:
+        return self.path, self.offset, index
+
+    @property
+    def _listed(self) -> Listed:
+        most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
+        return Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+
+    def _decode(self, index: int, out: Array, reader: Reader) -> None:
+        base = self.base
+        if base is None:
+            self._decode_with(None, index, out, reader)
+        elif isinstance(base, Coded) and base.is_whole and base.store.is_cut_as(self):
+            self._decode_with(base.store.values(index, reader), index, out, reader)
+        else:
+            with lent(out.size * base.dtype.itemsize) as room:
+                values, (start, stop) = room.view(base.dtype), self.flat_range(index)
+                Range(base, start, stop).read_into(values, reader)
+                self._decode_with(values, index, out, reader)
+
+    def _decode_with(self, base: Array | None, index: int, out: Array, reader: Reader) -> None:
+        listed, form = self._listed, chunk_form(self.chunk, out.size)
+        data, digest = listed.chunk(index, reader)
+        try:
+            self.codec.decode_into(data, out.reshape(form), None if base is None else base.reshape(form))
+        except CodecError as error:
+            raise listed.corrupt(index, self.codec.name, str(error)) from None
+        if xxhash.xxh3_64_intdigest(out.view(np.uint8).data) != digest:
+            raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A block of a coded tensor."""
+
+    store: Store
+    box: Box
+
+    @classmethod
+    def whole(cls, store: Store) -> "Coded":
+        return cls(store, Box.whole(store.shape))
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.store.dtype
+
+    def crop(self, box: Box) -> "Coded":
+        return Coded(self.store, box.shift(self.box.start))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box.shape == self.store.shape
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        store = self.store
+        first, last = flat_ends(self.box, store.shape)
+        if last - first != self.box.size or not out.flags.c_contiguous:
+            read_chunks(out, self.box, store.shape, store.chunk, lambda index: store.values(index, reader))
+            return
+        # A run of elements in C order: whole chunks are decoded where they are to lie.
+        flat = out.reshape(-1)
+        for index in _touched(self.box, store.shape, prod(store.chunk)):
+            start, stop = store.flat_range(index)
+            low, high = max(start, first), min(stop, last)
+            part = flat[low - first : high - first]
+            if (low, high) == (start, stop):
+                store.fill(part, index, reader)
+            else:
+                part[:] = store.values(index, reader)[low - start : high - start]
+
+    def sources(self) -> Iterator[Raw]:
+        store = self.store
+        yield Raw.packed(store.path, store.offset, (store.nbytes,), np.dtype(np.uint8), store.seal)
+        if store.base is not None:
+            yield from store.base.crop(self.box).sources()
+
+    def flaws(self) -> Iterator[str]:
+        return iter(()) if self.store.base is None else self.store.base.flaws()
+
+
+def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callable[[int], Array]) -> None:
+    """Fill `out` with block `box` of a tensor that is cut into chunks; `values` gives one of them, as a vector."""
+    each = prod(chunk)
+    for index in _touched(box, shape, each):
+        at, found = 0, None
+        for block in flat_boxes(shape, index * each, min((index + 1) * each, prod(shape))):
+            common = block & box
+            if common is not None:
+                found = values(index) if found is None else found
+                held = found[at : at + block.size].reshape(block.shape)
+                out[common.within(box).index] = held[common.within(block).index]
+            at += block.size
+
+
+def _touched(box: Box, shape: Shape, each: int) -> range:
+    """The chunks among which all are that hold an element of the block."""
+    first, last = flat_ends(box, shape)
+    return range(first // each, (last - 1) // each + 1) if box.size else range(0)
+
+
+def chunk_count(shape: Shape, chunk: Shape) -> int:
+    """How many chunks a tensor has."""
+    return -(-prod(shape) // prod(chunk))
+
+
+def chunk_form(chunk: Shape, size: int) -> Shape:
+    """The shape in which a codec is given a chunk of `size` elements; the last may have fewer rows."""
+    return (size,) if len(chunk) == 1 else (size // chunk[1], chunk[1])

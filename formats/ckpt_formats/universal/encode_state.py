@@ -1,0 +1,224 @@
+"""A state written in coded chunks: which codec, and the bytes, in the layout of `chunked`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from math import prod
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs import Codec, CodecError, NotApplicable, best_for, from_config
+from ckpt_codecs.base import Bytes, room
+from ckpt_codecs.scratch import borrow, lent
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.files import write_all
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Array, Range, Raw, Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, chunk_count, chunk_form
+from ckpt_formats.universal.entry import State
+
+CHUNK = 1 << 18
+"""Elements: a chunk, and what is made of it, stay in a core's cache."""
+_WIDEST = 1 << 14
+"""Columns: so many that a chunk still has rows to compare."""
+_WORTH = 0.99
+"""Coded bytes for each raw one, above which the values are stored as they are."""
+_LEAST = 64
+"""Bytes: of less, the directory alone takes too much."""
+
+Passing = Callable[[Box, Array], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one state is to be coded, and what was coded already to find out."""
+
+    codec: Codec
+    chunk: Shape
+    base: str | None
+    coded: dict[int, Bytes] = field(default_factory=dict)
+    """Chunks by their number, valid until this thread makes the next choice."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the chunks that were coded already, with their share of the directory."""
+        return sum(map(len, self.coded.values())) + ENTRY.itemsize * len(self.coded)
+
+
+def choose(parameter: Parameter, state: str, coding: Coding, transfer: Transfer) -> Choice | None:
+    """How to code a state, told from two of its chunks; None if its values are better stored as they are."""
+    tensor = parameter.states[state]
+    count = chunk_count(tensor.shape, chunk_shape(tensor.shape))
+    return choose_for(parameter, state, coding, transfer, sorted({0, count // 2})) if count else None
+
+
+def choose_for(
+    parameter: Parameter, state: str, coding: Coding, transfer: Transfer, indices: Sequence[int]
+) -> Choice | None:
+    """The first choice, at level `max` the one that makes least of these chunks; None if it makes no less of them."""
+    tensor = parameter.states[state]
+    chunk = chunk_shape(tensor.shape)
+    raw = sum(_box(tensor, chunk, index).size for index in indices) * tensor.dtype.itemsize
+    if raw < _LEAST:
+        return None
+    choices = []
+    for number, codec in enumerate(_candidates(parameter, state, coding)):
+        choice = Choice(codec, chunk, codec.context)
+        pieces = _Pieces.of(parameter, state, choice)
+        try:
+            for place, index in enumerate(indices):
+                values, base = pieces.fetch(index, transfer, counted=False)
+                out = borrow(f"tried/{number}/{place}", room(values.nbytes))
+                choice.coded[index] = codec.encode_into(values, base, out)
+        except NotApplicable:
+            continue
+        choices.append(choice)
+        if coding.level != "max" or coding.codec is not None:
+            break  # it is the best for this kind of state, or the user's own; the others are there where it cannot be
+    best = min(choices, key=lambda choice: choice.nbytes, default=None)
+    return best if best is not None and best.nbytes <= _WORTH * raw else None
+
+
+def write_coded(
+    out: FileIO,
+    parameter: Parameter,
+    state: str,
+    choice: Choice,
+    check: bool,
+    transfer: Transfer,
+    passing: Passing | None = None,
+) -> State:
+    """Write the chunks of a state, from where the file is on, then their directory.
+
+    `passing` sees the values of each chunk, and which flat range they are.
+    """
+    tensor, at = parameter.states[state], out.tell()
+    pieces = _Pieces.of(parameter, state, choice)
+    digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
+    directory = np.empty(chunk_count(tensor.shape, choice.chunk), ENTRY)
+
+    def write(data: Bytes) -> None:
+        write_all(out, data)
+        stored.update(data)
+
+    nbytes = 0
+    for index in range(len(directory)):
+        values, base = pieces.fetch(index, transfer)
+        if passing is not None:
+            passing(pieces.box(index), values.reshape(-1))
+        data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter)
+        if check:
+            _check(choice, data, values, base, f"`{show(parameter.name)}` {state}, chunk {index}")
+        write(data)
+        raw = as_bytes(values).data
+        digest.update(raw)
+        directory[index] = len(data), xxhash.xxh3_64_intdigest(raw)
+        nbytes += len(data)
+    filling = -nbytes % ALIGNMENT
+    write(bytes(filling))
+    write(directory.tobytes())
+    return State(
+        tensor.dtype.name,
+        tensor.shape,
+        hash_text(digest.intdigest()),
+        choice.codec.config(),
+        choice.base,
+        at,
+        nbytes + filling + directory.nbytes,
+        hash_text(stored.intdigest()),
+        choice.chunk,
+    )
+
+
+def chunk_shape(shape: Shape) -> Shape:
+    """How a tensor is cut: into whole rows of its last axes where these are not too long, else into runs of elements.
+
+    >>> chunk_shape((4096, 256)), chunk_shape((8, 14336, 4096)), chunk_shape((64, 3, 3, 3)), chunk_shape((1000,))
+    ((1024, 256), (64, 4096), (9709, 27), (262144,))
+    """
+    widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
+    fitting = [width for width in widths if 1 < width <= _WIDEST]
+    width = fitting[0] if fitting else widths[-1] if widths and 1 < widths[-1] <= CHUNK else None
+    return (CHUNK,) if width is None else (CHUNK // width, width)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The tensor's elements in C order, as a vector."""
+    only = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
+    if isinstance(only, Raw) and only.shape == tensor.shape and only.is_packed:
+        return Tensor.of(only.flat(0, tensor.size))
+    return Tensor.of(Range(tensor, 0, tensor.size))
+
+
+def _candidates(parameter: Parameter, state: str, coding: Coding) -> Iterator[Codec]:
+    tensor = parameter.states[state]
+    own = () if coding.codec is None else (from_config(dict(coding.codec)),)
+    for codec in (*own, *best_for(parameter.role, state, tensor.dtype, coding.level)):
+        if not codec.lossless:
+            raise Unsupported(f"codec {codec.name} would change the values", where=f"tensor {show(parameter.name)}")
+        base = None if codec.context is None else parameter.states.get(codec.context)
+        if codec.context is None or (base is not None and base is not tensor and base.shape == tensor.shape):
+            yield codec
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A state cut into chunks, with the base that its codec has, both as vectors."""
+
+    values: Tensor
+    base: Tensor | None
+    chunk: Shape
+
+    @classmethod
+    def of(cls, parameter: Parameter, state: str, choice: Choice) -> "_Pieces":
+        base = None if choice.base is None else flat(parameter.states[choice.base])
+        return cls(flat(parameter.states[state]), base, choice.chunk)
+
+    def box(self, index: int) -> Box:
+        return _box(self.values, self.chunk, index)
+
+    def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
+        """A chunk, and the base of it, in the form in which the codec gets them."""
+        box = self.box(index)
+        form = chunk_form(self.chunk, box.size)
+        values = transfer.fetch(self.values, box, counted=counted).reshape(form)
+        if self.base is None:
+            return values, None
+        return values, transfer.fetch(self.base, box, "base", counted=False).reshape(form)
+
+
+def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
+    each = prod(chunk)
+    return Box((index * each,), (min((index + 1) * each, tensor.size),))
+
+
+def _encode(choice: Choice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
+    try:
+        return choice.codec.encode_into(values, base, borrow("coded", room(values.nbytes)))
+    except NotApplicable as error:  # though it held the chunks that were tried
+        raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {show(parameter.name)}") from None
+
+
+def _check(choice: Choice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
+    with lent(values.nbytes) as raw:
+        try:
+            choice.codec.decode_into(data, raw.view(values.dtype).reshape(values.shape), base)
+            back = _same_bits(raw, as_bytes(values))
+        except CodecError:
+            back = False
+    if not back:
+        raise RuntimeError(f"codec {choice.codec.name} does not give back what it was given: {what}")
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    """Are these bytes equal? Eight at a time, which takes half the time."""
+    even = a.size & ~7
+    with lent(even // 8) as differs:
+        wide = np.not_equal(a[:even].view(np.uint64), b[:even].view(np.uint64), out=differs.view(np.bool_))
+        return not wide.any() and bool(np.array_equal(a[even:], b[even:]))

@@ -1,0 +1,358 @@
+"""What a segment of the log holds: which tensors, who has which piece of them, and how the optimizer steps them.
+
+A rank's pieces, one after another, are its vector; a record has one value for each of its elements. It is cut into
+chunks that are the same at every step, so that a chunk of any step can be read without the rest.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import xxhash
+
+from ckpt_formats.containers import sealed_json
+from ckpt_formats.containers.json_checks import Checks
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.values import Value
+from ckpt_formats.core.version import WRITTEN_BY
+
+NAME = "layout.json"
+VERSION = 1
+CHUNK = 1 << 18
+"""Elements of a chunk at most."""
+ALONE = 1 << 16
+"""Elements from which a piece shares no chunk with others."""
+Exactness = Literal["exact", "same library", "approximate"]
+EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
+_MAX_NBYTES = 1 << 30
+_MAX_RANKS = 1 << 20
+_MAX_ELEMENTS = 1 << 50
+
+
+@dataclass(frozen=True)
+class LoggedTensor:
+    """A tensor that an optimizer steps."""
+
+    name: str
+    dtype: str
+    """Of the model's copy; what is stepped is float32."""
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One tensor as a rank's optimizer has it: a parameter, a shard of one, or a partition of many."""
+
+    optimizer: int
+    group: int
+    count: int
+    """How many steps it had taken where the segment begins."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a tensor: elements `start` to `stop`, in C order, of a block of it."""
+
+    tensor: int
+    vector: int
+    start: int
+    stop: int
+    whole: int
+    """How many of its elements, from its first, are in whole SIMD vectors of the optimizer's own tensor."""
+    box: Box
+    """The block, in the whole tensor."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ChunkRange:
+    """The part of a piece that is in a chunk."""
+
+    piece: Piece
+    start: int
+    """Counted from the piece's first element."""
+    stop: int
+    offset: int
+    """Of its first element in the chunk."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def whole(self) -> int:
+        """How many of its elements are in whole SIMD vectors."""
+        return min(max(self.piece.whole - self.start, 0), self.size)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The vector of a rank."""
+
+    vectors: tuple[Vector, ...]
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each piece begins in the vector; and its end, as the last."""
+        return tuple(accumulate((piece.size for piece in self.pieces), initial=0))
+
+    @property
+    def size(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """Where runs that are cut into chunks begin, and the number of each one's first chunk; and both ends."""
+        begins, first = [0], [0]
+
+        def close(at: int) -> None:
+            if at > begins[-1]:
+                first.append(first[-1] - (begins[-1] - at) // CHUNK)
+                begins.append(at)
+
+        for start, stop in zip(self.starts, self.starts[1:], strict=False):
+            if stop - start >= ALONE or stop - begins[-1] > CHUNK:
+                close(start)
+            if stop - start >= ALONE:
+                close(stop)
+        close(self.size)
+        return begins, first
+
+    @property
+    def chunk_count(self) -> int:
+        return self._runs[1][-1]
+
+    def chunk_bounds(self, index: int) -> tuple[int, int]:
+        """The first element of a chunk in the vector, and the one after its last."""
+        begins, first = self._runs
+        run = bisect_right(first, index) - 1
+        start = begins[run] + (index - first[run]) * CHUNK
+        return start, min(start + CHUNK, begins[run + 1])
+
+    def chunk_of(self, element: int) -> int:
+        """The chunk that an element of the vector is in."""
+        begins, first = self._runs
+        run = bisect_right(begins, element) - 1
+        return first[run] + (element - begins[run]) // CHUNK
+
+    def ranges(self, index: int) -> Iterator[ChunkRange]:
+        """What a chunk holds, in order."""
+        start, stop = self.chunk_bounds(index)
+        number = bisect_right(self.starts, start) - 1
+        while number < len(self.pieces) and self.starts[number] < stop:
+            low, high = max(self.starts[number], start), min(self.starts[number + 1], stop)
+            if low < high:
+                begin = self.starts[number]
+                yield ChunkRange(self.pieces[number], low - begin, high - begin, low - start)
+            number += 1
+
+
+@dataclass(frozen=True)
+class LoggedOptimizer:
+    """An optimizer of the run, and how its steps are done again."""
+
+    type: str
+    """The class, such as `torch.optim.adamw.AdamW`."""
+    method: str
+    """The name of the arithmetic: a key of `optimizers.METHODS`, or of an installed package."""
+    exactness: Exactness
+    figures: Mapping[str, Value]
+    """What the probe measured at the start of the run."""
+    groups: tuple[tuple[str, ...], ...]
+    """The names of each parameter group, in order."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of `layout.json`."""
+
+    run: str
+    first: int
+    """The step of the state where the segment begins: its first gradients are those of the next one."""
+    codec: str
+    tensors: tuple[LoggedTensor, ...]
+    optimizers: tuple[LoggedOptimizer, ...]
+    ranks: tuple[RankLayout, ...]
+    aliases: Mapping[str, str]
+    versions: Mapping[str, Value]
+    parent: str | None
+    """The content id of the chain's state at `first`; None if the segment holds that state itself."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces of all ranks."""
+        return sum(rank.size for rank in self.ranks)
+
+
+def dump(layout: Layout) -> bytes:
+    """The bytes of `layout.json`."""
+    return sealed_json.dump(
+        {
+            "format": "ckpt-gradients",
+            "version": VERSION,
+            "written_by": WRITTEN_BY,
+            "run": layout.run,
+            "first": layout.first,
+            "codec": layout.codec,
+            "parent": layout.parent,
+            "versions": encode(dict(layout.versions)),
+            "aliases": dict(layout.aliases),
+            "optimizers": [
+                {
+                    "type": one.type,
+                    "method": one.method,
+                    "exactness": one.exactness,
+                    "figures": encode(dict(one.figures)),
+                    "groups": [list(names) for names in one.groups],
+                }
+                for one in layout.optimizers
+            ],
+            "tensors": [[one.name, one.dtype, list(one.shape)] for one in layout.tensors],
+            "ranks": [
+                {
+                    "vectors": [[v.optimizer, v.group, v.count] for v in rank.vectors],
+                    "pieces": [_piece_json(piece, layout.tensors) for piece in rank.pieces],
+                }
+                for rank in layout.ranks
+            ],
+        }
+    )
+
+
+def identity(content: bytes) -> bytes:
+    """The 16 bytes by which the files of ranks name the layout that they belong to."""
+    return xxhash.xxh3_128_digest(content)
+
+
+def load(path: Path) -> Layout:
+    """Read and check a `layout.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
+    fields = sealed_json.load(path, _MAX_NBYTES, "the layout of a log of gradients")
+    check = Checks(path)
+    check.true(fields.get("format") == "ckpt-gradients", "format")
+    if not natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
+        raise Unsupported(
+            f"log of gradients, version {fields.get('version')!r:.30}; this program reads {VERSION}",
+            where=path,
+            hint="Upgrade ckpt.",
+        )
+    tensors = tuple(_tensor(row, check) for row in check.sequence(fields, "tensors"))
+    check.true(len({one.name for one in tensors}) == len(tensors), "tensors: a name twice")
+    optimizers = tuple(_optimizer(row, check) for row in check.sequence(fields, "optimizers"))
+    rows = check.sequence(fields, "ranks")
+    check.true(0 < len(rows) <= _MAX_RANKS, "ranks")
+    parent = check.get(fields, "parent")
+    check.true(parent is None or isinstance(parent, str), "parent")
+    aliases = check.mapping(fields, "aliases")
+    check.texts(aliases.values(), "aliases")
+    layout = Layout(
+        check.text(fields, "run"),
+        check.natural(fields, "first"),
+        check.text(fields, "codec"),
+        tensors,
+        optimizers,
+        tuple(_rank(row, tensors, optimizers, check) for row in rows),
+        aliases,
+        check.values(fields, "versions"),
+        parent,
+    )
+    _check_pieces(layout, check)
+    return layout
+
+
+def _piece_json(piece: Piece, tensors: Sequence[LoggedTensor]) -> list[Any]:
+    row: list[Any] = [piece.tensor, piece.vector, piece.start, piece.stop, piece.whole]
+    if piece.box != Box.whole(tensors[piece.tensor].shape):
+        row.append([list(piece.box.start), list(piece.box.stop)])
+    return row
+
+
+def _naturals(row: Any, count: int, check: Checks, what: str) -> list[int]:
+    check.true(isinstance(row, list) and len(row) >= count and all(map(natural, row[:count])), what)
+    return list(row[:count])
+
+
+def _tensor(row: Any, check: Checks) -> LoggedTensor:
+    check.true(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str), "tensors")
+    name, dtype, shape = row
+    check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has no type that we know")
+    check.true(isinstance(shape, list), "tensors: a shape")
+    shape = tuple(_naturals(shape, len(shape), check, "tensors: a shape"))
+    fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS
+    check.true(fits, f"tensors: {name!r:.80} is too large")
+    return LoggedTensor(name, dtype, shape)
+
+
+def _optimizer(row: Any, check: Checks) -> LoggedOptimizer:
+    exactness = check.text(row, "exactness")
+    check.true(exactness in EXACTNESS, f"exactness {exactness!r:.30}")
+    groups = check.sequence(row, "groups")
+    check.true(all(isinstance(group, list) for group in groups), "groups")
+    return LoggedOptimizer(
+        check.text(row, "type"),
+        check.text(row, "method"),
+        exactness,  # type: ignore[arg-type]
+        check.values(row, "figures"),
+        tuple(check.texts(group, "groups") for group in groups),
+    )
+
+
+def _rank(
+    row: Any, tensors: Sequence[LoggedTensor], optimizers: Sequence[LoggedOptimizer], check: Checks
+) -> RankLayout:
+    vectors = tuple(Vector(*_naturals(one, 3, check, "vectors")) for one in check.sequence(row, "vectors"))
+    for vector in vectors:
+        known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
+        check.true(known and vector.count < 1 << 53, "vectors: a group that is not there")
+    pieces = tuple(_piece(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
+    return RankLayout(vectors, pieces)
+
+
+def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: Checks) -> Piece:
+    tensor, vector, start, stop, whole = _naturals(row, 5, check, "pieces")
+    check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that is not there")
+    shape = tensors[tensor].shape
+    box = Box.whole(shape)
+    if len(row) > 5:
+        corners = row[5]
+        check.true(isinstance(corners, list) and len(corners) == 2, "pieces: a block")
+        low, high = (tuple(_naturals(one, len(shape), check, "pieces: a block")) for one in corners)
+        inside = all(a <= b <= n for a, b, n in zip(low, high, shape, strict=True))
+        check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "pieces: a block outside its tensor")
+        box = Box(low, high)
+    check.true(start < stop <= box.size and whole <= stop - start, "pieces: elements outside their block")
+    return Piece(tensor, vector, start, stop, whole, box)
+
+
+def _check_pieces(layout: Layout, check: Checks) -> None:
+    """Every element of every tensor is in one piece."""
+    parts: dict[int, dict[Box, list[tuple[int, int]]]] = {}
+    for rank in layout.ranks:
+        for piece in rank.pieces:
+            parts.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((piece.start, piece.stop))
+    for number, tensor in enumerate(layout.tensors):
+        blocks = parts.get(number, {})
+        total = 0
+        for box, ranges in blocks.items():
+            ranges.sort()
+            ends = [0, *(stop for _, stop in ranges)]
+            tiled = all(start == end for (start, _), end in zip(ranges, ends, strict=False)) and ends[-1] == box.size
+            check.true(tiled, f"pieces: block {box} of {tensor.name!r:.80} is not covered once")
+            total += box.size
+        check.true(total == prod(tensor.shape), f"pieces: {tensor.name!r:.80} is not covered once")
+        if len(blocks) > 1:
+            from ckpt_formats.core.geometry import overlaps
+
+            check.true(not any(overlaps(list(blocks))), f"pieces: blocks of {tensor.name!r:.80} overlap")

@@ -1,0 +1,406 @@
+"""States at a step: those where the segment begins, and the optimizer's steps done again, chunk by chunk.
+
+A chunk of all states is stepped from the first step to the one that is wanted while it is in memory, so a state of any
+size takes the memory of a few chunks, and each stored byte is read once. Threads share what they have computed.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.gradients import gradient_codec
+from ckpt_codecs.optimizers import WEIGHTS, OptimizerStep
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
+from ckpt_formats.core.tensor import Array, Blob, Range, Raw
+from ckpt_formats.universal.chunked import chunk_count
+from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, Piece, Vector
+from ckpt_formats.universal.gradients.optimizers import step_of
+from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, Record, hash_values
+from ckpt_formats.universal.gradients.segment import Segment, Update
+
+FLOAT32 = DTYPES["float32"]
+_MAX_CACHED = 64 << 20
+"""Bytes of chunks that are not computed again."""
+
+States = dict[str, Array]
+"""A chunk of every state: float32 vectors of one size."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state from which steps are done again."""
+
+    step: int
+    parameters: Mapping[str, Parameter] | None
+    """None: the states that the segment itself holds, which begin it."""
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentReplay:
+    """The state at one step of a segment."""
+
+    segment: Segment
+    step: int
+    start: Start
+    _cache: "_Cache" = field(default_factory=lambda: _Cache(_MAX_CACHED))
+
+    @cached_property
+    def codec(self) -> Codec:
+        try:
+            return gradient_codec(self.segment.layout.codec)
+        except CodecError as error:
+            raise Unsupported(str(error), where=self.segment.folder) from None
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The names of all states that are stepped, the weights first."""
+        return tuple(dict.fromkeys([WEIGHTS, *(name for names in self.states_of for name in names)]))
+
+    @cached_property
+    def states_of(self) -> tuple[tuple[str, ...], ...]:
+        """By optimizer, the names of the states that it steps, the weights first."""
+        recorded = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
+        return tuple(self._names(number, recorded) for number in range(len(self.segment.layout.optimizers)))
+
+    def _names(self, optimizer: int, recorded: list[str]) -> tuple[str, ...]:
+        first = self._first_updates.get(optimizer)
+        if first is None:
+            return tuple(dict.fromkeys([WEIGHTS, *recorded]))
+        stepped = [name for group in range(len(first.groups)) for name in self._step(first, group).states]
+        if self.start.step < first.record.step <= self.step:
+            return tuple(dict.fromkeys([WEIGHTS, *stepped]))
+        return tuple(dict.fromkeys([WEIGHTS, *(name for name in recorded if name in stepped)]))
+
+    @cached_property
+    def _first_updates(self) -> dict[int, Update]:
+        """By optimizer, what tells the names of its states: the first that is done again, else the first."""
+        firsts: dict[int, Update] = {}
+        for steps in self.segment.updates:
+            for updates in steps:
+                for update in updates:
+                    known = firsts.get(update.optimizer)
+                    if known is None or known.record.step <= self.start.step < update.record.step:
+                        firsts[update.optimizer] = update
+        return firsts
+
+    def counts(self, rank: int, step: int) -> Array:
+        """How many steps each vector of a rank has taken at a step: int64."""
+        return self._counts[rank][step - self.segment.first]
+
+    @cached_property
+    def _counts(self) -> list[list[Array]]:
+        table = []
+        for layout, steps in zip(self.segment.layout.ranks, self.segment.updates, strict=True):
+            optimizers = np.array([vector.optimizer for vector in layout.vectors], np.int64)
+            rows = [np.array([vector.count for vector in layout.vectors], np.int64)]
+            for updates in steps[: self.step - self.segment.first]:
+                row = rows[-1].copy()
+                for update in updates:
+                    if update.vectors is None:
+                        row[optimizers == update.optimizer] += 1
+                    else:
+                        row[list(update.vectors)] += 1
+                rows.append(row)
+            table.append(rows)
+        return table
+
+    def chunk(self, rank: int, index: int, reader: Reader) -> States:
+        """A chunk of all states of a rank, not to be changed. Raises `Corrupt`."""
+        return self._cache.get((rank, index), lambda: self._replayed(rank, index, reader))
+
+    def _replayed(self, rank: int, index: int, reader: Reader) -> States:
+        layout = self.segment.layout.ranks[rank]
+        ranges = list(layout.ranges(index))
+        begin, end = layout.chunk_bounds(index)
+        states = self._start(rank, index, ranges, end - begin, reader)
+        self._verify(rank, index, self.start.step, states, ranges)
+        gradients = np.empty(end - begin, np.float32)
+        for step in range(self.start.step + 1, self.step + 1):
+            number = step - self.segment.first
+            for update in self.segment.updates[rank][number - 1]:
+                if self._decode(update.record, rank, index, gradients, reader):
+                    self._apply(update, rank, self._counts[rank][number], ranges, states, gradients)
+            self._verify(rank, index, step, states, ranges)
+        return states
+
+    def _apply(
+        self, update: Update, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
+    ) -> None:
+        """One call of an optimizer. Ranges that are stepped alike are stepped at once."""
+        vectors = self.segment.layout.ranks[rank].vectors
+        for group, count, whole, start, stop in _runs(update, ranges, vectors, counts):
+            step = self._step(update, group)
+            part = {name: states[name][start:stop] for name in step.states}
+            try:
+                step.apply(part, gradients[start:stop], count, whole)
+            except (CodecError, ArithmeticError) as error:
+                raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
+
+    def _step(self, update: Update, group: int) -> OptimizerStep:
+        # Records with the same options share one list of them (`record.scan`), which lives as long as the segment.
+        key = (update.optimizer, id(update.record.meta["groups"]), group)
+        if key not in self._steps:
+            optimizer = self.segment.layout.optimizers[update.optimizer]
+            self._steps[key] = step_of(optimizer, update.groups[group], self.segment.folder)
+        return self._steps[key]
+
+    @cached_property
+    def _steps(self) -> dict[tuple[int, int, int], OptimizerStep]:
+        return {}
+
+    def _start(self, rank: int, index: int, ranges: list[ChunkRange], size: int, reader: Reader) -> States:
+        states = {name: np.zeros(size, np.float32) for name in self.states}
+        if self.start.parameters is None:
+            for record in self.segment.records(rank, Kind.STATE):
+                name = str(record.meta.get("state"))
+                if name in states:
+                    self._decode(record, rank, index, states[name], reader)
+            return states
+        for one in ranges:
+            parameter = self.parameter(one.piece.tensor)
+            optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
+            for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
+                if blob is None:
+                    self._check_fresh(rank, one.piece, name, parameter)
+                    continue
+                part = states[name][one.offset : one.offset + one.size]
+                low = one.piece.start + one.start
+                Range(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
+        return states
+
+    def parameter(self, number: int) -> Parameter:
+        """A tensor of the layout as it is where the steps begin. Raises `Corrupt` if it is not there."""
+        assert self.start.parameters is not None
+        tensor = self.segment.layout.tensors[number]
+        parameter = self.start.parameters.get(tensor.name)
+        if parameter is None or parameter.weight.shape != tensor.shape:
+            raise Corrupt(
+                f"the log is of another model: the state at step {self.start.step} has no `{tensor.name}` of shape "
+                f"{list(tensor.shape)}",
+                where=self.segment.folder,
+            )
+        return parameter
+
+    def _check_fresh(self, rank: int, piece: Piece, state: str, parameter: Parameter) -> None:
+        """A state may be missing at the start only where no step was done yet: it is zero then."""
+        count = int(self.counts(rank, self.start.step)[piece.vector])
+        if count:
+            raise Incomplete(
+                f"`{parameter.name}` has no {state!r} at step {self.start.step}, after {count} of its steps",
+                where=self.segment.folder,
+            )
+
+    def _decode(self, record: Record, rank: int, index: int, out: Array, reader: Reader) -> bool:
+        """Fill `out` with a chunk's values. False if the record has none of it. Raises `Corrupt`."""
+        path = self.segment.path(rank)
+        if index >= record.count:
+            raise Corrupt(f"step {record.step}: it has no chunk {index}", where=path)
+        data, digest = record.read_chunk(path, index, out.nbytes + MAX_CHUNK_OVERHEAD, reader)
+        if not data.size:
+            return False
+        codec = self.codec if record.kind is Kind.GRADIENTS else gradient_codec("exact")
+        try:
+            codec.decode_into(data.data, out, None)
+        except CodecError as error:
+            raise self._damaged(record, rank, index, str(error)) from None
+        if hash_values(out) != digest:
+            raise self._damaged(record, rank, index, "its values do not fit their hash")
+        return True
+
+    def _damaged(self, record: Record, rank: int, index: int, why: str) -> Corrupt:
+        what = "the state where the log begins" if record.kind is Kind.STATE else f"the gradients of step {record.step}"
+        good = record.step - 1
+        return Corrupt(
+            f"{what}: chunk {index} of rank {rank} cannot be decoded: {why}",
+            where=self.segment.path(rank),
+            hint=None if record.kind is Kind.STATE else f"Step {good} does without it: `--step {good}`.",
+        )
+
+    @cached_property
+    def _fingerprints(self) -> dict[tuple[int, int], Record]:
+        return {
+            (rank, record.step): record
+            for rank in range(len(self.segment.logs))
+            for record in self.segment.records(rank, Kind.FINGERPRINT)
+        }
+
+    def _verify(self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange]) -> None:
+        """Compare a chunk with the fingerprint that the run made of it at this step. Raises `Corrupt`."""
+        record = self._fingerprints.get((rank, step))
+        if record is None or (step > self.start.step and not self.segment.is_exact):
+            return
+        digests = record.meta.get("digests")
+        for name, values in states.items():
+            listed = digests.get(name) if isinstance(digests, dict) else None
+            if listed is None:
+                continue
+            if not isinstance(listed, list) or len(listed) != self.segment.layout.ranks[rank].chunk_count:
+                raise Corrupt(f"step {step}: a fingerprint of another layout", where=self.segment.path(rank))
+            if listed[index] != hash_values(values):
+                raise self._differs(step, name, ranges)
+
+    def _differs(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
+        names = dict.fromkeys(self.segment.layout.tensors[one.piece.tensor].name for one in ranges)
+        shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
+        if step == self.start.step:
+            return Corrupt(
+                f"the state at step {step} is not the one that the run had then: {state!r} of {shown} differs",
+                where=self.segment.folder,
+                hint="The log belongs to another state of this step: append that one, or record anew.",
+            )
+        return Corrupt(
+            f"step {step}: {state!r} of {shown} is not what the run had: replaying its gradients gives other values",
+            where=self.segment.folder,
+            hint="Either the run's hardware computed wrongly between the last fingerprint and this one, or its "
+            "optimizer rounds otherwise than the recorder's probe found.",
+        )
+
+
+def _runs(
+    update: Update, ranges: list[ChunkRange], vectors: tuple[Vector, ...], counts: Array
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(group, count, elements in whole SIMD vectors, start, stop) of what is stepped at once."""
+    run: tuple[int, int, int, int, int] | None = None
+    for one in ranges:
+        number = one.piece.vector
+        vector = vectors[number]
+        in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
+        if not in_update:
+            continue
+        group, count, stop = vector.group, int(counts[number]), one.offset + one.size
+        if run is not None and run[:2] == (group, count) and run[4] == one.offset and run[2] == run[4] - run[3]:
+            run = (group, count, run[2] + one.whole, run[3], stop)
+            continue
+        if run is not None:
+            yield run
+        run = (group, count, one.whole, one.offset, stop)
+    if run is not None:
+        yield run
+
+
+def _start_blobs(parameter: Parameter, states: tuple[str, ...]) -> dict[str, Blob | None]:
+    """The states of a parameter by the names that steps have for them; None where there is none."""
+    blobs: dict[str, Blob | None] = {name: parameter.states.get(name) for name in states}
+    blobs[WEIGHTS] = parameter.states.get(MASTER, parameter.states.get(MODEL))
+    for name, blob in blobs.items():
+        if blob is not None and blob.dtype != FLOAT32:
+            raise Unsupported(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps are done in float32")
+    return blobs
+
+
+class _Cache:
+    """Chunks that were computed lately. Two threads never compute the same one."""
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[tuple[int, int], States] = OrderedDict()
+        self._pending: dict[tuple[int, int], threading.Lock] = {}
+
+    def get(self, key: tuple[int, int], compute: Callable[[], States]) -> States:
+        with self._lock:
+            pending = self._pending.setdefault(key, threading.Lock())
+        with pending:
+            with self._lock:
+                if key in self._chunks:
+                    self._chunks.move_to_end(key)
+                    return self._chunks[key]
+            states = compute()
+            with self._lock:
+                self._chunks[key] = states
+                while len(self._chunks) > 1 and sum(map(_nbytes, self._chunks.values())) > self._max_nbytes:
+                    dropped, _ = self._chunks.popitem(last=False)
+                    self._pending.pop(dropped, None)
+        return states
+
+
+def _nbytes(states: States) -> int:
+    return sum(values.nbytes for values in states.values())
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterReplay:
+    """All states of one tensor at a step. `universal.replay` says what else has these members."""
+
+    segment: SegmentReplay
+    tensor: int
+    shape: Shape
+    form: Mapping[str, DType]
+    """The states by the names of the checkpoint, each float32."""
+    aliases: Mapping[str, str]
+    """From those names to the names that steps have for them."""
+    pieces: tuple[tuple[int, int], ...]
+    """Who has parts of it: rank, and the number of the piece among the rank's."""
+
+    @property
+    def chunk(self) -> Shape:
+        return (CHUNK,)
+
+    @property
+    def count(self) -> int:
+        return chunk_count(self.shape, self.chunk)
+
+    def flat_range(self, index: int) -> tuple[int, int]:
+        """The elements that a chunk holds, counted in C order."""
+        return index * CHUNK, min((index + 1) * CHUNK, prod(self.shape))
+
+    def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
+        """A chunk of all states. Raises `Corrupt`."""
+        start, stop = self.flat_range(index)
+        key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
+        packed = reader.keep(key, lambda: self._gathered(start, stop, reader).reshape(-1))
+        return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
+
+    def sources(self, box: Box) -> Iterator[Raw]:
+        """The file ranges of the state where the log begins. (The log itself may still grow.)"""
+        if self.segment.start.parameters is not None:
+            for blob in _start_blobs(self.segment.parameter(self.tensor), tuple(self.aliases.values())).values():
+                if blob is not None:
+                    yield from blob.crop(box).sources()
+
+    def _gathered(self, start: int, stop: int, reader: Reader) -> Array:
+        out = np.empty((len(self.form), stop - start), np.float32)
+        wanted, at = [], 0
+        for box in flat_boxes(self.shape, start, stop):
+            wanted.append((box, at))
+            at += box.size
+        for rank, number in self.pieces:
+            piece = self.segment.segment.layout.ranks[rank].pieces[number]
+            for box, offset in wanted:
+                common = box & piece.box
+                if common is not None:
+                    self._copy(rank, number, piece, common, box, out[:, offset : offset + box.size], reader)
+        return out
+
+    def _copy(self, rank: int, number: int, piece: Piece, common: Box, box: Box, out: Array, reader: Reader) -> None:
+        """Fill of a block `box` what a piece has of the part `common`."""
+        layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
+        low, high = flat_ends(common.within(piece.box), block)
+        low, high = max(low, piece.start), min(high, piece.stop)
+        begin = layout.starts[number]
+        while low < high:
+            index = layout.chunk_of(begin + low - piece.start)
+            chunk_start, chunk_stop = layout.chunk_bounds(index)
+            end = min(high, piece.stop, chunk_stop - begin + piece.start)
+            states = self.segment.chunk(rank, index, reader)
+            offset = begin + low - piece.start - chunk_start
+            for part in flat_boxes(block, low, end):
+                there = part.shift(piece.box.start)
+                both = there & box
+                if both is not None:
+                    for row, name in enumerate(self.aliases.values()):
+                        source = states[name][offset : offset + part.size].reshape(part.shape)
+                        target = out[row].reshape(box.shape)
+                        target[both.within(box).index] = source[both.within(there).index]
+                offset += part.size
+            low = end

@@ -1,0 +1,239 @@
+"""A segment of the log: the files of all ranks, and the steps that all of them have whole."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckpt_codecs.gradients import GRADIENT_CODECS
+from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.typed_json import decode
+from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.layout import Layout
+from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, RankLog, Record, hash_values, scan
+
+FOLDER = "gradients-{:010d}"
+LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
+"""Codecs that store gradients rounded."""
+_MAX_LAYOUT = 1 << 30
+_MAX_RANDOM = 1 << 24
+
+
+def rank_file(rank: int) -> str:
+    """What the file of a rank is called."""
+    return f"rank-{rank:05d}.ckg"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one rank recorded of one call of an optimizer."""
+
+    record: Record
+    optimizer: int
+    vectors: frozenset[int] | None
+    """Which of the rank's had a gradient; None: all of that optimizer."""
+    groups: tuple[Mapping[str, Value], ...]
+    """The options of that optimizer's groups."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps after `layout.first`."""
+
+    folder: Path
+    layout: Layout
+    logs: tuple[RankLog, ...]
+    limit: int | None = None
+    """The last step that counts, where the chain states one: later ones were dropped."""
+
+    @cached_property
+    def updates(self) -> tuple[tuple[tuple[Update, ...], ...], ...]:
+        """By rank and by step, from the one after the first: the updates of that step. Whole steps only."""
+        return tuple(tuple(self._steps(rank)) for rank in range(len(self.logs)))
+
+    @property
+    def first(self) -> int:
+        return self.layout.first
+
+    @cached_property
+    def last(self) -> int:
+        """The last step that every rank has whole."""
+        last = self.first + min(len(steps) for steps in self.updates)
+        return last if self.limit is None else min(last, self.limit)
+
+    @property
+    def torn(self) -> dict[Path, str]:
+        """Why files do not end with a whole record, by file: what a killed writer or a dead machine leaves."""
+        return {log.path: log.torn for log in self.logs if log.torn is not None}
+
+    @cached_property
+    def has_ended(self) -> bool:
+        """Did every rank close its log?"""
+        return all(any(record.kind is Kind.END for record in log.records) for log in self.logs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all whole records."""
+        return sum(log.end for log in self.logs)
+
+    @property
+    def is_exact(self) -> bool:
+        """Do its steps, done again, give the bits of the run?"""
+        approximate = any(one.exactness == "approximate" for one in self.layout.optimizers)
+        return not approximate and self.layout.codec not in LOSSY
+
+    @cached_property
+    def has_start(self) -> bool:
+        """Does every rank have the state where the segment begins? Its fingerprint follows when all of it is there."""
+        return all(
+            any(record.kind is Kind.STATE for record in log.records)
+            and any(record.kind is Kind.FINGERPRINT and record.step == self.first for record in log.records)
+            for log in self.logs
+        )
+
+    def records(self, rank: int, kind: Kind) -> Iterator[Record]:
+        """The records of a kind of a rank, in order."""
+        return (record for record in self.logs[rank].records if record.kind is kind)
+
+    def path(self, rank: int) -> Path:
+        return self.folder / rank_file(rank)
+
+    def nbytes_upto(self, rank: int, step: int) -> int:
+        """How much of a rank's file is needed for the steps up to one."""
+        later = (record.begin for record in self.logs[rank].records if record.step > step)
+        return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
+
+    def notes(self, step: int, reader: Reader) -> dict[str, Value]:
+        """What was noted at a step; of rank 0 what several ranks noted alike."""
+        notes: dict[str, Value] = {}
+        for record in self.records(0, Kind.NOTES):
+            if record.step == step:
+                notes.update(_typed(record.read_meta(self.path(0), reader).get("notes", {}), self.path(0)))
+        return notes
+
+    def group_options(self, step: int) -> dict[int, tuple[Mapping[str, Value], ...]]:
+        """The options of all groups as they were after a step, by optimizer: those that a schedule set for the next."""
+        options: dict[int, tuple[Mapping[str, Value], ...]] = {}
+        steps = self.updates[0]
+        for updates in steps[: step - self.first]:
+            options.update((update.optimizer, update.groups) for update in updates)
+        noted = [record for record in self.records(0, Kind.NOTES) if record.step == step]
+        if not noted:
+            # Not noted: what the next step was done with is nearer than what the last was.
+            for updates in steps[step - self.first : step - self.first + 1]:
+                options.update((update.optimizer, update.groups) for update in updates)
+        for record in noted:
+            groups = record.meta.get("groups", [])
+            if not isinstance(groups, list):
+                raise Corrupt(f"step {step}: its notes are damaged", where=self.path(0))
+            for number, of_one in enumerate(groups):
+                options[number] = self._options(of_one, number, record, self.path(0))
+        return options
+
+    def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
+        """The states of random number generators at a step, by rank: arrays of bytes or words, by generator."""
+        states = {}
+        for rank, steps in enumerate(self.updates):
+            if step > self.first and steps[step - self.first - 1]:
+                record = steps[step - self.first - 1][-1].record
+                if record.count > self.layout.ranks[rank].chunk_count:
+                    states[f"rank-{rank:05d}"] = self._random(record, rank, reader)
+        return states
+
+    def _random(self, record: Record, rank: int, reader: Reader) -> Value:
+        """What follows the chunks of gradients: typed JSON."""
+        path = self.path(rank)
+        data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
+        if hash_values(data) != digest:
+            raise Corrupt(f"step {record.step}: the states of its random number generators are damaged", where=path)
+        try:
+            return decode(json.loads(data.tobytes()), path)
+        except (ValueError, RecursionError):
+            raise Corrupt(f"step {record.step}: its random states are no JSON", where=path) from None
+
+    def _steps(self, rank: int) -> Iterator[tuple[Update, ...]]:
+        log = self.logs[rank]
+        updates: list[Update] = []
+        step = self.first + 1
+        for record in log.records:
+            if record.kind is not Kind.GRADIENTS:
+                continue
+            if record.step != step:
+                raise Corrupt(
+                    f"steps are missing: step {record.step} follows, where {step} was to come", where=log.path
+                )
+            part, count = self._part(record, log.path)
+            if part != len(updates):
+                raise Corrupt(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
+            updates.append(self._update(record, rank))
+            if len(updates) == count:
+                yield tuple(updates)
+                updates, step = [], step + 1
+
+    def _part(self, record: Record, where: Path) -> tuple[int, int]:
+        part = record.meta.get("part", [0, 1])
+        if not (isinstance(part, list) and len(part) == 2 and all(map(natural, part)) and part[0] < part[1]):
+            raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
+        return part[0], part[1]
+
+    def _options(self, groups: Any, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
+        """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
+        if optimizer >= len(self.layout.optimizers):
+            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)
+        count = len(self.layout.optimizers[optimizer].groups)
+        options = decode(groups, where)
+        if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
+            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
+        return tuple(options)
+
+    def _update(self, record: Record, number: int) -> Update:
+        rank, log = self.layout.ranks[number], self.logs[number]
+        optimizer = record.meta.get("optimizer", 0)
+        if not natural(optimizer):
+            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
+        options = self._options(record.meta.get("groups"), optimizer, record, log.path)
+        if not 0 <= record.count - rank.chunk_count <= 1:
+            raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
+        vectors = record.meta.get("vectors")
+        if vectors is not None:
+            if not (isinstance(vectors, list) and all(natural(v) and v < len(rank.vectors) for v in vectors)):
+                raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
+            vectors = frozenset(vectors)
+        return Update(record, optimizer, vectors, options)
+
+
+def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
+    """The segment in a folder, as far as it is whole now, and not past step `limit`.
+
+    With `check`, all chunks' bytes are read and checked.
+
+    Raises `NotFound` if there is none, `Incomplete` if a rank's file is missing, `Corrupt`.
+    """
+    path = folder / layouts.NAME
+    if not path.is_file():
+        raise NotFound("no log of gradients: it has no layout.json", where=folder)
+    with unrecorded():  # it grows while it is read
+        layout = layouts.load(path)
+        name = layouts.identity(read_whole(path, _MAX_LAYOUT))
+    world = len(layout.ranks)
+    missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Incomplete(f"{missing[0]}{more} of {world} ranks is missing", where=folder)
+    logs = tuple(
+        scan(folder / rank_file(rank), FileHead(rank, world, layout.first, name), check) for rank in range(world)
+    )
+    return Segment(folder, layout, logs, limit)
+
+
+def _typed(value: Any, where: Path) -> dict[str, Value]:
+    decoded = decode(value, where)
+    if not isinstance(decoded, dict):
+        raise Corrupt("notes are not a mapping", where=where)
+    return decoded

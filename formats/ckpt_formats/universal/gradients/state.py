@@ -1,0 +1,342 @@
+"""The state at a step of a segment, as a checkpoint."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from ckpt_codecs.lossless.rounded import Rounded
+from ckpt_codecs.optimizers import WEIGHTS
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Array, Decoded, Held, Raw, Tensor
+from ckpt_formats.core.text import show
+from ckpt_formats.core.values import Value
+from ckpt_formats.universal.chunked import read_chunks
+from ckpt_formats.universal.gradients.layout import LoggedOptimizer, LoggedTensor
+from ckpt_formats.universal.gradients.record import Kind, Record, hash_values
+from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, Start
+from ckpt_formats.universal.gradients.segment import LOSSY, Segment
+from ckpt_formats.universal.replay import Replayed
+
+BUFFER_CHUNK = 1 << 20
+"""Bytes of a chunk of a buffer at most."""
+_COUNT = "step"
+_ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A state of the run from which the log is replayed."""
+
+    step: int
+    checkpoint: Checkpoint
+
+
+def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
+    """The state at a step, from a base at an earlier one; None: from the state that the segment itself holds.
+
+    Raises `NotFound` if not all ranks have that step, `Corrupt` if the log is of another run than the base.
+    """
+    if not segment.first <= step <= segment.last:
+        raise NotFound(
+            f"the log has steps {segment.first + 1} to {segment.last}, not {step}",
+            where=segment.folder,
+            hint="Of a run that goes on, later steps come as it writes them.",
+        )
+    replay = replay_to(segment, step, base)
+    source = None if base is None else base.checkpoint
+    with Reader(check=False) as reader:
+        notes = segment.notes(step, reader)
+        random = segment.random_states(step, reader)
+    buffers = dict(_buffers(segment, step))
+    parameters = dict(source.parameters) if source is not None else {}
+    parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
+    parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
+    parameters |= {parameter.name: parameter for parameter in _tied(parameters, segment.layout.aliases)}
+    extras = dict(source.extras) if source is not None else {}
+    noted = notes | ({"random_states": random} if random else {})
+    extras |= noted
+    return Checkpoint(
+        segment.folder,
+        _origin(segment, step, source),
+        parameters,
+        tuple(_groups(replay, source)),
+        extras,
+        source.aliases if source is not None else dict(segment.layout.aliases),
+        () if source is None else source.shards,
+        () if source is None else source.seals,
+        (*(() if source is None else source.notices), *_notices(replay, source, noted)),
+        losses=_losses(replay, source, parameters),
+        saved_as=_saved_as(source),
+    )
+
+
+def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
+    """What does the steps again, from a base or from the segment's own state. Raises `Incomplete` if it has none."""
+    if base is None and not segment.has_start:
+        raise Incomplete(
+            f"the state at step {segment.first}, where the log begins, is missing",
+            where=segment.folder,
+            hint="The log follows from a state of the chain that is no longer there: take it from a copy.",
+        )
+    start = Start(segment.first, None) if base is None else Start(base.step, base.checkpoint.parameters)
+    return SegmentReplay(segment, step, start)
+
+
+def _saved_as(source: Checkpoint | None) -> SavedAs | None:
+    """What the base was, without what it noted of its own file: the state is another."""
+    if source is None or source.saved_as is None:
+        return None
+    return SavedAs(source.saved_as.format, source.saved_as.file)
+
+
+def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
+    """The parameters that the optimizers step, by those of the base."""
+    layout = replay.segment.layout
+    pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
+    counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
+    for rank, of_rank in enumerate(layout.ranks):
+        now = replay.counts(rank, replay.step)
+        for number, piece in enumerate(of_rank.pieces):
+            pieces[piece.tensor].append((rank, number))
+            counts[piece.tensor] = int(now[piece.vector])
+            optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
+    for number, tensor in enumerate(layout.tensors):
+        yield _stepped_parameter(
+            *(replay, number, parameters.get(tensor.name), tuple(pieces[number])),
+            *(optimizers[number], counts[number]),
+        )
+
+
+def _stepped_parameter(
+    replay: SegmentReplay,
+    number: int,
+    before: Parameter | None,
+    pieces: tuple[tuple[int, int], ...],
+    optimizer: int,
+    count: int,
+) -> Parameter:
+    """One of them, after so many of its steps. Raises `Corrupt` or `Unsupported` if the base's does not fit."""
+    tensor = replay.segment.layout.tensors[number]
+    model, states = DTYPES[tensor.dtype], {} if before is None else before.states
+    master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
+    names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
+    counted = {name: _counted(state, count) for name, state in states.items() if _is_count(name, state)}
+    if before is not None:
+        _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
+    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, pieces)
+    stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names} | counted
+    if master == MASTER and (before is None or MODEL in states):
+        dtype = model if before is None else states[MODEL].dtype
+        stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
+    order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
+    logged = replay.segment.layout.optimizers[optimizer]
+    counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
+    values = _values(before, count, counts_steps)
+    return Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
+
+
+def _check_base(
+    replay: SegmentReplay, tensor: LoggedTensor, before: Parameter, master: str, known: Collection[str]
+) -> None:
+    """Can the base's parameter be stepped? Raises `Corrupt` or `Unsupported` if it cannot."""
+    name, step, where = show(tensor.name), replay.start.step, replay.segment.folder
+    if before.weight.shape != tensor.shape:
+        raise Corrupt(
+            f"the log is of another model: `{name}` has shape {list(tensor.shape)} there, and "
+            f"{list(before.weight.shape)} in the state at step {step}",
+            where=where,
+        )
+    weights = before.states.get(master)
+    if weights is None or weights.dtype != FLOAT32:
+        raise Unsupported(f"`{name}` has no master weights in float32 at step {step}", where=where)
+    for state in before.states:
+        if state not in known:
+            raise Unsupported(f"`{name}` has {state!r} at step {step}, which the log does not step", where=where)
+
+
+def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> Iterator[Parameter]:
+    """What a base has under the other names of stepped tensors: DCP has the weights twice."""
+    for alias, name in aliases.items():
+        if alias in parameters and name in parameters:
+            weight = parameters[name].weight
+            yield replace(parameters[alias], states={**parameters[alias].states, MODEL: weight})
+
+
+def _is_count(name: str, state: Tensor) -> bool:
+    """Is it the count of steps, which torch stores as a tensor of its own?"""
+    return name == _COUNT and prod(state.shape) == 1
+
+
+def _counted(state: Tensor, count: int) -> Tensor:
+    return Tensor.of(Held(np.full(state.shape, count, state.dtype)))
+
+
+def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
+    """Does the optimizer keep a count for each tensor? If the base has states of it without one, it does not."""
+    has_states = any(name not in (MODEL, MASTER) for name in states)
+    return not has_states and optimizer.type.rpartition(".")[2] != "SGD"
+
+
+def _values(before: Parameter | None, count: int, counts_steps: bool) -> dict[str, Value]:
+    values = {} if before is None else dict(before.values)
+    if _COUNT in values:
+        values[_COUNT] = type(values[_COUNT])(count)
+    elif counts_steps and count:
+        values[_COUNT] = float(count)
+    return values
+
+
+def _origin(segment: Segment, step: int, base: Checkpoint | None) -> Origin:
+    if base is not None:
+        return replace(base.origin, step=step)
+    return Origin("torch", str(segment.layout.versions.get("torch", "")) or None, step)
+
+
+def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
+    """The groups of the base with the options of the step; those of the log if there is no base, or it has none."""
+    segment = replay.segment
+    options = segment.group_options(replay.step)
+    logged = [
+        (names, options[number][i] if number in options else {})
+        for number, optimizer in enumerate(segment.layout.optimizers)
+        for i, names in enumerate(optimizer.groups)
+    ]
+    if base is None or not base.groups:
+        yield from (Group(given, names) for names, given in logged)
+        return
+    by_name = {name: given for names, given in logged for name in names}
+    for group in base.groups:
+        given = next((by_name[name] for name in group.names if name in by_name), {})
+        yield Group({**group.options, **given}, group.names)
+
+
+def _losses(
+    replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
+) -> dict[tuple[str, str], Loss]:
+    """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
+    losses, segment = {} if base is None else dict(base.losses), replay.segment
+    steps = replay.step - replay.start.step
+    if steps:
+        for optimizer in segment.layout.optimizers:
+            if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
+                loss = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
+                names = (name for group in optimizer.groups for name in group if name in parameters)
+                losses |= {(name, state): loss for name in names for state in parameters[name].states}
+    return losses
+
+
+def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str, Value]) -> Iterator[Notice]:
+    segment, step, start = replay.segment, replay.step, replay.start.step
+    if step == start:
+        return
+    approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
+    if approximate:
+        text = f"approximate: the steps of {approximate[0]} are done again with other rounding"
+        yield Notice(text, weight=Weight.LOST)
+    if segment.layout.codec in LOSSY:
+        yield Notice(f"approximate: the gradients were logged as {segment.layout.codec}", weight=Weight.LOST)
+    same = [one.type for one in segment.layout.optimizers if one.exactness == "same library"]
+    if same:
+        versions = ", ".join(f"{name} {value}" for name, value in segment.layout.versions.items())
+        yield Notice(f"exact on a machine like the run's: {same[0]} itself does its steps again ({versions})")
+    stale = [name for name in base.extras if name not in notes] if base is not None else []
+    if stale:
+        yield Notice(f"of step {start}, since the run did not note them at step {step}: the extras", tuple(stale))
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A tensor that no optimizer steps, as it was recorded."""
+
+    segment: Segment
+    record: Record
+    name: str
+    role: Role
+    first_chunk: int
+    shape: Shape
+    dtype: DType
+
+    def values(self, index: int, reader: Reader) -> Array:
+        """A chunk, as a vector. Raises `Corrupt`."""
+        path = self.segment.path(0)
+        data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
+        each = self.each
+        size = min(each, prod(self.shape) - index * each) * self.dtype.itemsize
+        if data.size != size or hash_values(data) != digest:
+            raise Corrupt(f"step {self.record.step}: `{show(self.name)}` does not fit its hash", where=path)
+        return data.view(self.dtype)
+
+    @property
+    def each(self) -> int:
+        return BUFFER_CHUNK // self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _BufferBlob:
+    """A block of a buffer."""
+
+    buffer: _Buffer
+    box: Box
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype
+
+    def crop(self, box: Box) -> "_BufferBlob":
+        return _BufferBlob(self.buffer, box.shift(self.box.start))
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        buffer = self.buffer
+        read_chunks(out, self.box, buffer.shape, (buffer.each,), lambda index: buffer.values(index, reader))
+
+    def sources(self) -> Iterator[Raw]:
+        return iter(())
+
+    def flaws(self) -> Iterator[str]:
+        return iter(())
+
+
+def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
+    """The last that was recorded of each tensor up to a step."""
+    for record in segment.records(0, Kind.BUFFERS):
+        if record.step > step:
+            return
+        rows, chunk = record.meta.get("tensors"), 0
+        for row in rows if isinstance(rows, list) else ():
+            name, role, dtype, shape = _row(row, segment)
+            yield name, _Buffer(segment, record, name, role, chunk, shape, DTYPES[dtype])
+            each = BUFFER_CHUNK // DTYPES[dtype].itemsize
+            chunk += -(-prod(shape) // each)
+        if chunk != record.count:
+            raise Corrupt(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(0))
+
+
+def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
+    if isinstance(row, list) and len(row) == 4:
+        name, role, dtype, shape = row
+        sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in shape)
+        if isinstance(name, str) and role in _ROLES and dtype in DTYPES and sizes and prod(shape) < 1 << 50:
+            return name, _ROLES[role], dtype, tuple(shape)
+    raise Corrupt("a record of buffers is damaged", where=segment.path(0))
+
+
+def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
+    """A parameter of the base with its recorded value, or a new one."""
+    tensor = Tensor.of(_BufferBlob(buffer, Box.whole(buffer.shape)))
+    if before is None:
+        return Parameter(buffer.name, buffer.role, {MODEL: tensor})
+    if before.weight.shape != tensor.shape or before.weight.dtype != tensor.dtype:
+        raise Corrupt(f"`{show(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder)
+    state = MODEL if MODEL in before.states else MASTER
+    return replace(before, states={**before.states, state: tensor})

@@ -1,0 +1,96 @@
+"""Writing the states of a parameter as a delta: the bytes, and what was lost."""
+
+from collections.abc import Mapping
+from io import FileIO
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs import CodecError, NotApplicable
+from ckpt_codecs.delta import Change
+from ckpt_codecs.lossy import Loss
+from ckpt_codecs.lossy.error_stats import measured
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import MASTER
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.files import write_all
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, OVERHEAD
+from ckpt_formats.universal.delta_plan import Plan
+from ckpt_formats.universal.encode_state import flat
+from ckpt_formats.universal.entry import Delta, State
+from ckpt_formats.universal.error_figures import figures
+from ckpt_formats.universal.model_copy import Copy
+from ckpt_formats.universal.replay import joint_digest
+
+
+def write_delta(
+    out: FileIO, plan: Plan, copy: Copy | None, check: bool, transfer: Transfer, where: str
+) -> tuple[Delta, dict[str, State]]:
+    """Write all chunks, from where the file is on, then their directory.
+
+    Raises `NotApplicable` if the codec cannot hold a chunk, or makes it longer than a reader takes.
+    """
+    at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
+    digests = {state: xxhash.xxh3_128() for state in plan.after}
+    losses = {state: Loss() for state in plan.after}
+    directory = np.empty(plan.count, ENTRY)
+    lossless = plan.codec.lossless
+    copied = None if copy is None else flat(copy.tensor)
+
+    def write(data: bytes) -> None:
+        write_all(out, data)
+        stored.update(data)
+
+    for index in range(plan.count):
+        change = plan.change(index, transfer)
+        data = plan.codec.encode(change)
+        raw = sum(values.nbytes for values in change.after.values())
+        if len(data) > raw + OVERHEAD:
+            raise NotApplicable(f"{len(data):,} bytes for {raw:,} of values")
+        kept = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
+        if lossless and not _same(kept, change.after):
+            raise RuntimeError(f"codec {plan.codec.name} does not give back what it was given: {where}, chunk {index}")
+        if not lossless and (broken := plan.codec.broken(change, kept)) is not None:
+            raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
+        for state, values in kept.items():
+            digests[state].update(as_bytes(values).data)
+            if not lossless:
+                losses[state] += measured(change.after[state], values, change.before.get(state))
+        if copy is not None and copied is not None and MASTER in kept:
+            approximate = None if lossless else kept[MASTER].reshape(-1)
+            copy.compare(plan.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
+        write(data)
+        directory[index] = len(data), joint_digest(kept)
+        nbytes += len(data)
+    filling = -nbytes % ALIGNMENT
+    write(bytes(filling))
+    write(directory.tobytes())
+    states = {
+        state: State(
+            tensor.dtype.name,
+            plan.shape,
+            hash_text(digests[state].intdigest()),
+            loss=figures(losses[state], state in plan.before, plan.codec.promised(state, plan.form)),
+        )
+        for state, tensor in plan.after.items()
+    }
+    total = nbytes + filling + directory.nbytes
+    names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
+    config = plan.codec.config()
+    return Delta(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
+
+
+def _decoded(plan: Plan, data: bytes, change: Change, where: str) -> dict[str, Array]:
+    form = {state: values.dtype for state, values in change.after.items()}
+    shape = next(iter(change.after.values())).shape
+    try:
+        made = plan.codec.decode(data, change.before, shape, form)
+    except CodecError as error:
+        raise Unsupported(f"codec {plan.codec.name} cannot decode what it encoded: {error}", where=where) from None
+    return {state: np.ascontiguousarray(made[state]) for state in change.after}
+
+
+def _same(kept: Mapping[str, Array], true: Mapping[str, Array]) -> bool:
+    return all(np.array_equal(as_bytes(kept[state]), as_bytes(values)) for state, values in true.items())

@@ -1,0 +1,99 @@
+"""States that must be replayed, written chunk by chunk and all at once, so that no stored byte is read twice."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+import xxhash
+
+from ckpt_formats.containers.safetensors import Slot
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import MASTER, Parameter
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Blob, Decoded, Raw, Tensor
+from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.universal.encode_state import flat
+from ckpt_formats.universal.entry import State
+from ckpt_formats.universal.model_copy import Copy
+from ckpt_formats.universal.replay import Replayed, StatesReplay
+
+
+def replay_of(parameter: Parameter) -> StatesReplay | None:
+    """The replay that whole states of a parameter come from, if any does."""
+    return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, Replayed)), None)
+
+
+def spilled(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
+    """The same parameter, with all states of a replay plain in the file at `path`, which is written."""
+    blobs, plain, at = _blobs(parameter), dict[int, Raw](), 0
+    for blob in blobs.values():
+        if isinstance(blob, Replayed) and blob.replay is replay:
+            plain[id(blob)] = Raw.packed(path, at, blob.shape, blob.dtype)
+            at += plain[id(blob)].span
+    with path.open("wb", buffering=0) as out:
+        moving = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
+        for index in range(replay.count):
+            start, stop = replay.flat_range(index)
+            for tensor, raw in moving:
+                values = transfer.fetch(tensor, Box((start,), (stop,)), counted=False)
+                _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
+    states = {state: _plain(tensor, blobs.get(state), plain) for state, tensor in parameter.states.items()}
+    return replace(parameter, states=states)
+
+
+def write_together(
+    out: FileIO,
+    begin: int,
+    slots: Iterable[Slot],
+    parameter: Parameter,
+    replay: StatesReplay,
+    copy: Copy | None,
+    transfer: Transfer,
+) -> dict[str, State]:
+    """Write the states of a replay as they are, each into its slot, which is counted from `begin`."""
+    blobs = _blobs(parameter)
+    mine = [slot for slot in slots if isinstance(blob := blobs.get(slot.name), Replayed) and blob.replay is replay]
+    tensors = {slot.name: flat(parameter.states[slot.name]) for slot in mine}
+    digests = {slot.name: xxhash.xxh3_128() for slot in mine}
+    copied = None if copy is None else flat(copy.tensor)
+    for index in range(replay.count):
+        start, stop = replay.flat_range(index)
+        box = Box((start,), (stop,))
+        for slot in mine:
+            values = transfer.fetch(tensors[slot.name], box)
+            _write_at(out.fileno(), as_bytes(values).data, begin + slot.offset + start * slot.dtype.itemsize)
+            digests[slot.name].update(as_bytes(values).data)
+            if slot.name == MASTER and copy is not None and copied is not None:
+                copy.compare(box, values, transfer, copied)
+    states = {}
+    for slot in mine:
+        text = hash_text(digests[slot.name].intdigest())
+        states[slot.name] = State(
+            slot.dtype.name, slot.shape, text, offset=begin + slot.offset, nbytes=slot.nbytes, stored=text
+        )
+    return states
+
+
+def _blobs(parameter: Parameter) -> Mapping[str, Blob]:
+    """The states that are one blob each."""
+    return {
+        state: tensor.fragments[0].blob
+        for state, tensor in parameter.states.items()
+        if len(tensor.fragments) == 1 and not tensor.replicas and tensor.fragments[0].box.shape == tensor.shape
+    }
+
+
+def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, Raw]) -> Tensor:
+    if id(blob) in plain:
+        return Tensor.of(plain[id(blob)])
+    if isinstance(blob, Decoded) and id(blob.base) in plain:
+        return Tensor.of(Decoded(blob.codec, plain[id(blob.base)], blob.dtype))
+    return tensor
+
+
+def _write_at(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(file, data, at)
+        data, at = data[done:], at + done
