@@ -253,7 +253,7 @@ def test_a_kernel_without_the_call_publishes_all_the_same(
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-from ckpt_cli import staging
+from ckpt import staging
 from ckpt_cli.main import run
 left = [{nth}]
 def reached(point):
