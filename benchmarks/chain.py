@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from measure import Run, measure, medians, warm
 
-from ckpt.chains.append import Anchors, append
-from ckpt.chains.write import Manner
-from ckpt.pipeline import Effort, copy
+from ckpt.chains.append import BasePolicy, append
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources, copy
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import file as index
 
@@ -71,7 +71,7 @@ def _parameter(name: str, weight: torch.Tensor, kept: dict[str, torch.Tensor], s
         "exp_avg": kept["exp_avg"].numpy(),
         "exp_avg_sq": kept["exp_avg_sq"].numpy(),
     }
-    return Parameter(name, "parameter", {s: Tensor.of(Held(a)) for s, a in arrays.items()}, {"step": step})
+    return Parameter(name, "parameter", {s: Tensor.of(ArrayBlob(a)) for s, a in arrays.items()}, {"step": step})
 
 
 def grow(kept: Path, gb: float, deltas: int) -> float:
@@ -83,11 +83,11 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
         step = state.origin.step or 0
         began = time.monotonic()
         if there < step <= deltas + 1:
-            append(run, state, None, Manner.of(), Anchors(), Effort())
+            append(run, state, None, DeltaPolicy.of(), BasePolicy(), Resources())
             seconds += time.monotonic() - began if step != 1 else 0.0
         whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
         if not whole.exists():
-            copy(state, Universal(), Goal(whole), "", Effort())
+            copy(state, Universal(), Goal(whole), "", Resources())
     return seconds
 
 

@@ -34,7 +34,7 @@ import zipnn
 import zstandard
 from states import START, default_folder, state_path
 
-from ckpt_codecs import Change, DeltaCodec, Rounded, Step, delta_from_config
+from ckpt_codecs import DeltaCodec, Rounded, StatePair, StepInfo, delta_from_config
 from ckpt_codecs.delta import States
 from ckpt_codecs.deltas.chunk_parts import cut
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -78,8 +78,8 @@ PAIRS = (
 class Work:
     """One parameter of a pair."""
 
-    change: Change
-    step: Step
+    change: StatePair
+    step: StepInfo
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Row:
         return [self.pair, self.method, f"{self.raw / stored:.3f}", *speeds, fit, bits]
 
 
-def chunks(work: Work) -> Iterator[Change]:
+def chunks(work: Work) -> Iterator[StatePair]:
     """As the universal format cuts a parameter."""
     shape = next(iter(work.change.after.values())).shape
     chunk = chunk_shape(shape)
@@ -112,7 +112,7 @@ def chunks(work: Work) -> Iterator[Change]:
         def some(states: States, at: int = at, form: tuple[int, ...] = form) -> dict[str, Array]:
             return {name: values.reshape(-1)[at : at + prod(form)].reshape(form) for name, values in states.items()}
 
-        yield Change(some(work.change.before), some(work.change.after))
+        yield StatePair(some(work.change.before), some(work.change.after))
 
 
 def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
@@ -120,13 +120,13 @@ def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
     codec = delta_from_config({"name": name})
     derived = "fp32" in pair.states
 
-    def without_copy(change: Change) -> Change:
+    def without_copy(change: StatePair) -> StatePair:
         if not derived:
             return change
-        return Change(*({n: v for n, v in s.items() if n != "param"} for s in (change.before, change.after)))
+        return StatePair(*({n: v for n, v in s.items() if n != "param"} for s in (change.before, change.after)))
 
     began = time.process_time()
-    ready: list[tuple[DeltaCodec, Change, Change]] = []
+    ready: list[tuple[DeltaCodec, StatePair, StatePair]] = []
     for work in works:
         fitted = codec.fit(lambda work=work: map(without_copy, chunks(work)), work.step)  # type: ignore[misc]
         ready += [(fitted, without_copy(change), change) for change in chunks(work)]
@@ -286,8 +286,8 @@ def works_of(folder: Path, pair: Pair, start: int) -> list[Work]:
     made = []
     for name, parameter in after.parameters.items():
         if set(pair.states) <= parameter.states.keys():
-            change = Change(*(values_of(source, name, pair.states) for source in (before, after)))
-            made.append(Work(change, Step(start, start + pair.since, options.get(name, {}))))
+            change = StatePair(*(values_of(source, name, pair.states) for source in (before, after)))
+            made.append(Work(change, StepInfo(start, start + pair.since, options.get(name, {}))))
     return made
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs import registry
-from ckpt_codecs.delta import Change, Step
+from ckpt_codecs.delta import StatePair, StepInfo
 from ckpt_codecs.native import deltas
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -213,7 +213,7 @@ def pairs_of_optimizers(old: Any) -> Iterator[Pair]:
         )
 
 
-def adam(steps: int, bf16: bool = False) -> tuple[Change, Step]:
+def adam(steps: int, bf16: bool = False) -> tuple[StatePair, StepInfo]:
     """A chunk of AdamW, some steps on."""
     random, shape = np.random.default_rng(6), (N // COLUMNS, COLUMNS)
     w, m, v = random.normal(0, 0.02, shape).astype(np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -228,7 +228,7 @@ def adam(steps: int, bf16: bool = False) -> tuple[Change, Step]:
         w = (w * np.float32(1 - 1e-4) - np.float32(1e-3 / (1 - 0.9**t)) * m / under).astype(np.float32)
         states.append({"fp32": w, "exp_avg": m, "exp_avg_sq": v})
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    return Change(states[20], states[20 + steps]), Step(21, 21 + steps, options)
+    return StatePair(states[20], states[20 + steps]), StepInfo(21, 21 + steps, options)
 
 
 def pairs_of_codecs(old: str) -> Iterator[Pair]:
@@ -242,7 +242,7 @@ def pairs_of_codecs(old: str) -> Iterator[Pair]:
 
     for share, (before, after) in zip(("1%", "40%"), copies, strict=True):
         states = ({"param": words.view(ml_dtypes.bfloat16)} for words in (before, after))
-        cases[f"copy, {share} change"] = Change(*states), Step()
+        cases[f"copy, {share} change"] = StatePair(*states), StepInfo()
     for title, (change, step) in cases.items():
         old_change = kinds.Change(change.before, change.after)
         old_step = kinds.Step(step.before, step.after, step.options)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from lossy import flat, moved
 
-from ckpt_codecs.delta import Change
+from ckpt_codecs.delta import StatePair
 
 OLDER = "older_codecs"
 SHAPE = (1024, 256)
@@ -39,13 +39,13 @@ def import_older(folder: Path, room: Path) -> ModuleType:
     return importlib.import_module(f"{OLDER}.lossy")
 
 
-def cases() -> Iterator[tuple[str, Change, dict[str, Any]]]:
+def cases() -> Iterator[tuple[str, StatePair, dict[str, Any]]]:
     """What is coded, by name, with the settings of the codec."""
     usual = moved(SHAPE)
     for step in (1.0, 2.0, 4.0):
         yield f"step {step:g}", usual, {"step": step}
     yield "no basis", usual, {"rank": 0}
-    yield "anchor", Change({}, usual.after), {}
+    yield "anchor", StatePair({}, usual.after), {}
     yield "flat", flat(usual), {}
     yield "512 x 512", moved((512, 512)), {}
     yield "256 x 1024", moved((256, 1024)), {}
@@ -77,10 +77,10 @@ def lines(new: ModuleType, old: ModuleType, rounds: int) -> Iterator[str]:
         states = [codec.decode(data[0], change.before, shape, form) for codec in codecs]
         assert all(states[0][n].tobytes() == states[1][n].tobytes() for n in form), "other states came back"
 
-        def encoder(codec: Any, change: Change = change) -> Callable[[], object]:
+        def encoder(codec: Any, change: StatePair = change) -> Callable[[], object]:
             return lambda: codec.encode(change)
 
-        def decoder(codec: Any, data: bytes = data[0], change: Change = change) -> Callable[[], object]:
+        def decoder(codec: Any, data: bytes = data[0], change: StatePair = change) -> Callable[[], object]:
             shape, form = change.after["fp32"].shape, {n: a.dtype for n, a in change.after.items()}
             return lambda: codec.decode(data, change.before, shape, form)
 

@@ -32,7 +32,7 @@ import zstandard
 from lossy_runs import NETWORKS, Digits, Gpt, State
 from states import default_folder
 
-from ckpt_codecs.delta import Change, DeltaCodec, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 from ckpt_formats.universal.chunked import ENTRY
 from ckpt_formats.universal.encode_state import chunk_shape
@@ -59,14 +59,14 @@ class Entry:
     """Are moments counted, or kept exact beside it?"""
 
 
-def chunks(before: States, after: States) -> Iterator[tuple[slice, Change]]:
+def chunks(before: States, after: States) -> Iterator[tuple[slice, StatePair]]:
     shape = next(iter(after.values())).shape
     cut, size = chunk_shape(shape), prod(shape)
     for start in range(0, size, prod(cut)):
         part = slice(start, min(start + prod(cut), size))
         form = (part.stop - part.start,) if (part.stop - part.start) % cut[-1] or len(cut) == 1 else (-1, cut[-1])
         both = [{n: a.reshape(-1)[part].reshape(form) for n, a in states.items()} for states in (before, after)]
-        yield part, Change(*both)
+        yield part, StatePair(*both)
 
 
 def by_codec(codec: DeltaCodec) -> Method:
@@ -77,14 +77,14 @@ def by_codec(codec: DeltaCodec) -> Method:
         surveyed = codec
         if hasattr(codec, "survey"):
             samples = ((states["fp32"].size, c) for n, states in after.items() for _, c in chunks(old[n], states))
-            surveyed = codec.survey(samples, Step())
+            surveyed = codec.survey(samples, StepInfo())
         nbytes, made = 0, {}
         for name, states in after.items():
 
-            def changes(name: str = name, states: States = states) -> Iterator[Change]:
+            def changes(name: str = name, states: States = states) -> Iterator[StatePair]:
                 return (change for _, change in chunks(old[name], states))
 
-            fitted, form = surveyed.fit(changes, Step()), {n: a.dtype for n, a in states.items()}
+            fitted, form = surveyed.fit(changes, StepInfo()), {n: a.dtype for n, a in states.items()}
             made[name] = {n: np.empty(a.size, a.dtype) for n, a in states.items()}
             for part, change in chunks(old[name], states):
                 data = fitted.encode(change)
@@ -355,7 +355,7 @@ def chain(results: Results, trajectory: Trajectory, beta2: float, start: int, ma
         results.run(f"chain of {many} {beta2:g}", name, make)
 
 
-def moved(shape: tuple[int, int]) -> Change:
+def moved(shape: tuple[int, int]) -> StatePair:
     """States of a weight that moves in a few directions, as real ones do."""
     random, (rows, columns) = np.random.default_rng(0), shape
     along = random.standard_normal((24, columns))
@@ -370,20 +370,20 @@ def moved(shape: tuple[int, int]) -> Change:
     seconds = [(second * random.chisquare(3, shape)).astype(np.float32) for _ in range(2)]
     olds = {"fp32": weights, "exp_avg": np.sqrt(seconds[0]) * before, "exp_avg_sq": seconds[0]}
     news = {"fp32": weights + 1e-4 * after, "exp_avg": np.sqrt(seconds[1]) * after, "exp_avg_sq": seconds[1]}
-    return Change(*({n: a.astype(np.float32) for n, a in states.items()} for states in (olds, news)))
+    return StatePair(*({n: a.astype(np.float32) for n, a in states.items()} for states in (olds, news)))
 
 
-def flat(change: Change) -> Change:
-    return Change(*({n: a.reshape(-1) for n, a in states.items()} for states in (change.before, change.after)))
+def flat(change: StatePair) -> StatePair:
+    return StatePair(*({n: a.reshape(-1) for n, a in states.items()} for states in (change.before, change.after)))
 
 
 def speed(results: Results) -> None:
     """On chunks as the format cuts them: by codec, and ours by shape. Encoding decodes what it has made."""
     usual, ours = moved((1024, 256)), Subspace()
-    works: dict[str, tuple[DeltaCodec, Change]] = {
+    works: dict[str, tuple[DeltaCodec, StatePair]] = {
         **{f"subspace {s}": (Subspace(step=float(s)), usual) for s in (1, 2, 3)},
         "subspace 2, no basis": (Subspace(rank=0), usual),
-        "subspace 2, anchor": (ours, Change({}, usual.after)),
+        "subspace 2, anchor": (ours, StatePair({}, usual.after)),
         **{f"subspace 2, {n} x {m}": (ours, moved((n, m))) for n, m in ((512, 512), (256, 1024), (128, 256))},
         "subspace 2, flat": (ours, flat(usual)),
         "subspace 2, vector": (ours, flat(moved((1, 1024)))),
@@ -392,7 +392,7 @@ def speed(results: Results) -> None:
     }
     for name, (codec, change) in works.items():
 
-        def make(codec: DeltaCodec = codec, change: Change = change) -> dict[str, Any]:
+        def make(codec: DeltaCodec = codec, change: StatePair = change) -> dict[str, Any]:
             data, form = codec.encode(change), {n: a.dtype for n, a in change.after.items()}
             shape, size = change.after["fp32"].shape, sum(a.nbytes for a in change.after.values())
             times = [

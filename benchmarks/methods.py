@@ -18,9 +18,9 @@ import zipnn
 import zstandard
 from pcodec import ChunkConfig, standalone
 
-from ckpt_codecs import Codec, Rounded, best_for
+from ckpt_codecs import Codec, Rounded, candidate_codecs
 from ckpt_codecs.base import Bytes, room
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal.chunked import ENTRY, chunk_form
@@ -67,7 +67,7 @@ def runs(state: str, held: dict[str, list[Array]]) -> list[Piece]:
 
 def chunks(state: str, held: dict[str, list[Array]]) -> list[Piece]:
     """Every tensor cut into chunks, as the universal format cuts it."""
-    context = best_for("parameter", state, held[state][0].dtype)[0].context
+    context = candidate_codecs("parameter", state, held[state][0].dtype)[0].context
     bases = held[context] if context in held else [None] * len(held[state])
     return [
         Piece(*(None if tensor is None else part(tensor, i) for tensor in (array, base)))
@@ -85,14 +85,16 @@ def part(array: Array, index: int) -> Array:
 def ours(level: str) -> Method:
     @cache
     def chosen(state: str, dtype: np.dtype[Any], based: bool) -> Codec:
-        fitting = best_for("parameter", state, dtype, level)
+        fitting = candidate_codecs("parameter", state, dtype, level)
         return next(one for one in fitting if one.context is None or based)
 
     def codec(state: str, piece: Piece) -> Codec:
         return chosen(state, piece.values.dtype, piece.base is not None)
 
     def encode(state: str, piece: Piece) -> Bytes:
-        return codec(state, piece).encode_into(piece.values, piece.base, borrow("coded", room(piece.values.nbytes)))
+        return codec(state, piece).encode_into(
+            piece.values, piece.base, thread_buffer("coded", room(piece.values.nbytes))
+        )
 
     def decode(state: str, data: Bytes, piece: Piece) -> Array:
         return into(piece, lambda out: codec(state, piece).decode_into(data, out, piece.base))
@@ -102,7 +104,7 @@ def ours(level: str) -> Method:
 
 def into(piece: Piece, decode: Callable[[Array], object]) -> Array:
     """A piece decoded to memory that this thread uses again."""
-    out = borrow("decoded", piece.values.nbytes).view(piece.values.dtype).reshape(piece.values.shape)
+    out = thread_buffer("decoded", piece.values.nbytes).view(piece.values.dtype).reshape(piece.values.shape)
     decode(out)
     return out
 

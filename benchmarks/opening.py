@@ -48,10 +48,10 @@ def write(path: Path, nbytes: int) -> None:
     import numpy as np
 
     from ckpt_formats.containers.torchfile import layout_file
-    from ckpt_formats.core.tensor import Held, Tensor
+    from ckpt_formats.core.tensor import ArrayBlob, Tensor
 
     zeros = np.zeros(nbytes // TENSORS // 4, np.float32)
-    tree = {f"layers.{i // 10}.weight{i % 10}": Tensor.of(Held(zeros)) for i in range(TENSORS)}
+    tree = {f"layers.{i // 10}.weight{i % 10}": Tensor.of(ArrayBlob(zeros)) for i in range(TENSORS)}
     data = zeros.view(np.uint8).data
     with path.open("wb") as file:
         for piece in layout_file(tree, "archive").stream(lambda tensor: iter([data])):

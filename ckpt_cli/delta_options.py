@@ -1,4 +1,4 @@
-"""The options of `diff` that write a delta, which it gets as one `Writing`."""
+"""The options of `diff` that write a delta, which it gets as one `DeltaOptions`."""
 
 import shlex
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ _REPORT = ("only", "skip", "states", "tensors_only", "sort", "by", "top", "html"
 
 
 @dataclass(frozen=True)
-class Writing:
+class DeltaOptions:
     """What the user says of the delta to write."""
 
     output: str | None = None
@@ -46,15 +46,15 @@ def writing(command: F) -> F:
 
     @wraps(command)
     def gathered(*args: Any, **others: Any) -> Any:
-        own = {field: others.pop(field) for field in Writing.__dataclass_fields__}
-        return command(*args, writing=Writing(**own), **others)
+        own = {field: others.pop(field) for field in DeltaOptions.__dataclass_fields__}
+        return command(*args, writing=DeltaOptions(**own), **others)
 
     for option in reversed(_OPTIONS):
         gathered = option(gathered)
     return cast(F, gathered)
 
 
-def check_together(writing: Writing, context: click.Context) -> None:
+def check_together(writing: DeltaOptions, context: click.Context) -> None:
     """Raises `UsageError` for options that do not go together, so that none is passed over in silence."""
     given = {name for name in context.params if _is_given(context, name)}
     option = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
@@ -63,7 +63,7 @@ def check_together(writing: Writing, context: click.Context) -> None:
         return next((option[name] for name in names if name in given), None)
 
     if not writing.asked:
-        own = first(field.name for field in fields(Writing))
+        own = first(field.name for field in fields(DeltaOptions))
         _refuse(own is not None, f"{own} is of deltas: it goes with -o or --into.")
         return
     report = first(_REPORT)

@@ -23,7 +23,7 @@ from ckpt_formats.core.errors import (
     Unsafe,
     Unsupported,
 )
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
 
 COMMANDS = {
@@ -219,5 +219,5 @@ def _say_interrupted() -> int:
 
 
 def _clean(text: str) -> str:
-    shown = show(text)
+    shown = printable(text)
     return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"

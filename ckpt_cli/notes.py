@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ckpt_formats.core.notices import Notice, Weight, by_weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 
 @dataclass
@@ -52,7 +52,7 @@ def flush() -> None:
     for notice in by_weight(notice for notice in _notes.taken if notice not in _notes.shown):
         _notes.shown.add(notice)
         text = notice.shown(len(notice.names)) if _notes.verbose else notice.shown()
-        click.echo(f"note: {show(text)}", err=True)
+        click.echo(f"note: {printable(text)}", err=True)
 
 
 def to_json() -> list[dict[str, Any]]:

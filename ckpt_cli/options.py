@@ -22,7 +22,7 @@ NAMINGS = ("hf", "megatron", "megatron-legacy")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class Bytes(click.ParamType[int]):
+class SizeType(click.ParamType[int]):
     """A size such as `512M`: binary units, with or without a final B."""
 
     name = "size"
@@ -36,7 +36,7 @@ class Bytes(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-class Place(click.Path):
+class CheckpointPath(click.Path):
     """Where a checkpoint is, or is to be."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class FloatType(click.ParamType[str]):
         return str(value)
 
 
-class PlacesCommand(click.Command):
+class PathsCommand(click.Command):
     """Names the paths that are too many, as a shell's pattern may give them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -80,7 +80,7 @@ class PlacesCommand(click.Command):
         return rest
 
 
-class LastSegments(click.ParamType[int]):
+class SegmentsType(click.ParamType[int]):
     """`last:N`, or `all`, which is None."""
 
     name = "segments"
@@ -94,7 +94,7 @@ class LastSegments(click.ParamType[int]):
         return int(match[1])
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
+class NumbersType(click.ParamType[tuple[int, ...]]):
     """Whole numbers with commas between them."""
 
     name = "numbers"
@@ -131,7 +131,7 @@ def effort(command: F) -> F:
         "--workers", type=click.IntRange(1, 256), default=None, help="Threads.  [default: one per core, at most 8]"
     )
     memory = click.option(
-        "--memory", type=Bytes(), default="256M", show_default=True, help="Tensor data held at once, by all threads."
+        "--memory", type=SizeType(), default="256M", show_default=True, help="Tensor data held at once, by all threads."
     )
     return workers(memory(command))
 
@@ -151,7 +151,7 @@ def accept_doubts(command: F) -> F:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceOptions:
     """What the user says of the source: files, by the options that name them."""
 
     rules: str | None = None
@@ -161,11 +161,11 @@ class Reading:
 
 
 def reading(command: F) -> F:
-    """The options of every command that reads a checkpoint, which it gets as one `Reading`."""
+    """The options of every command that reads a checkpoint, which it gets as one `SourceOptions`."""
 
     @wraps(command)
     def gathered(*args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **others: Any) -> Any:
-        return command(*args, reading=Reading(rules, param_order, shapes), **others)
+        return command(*args, reading=SourceOptions(rules, param_order, shapes), **others)
 
     file = click.Path(dir_okay=False, readable=False)
     for option in (
@@ -183,7 +183,7 @@ def reading(command: F) -> F:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LayoutOptions:
     """How the user wants the target laid out. What is not said stays as the source has it."""
 
     dp: int | None = None
@@ -199,11 +199,11 @@ class Cut:
 
 
 def cut(command: F) -> F:
-    """The options of every command that writes for another number of ranks, which it gets as one `Cut`."""
+    """The options of every command that writes for another number of ranks, which it gets as one `LayoutOptions`."""
 
     @wraps(command)
     def gathered(*args: Any, **said: Any) -> Any:
-        wanted = Cut(**{field.name: said.pop(field.name) for field in fields(Cut)})
+        wanted = LayoutOptions(**{field.name: said.pop(field.name) for field in fields(LayoutOptions)})
         return command(*args, cut=wanted, **said)
 
     ranks = click.IntRange(1, MOST_RANKS)
@@ -214,7 +214,9 @@ def cut(command: F) -> F:
             click.option("--pp", type=ranks, help="Pipeline stages."),
             click.option("--vpp", type=ranks, help="Model chunks of each pipeline stage."),
             click.option(
-                "--stages", type=Numbers(), help="First layer of each pipeline stage, or model chunk, such as 0,4,8."
+                "--stages",
+                type=NumbersType(),
+                help="First layer of each pipeline stage, or model chunk, such as 0,4,8.",
             ),
             click.option("--ep", type=ranks, help="Expert-parallel ranks."),
             click.option("--etp", type=ranks, help="Tensor-parallel ranks of each expert."),

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.edits import Edits
-from ckpt.pipeline import Effort, Outcome
+from ckpt.pipeline import Resources, Result
 from ckpt.sizes import delta_codecs, is_coded
 from ckpt_cli import notes
-from ckpt_cli.options import Cut, Reading
+from ckpt_cli.options import LayoutOptions, SourceOptions
 from ckpt_cli.progress import on_terminal, progress, spoken
 from ckpt_cli.views import report
 from ckpt_codecs.native import library
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Options, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees, ReadOptions, WritableFormat
 from ckpt_formats.core.errors import BadRules, Unsupported
 from ckpt_formats.core.files import most_workers, read_whole
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import read_rules
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.state_dicts.keys import STYLES
 from ckpt_formats.universal.delta_format import Delta
@@ -35,7 +35,7 @@ _AT_ONCE = 0.5
 """Seconds without a word on a terminal, where somebody waits."""
 
 
-def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Checkpoint:
+def open_source(path: str, reading: SourceOptions, accept_doubts: bool = False) -> Checkpoint:
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
     with reading_headers(path):
         found = open_checkpoint(Path(path), options_of(reading))
@@ -46,21 +46,21 @@ def open_source(path: str, reading: Reading, accept_doubts: bool = False) -> Che
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:
     """Says what is done, on a terminal, if it takes a while."""
-    return spoken(f"reading the headers of {show(str(path))} ...", _AT_ONCE, on_terminal)
+    return spoken(f"reading the headers of {printable(str(path))} ...", _AT_ONCE, on_terminal)
 
 
-def options_of(reading: Reading) -> Options:
+def options_of(reading: SourceOptions) -> ReadOptions:
     """What the user says that a reader may need."""
     order, orders = orders_of(reading)
-    return Options(rules_of(reading), order, orders, Path(reading.shapes) if reading.shapes else None)
+    return ReadOptions(rules_of(reading), order, orders, Path(reading.shapes) if reading.shapes else None)
 
 
-def rules_of(reading: Reading) -> tuple[Rule, ...]:
+def rules_of(reading: SourceOptions) -> tuple[Rule, ...]:
     """The rules of the user's file, if there is one."""
     return read_rules(Path(reading.rules)) if reading.rules else ()
 
 
-def layout_of(checkpoint: Checkpoint, reading: Reading) -> Layout:
+def layout_of(checkpoint: Checkpoint, reading: SourceOptions) -> Layout:
     """How a checkpoint's tensors are cut over ranks: as its format read them, or as its engine would cut them."""
     if checkpoint.layout.rules:
         return checkpoint.layout
@@ -71,14 +71,14 @@ def layout_of(checkpoint: Checkpoint, reading: Reading) -> Layout:
     return Layout(rules_of(reading))
 
 
-def orders_of(reading: Reading) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+def orders_of(reading: SourceOptions) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
     """The names in the user's files: of the one optimizer, and of those at the places that are named."""
     order: tuple[str, ...] = ()
     orders: dict[str, tuple[str, ...]] = {}
     for said in reading.param_order:
         place, file = _placed(said)
         if place in orders or (place is None and order):
-            raise BadRules(f"--param-order names {'the optimizer' if place is None else show(place)} twice")
+            raise BadRules(f"--param-order names {'the optimizer' if place is None else printable(place)} twice")
         if place is None:
             order = _order_in(file)
         else:
@@ -104,32 +104,32 @@ def _order_in(path: Path) -> tuple[str, ...]:
     names = [name for name in names if name]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise BadRules(f"names `{show(twice)}` twice", where=path)
+        raise BadRules(f"names `{printable(twice)}` twice", where=path)
     return tuple(names)
 
 
-def effort_of(workers: int | None, memory: int, no_lock: bool = False) -> Effort:
+def effort_of(workers: int | None, memory: int, no_lock: bool = False) -> Resources:
     """How much of the machine to use, and no more than the process may."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Effort(min(workers or min(8, cores), most_workers()), memory, not no_lock)
+    return Resources(min(workers or min(8, cores), most_workers()), memory, not no_lock)
 
 
-def choices(reading: Reading, edits: Edits | None = None) -> object:
+def choices(reading: SourceOptions, edits: Edits | None = None) -> object:
     """How the source is read and changed: another way is another piece of work, which cannot go on with this one."""
     return options_of(reading), edits
 
 
-def goal_of(target: str, cut: Cut, reading: Reading) -> Goal:
+def goal_of(target: str, cut: LayoutOptions, reading: SourceOptions) -> Goal:
     """Where and how to write, as the user says."""
     pp = len(cut.stages) // (cut.vpp or 1) if cut.stages and cut.pp is None else cut.pp
-    degrees = Degrees(
+    degrees = ParallelDegrees(
         dp=cut.dp, tp=cut.tp, pp=pp, zero=cut.zero, vpp=cut.vpp, ep=cut.ep, etp=cut.etp, stages=cut.stages
     )
     keys = STYLES[cut.keys] if cut.keys else None
     return Goal(Path(target), degrees, rules_of(reading), cut.vocab_rows, keys=keys)
 
 
-def check_degrees(format: WritableFormat, degrees: Degrees) -> None:
+def check_degrees(format: WritableFormat, degrees: ParallelDegrees) -> None:
     """Raises `Unsupported` for a degree that the format knows nothing of."""
     asked = [name for name, value in asdict(degrees).items() if value is not None]
     if unknown := [name for name in asked if name not in format.degrees]:
@@ -138,7 +138,7 @@ def check_degrees(format: WritableFormat, degrees: Degrees) -> None:
 
 
 def run(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort, what: str, as_json: bool
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Resources, what: str, as_json: bool
 ) -> None:
     """Write, with a bar, and say what was written."""
     outcome, seconds = write(source, format, goal, choices, effort, what)
@@ -146,8 +146,8 @@ def run(
 
 
 def write(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort, what: str
-) -> tuple[Outcome, float]:
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Resources, what: str
+) -> tuple[Result, float]:
     """Write, with a bar; what was written, and the seconds it took."""
     parts = pipeline.plan(source, format, goal)
     report.note_losses(format, source, parts)

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 from ckpt_codecs import CODECS
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.encoding import LEVELS, Coding
+from ckpt_formats.core.encoding import LEVELS, EncodingOptions
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.tensor import Array, Held, Tensor, read
+from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal
 
@@ -66,16 +66,16 @@ def odd(dtype: str) -> Array:
     return np.resize(np.array(bits, f"u{DTYPES[dtype].itemsize}"), 700).view(DTYPES[dtype])
 
 
-def parameters() -> Iterator[tuple[str, dict[str, Array], Coding]]:
+def parameters() -> Iterator[tuple[str, dict[str, Array], EncodingOptions]]:
     """Name, states and coding of each."""
     for level in LEVELS:
-        yield f"trained.{level}", trained(40, 96, 1), Coding(level=level)
+        yield f"trained.{level}", trained(40, 96, 1), EncodingOptions(level=level)
         several = {"fp32": sparse("float32", 700, 900, seed=1), "param": sparse("bfloat16", 700, 900, seed=2)}
         several |= {
             "exp_avg": sparse("float32", 700, 900, seed=3),
             "exp_avg_sq": sparse("float32", 700, 900, seed=4) ** 2,
         }
-        yield f"several.chunks.{level}", several, Coding(level=level)
+        yield f"several.chunks.{level}", several, EncodingOptions(level=level)
     for name, codec in CODECS.items():
         if codec.lossless and name != "rounded":
             for dtype in ("float32", "bfloat16", "int32"):
@@ -83,17 +83,17 @@ def parameters() -> Iterator[tuple[str, dict[str, Array], Coding]]:
                     "exp_avg": drawn(dtype, 30, 70, scale=2.0),
                     "exp_avg_sq": drawn(dtype, 30, 70, seed=1, scale=2.0),
                 }
-                yield f"by.{name}.{dtype}", held, Coding(codec().config())
+                yield f"by.{name}.{dtype}", held, EncodingOptions(codec().config())
     for dtype in SAFETENSORS_TAGS:
-        yield f"type.{dtype}", {"param": drawn(dtype, 17, 100, scale=4.0)}, Coding()
-    yield "odd.float32", {"param": odd("float32"), "exp_avg": odd("float32")}, Coding()
-    yield "odd.bfloat16", {"param": odd("bfloat16")}, Coding()
-    yield "run", {"param": sparse("int8", 600_001)}, Coding()
-    yield "four.axes", {"param": drawn("float16", 8, 5, 3, 3)}, Coding()
-    yield "scalar", {"param": drawn("float32")}, Coding()
-    yield "empty", {"param": drawn("float32", 0, 3)}, Coding()
+        yield f"type.{dtype}", {"param": drawn(dtype, 17, 100, scale=4.0)}, EncodingOptions()
+    yield "odd.float32", {"param": odd("float32"), "exp_avg": odd("float32")}, EncodingOptions()
+    yield "odd.bfloat16", {"param": odd("bfloat16")}, EncodingOptions()
+    yield "run", {"param": sparse("int8", 600_001)}, EncodingOptions()
+    yield "four.axes", {"param": drawn("float16", 8, 5, 3, 3)}, EncodingOptions()
+    yield "scalar", {"param": drawn("float32")}, EncodingOptions()
+    yield "empty", {"param": drawn("float32", 0, 3)}, EncodingOptions()
     noise = np.random.RandomState(9).randint(0, 256, 3000).astype(np.uint8)
-    yield "noise", {"param": noise}, Coding()
+    yield "noise", {"param": noise}, EncodingOptions()
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     out.mkdir()
     found = {name: (states, coding) for name, states, coding in parameters()}
     held = {
-        name: Parameter(name, "parameter", {s: Tensor.of(Held(a)) for s, a in states.items()}, {"step": 7})
+        name: Parameter(name, "parameter", {s: Tensor.of(ArrayBlob(a)) for s, a in states.items()}, {"step": 7})
         for name, (states, _) in found.items()
     }
     group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(held))

@@ -34,9 +34,16 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.universal.gradients.layout import (
+    LoggedOptimizer,
+    LoggedTensor,
+    OptimizerVector,
+    RankLayout,
+    SegmentLayout,
+    VectorPart,
+)
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.universal.gradients.segment import rank_file
 
@@ -106,11 +113,13 @@ class Run:
         held = next((one.state[self.named[name]] for one in self.optimizers if self.named[name] in one.state), {})
         return int(held.get("step", 1)) if held else 0
 
-    def layout(self, first: int, parent: str | None) -> Layout:
+    def layout(self, first: int, parent: str | None) -> SegmentLayout:
         tensors = tuple(LoggedTensor(name, "float32", tuple(one.shape)) for name, one in self.named.items())
         numbers = {one.name: i for i, one in enumerate(tensors)}
-        vectors = tuple(Vector(number, group, self.count(self.names[id(one)])) for number, group, one in self.vectors)
-        pieces: list[list[Piece]] = [[], []]
+        vectors = tuple(
+            OptimizerVector(number, group, self.count(self.names[id(one)])) for number, group, one in self.vectors
+        )
+        pieces: list[list[VectorPart]] = [[], []]
         for number, (of, _, tensor) in enumerate(self.vectors):
             name, size, shape = self.names[id(tensor)], tensor.numel(), tuple(tensor.shape)
             if name == "head.weight":  # each rank has rows of it: a block
@@ -120,7 +129,7 @@ class Run:
                 cuts = [(Box.whole(shape), 0, middle, 0), (Box.whole(shape), middle, size, middle)]
             for of_rank, (box, start, stop, offset) in zip(pieces, cuts, strict=True):
                 whole = whole_vectors(size, offset, offset + stop - start, is_fused=not of)
-                of_rank.append(Piece(numbers[name], number, start, stop, whole, box))
+                of_rank.append(VectorPart(numbers[name], number, start, stop, whole, box))
         adam = tuple(tuple(self.names[id(p)] for p in group["params"]) for group in self.optimizers[0].param_groups)
         sgd = tuple(tuple(self.names[id(p)] for p in group["params"]) for group in self.optimizers[1].param_groups)
         optimizers = (
@@ -129,13 +138,15 @@ class Run:
         )
         ranks = tuple(RankLayout(vectors, tuple(sorted(one, key=lambda p: p.size < 1 << 16))) for one in pieces)
         name = f"golden-{first}"
-        return Layout(name, first, "exact", tensors, optimizers, ranks, {"tied": "head.bias"}, {"torch": "2"}, parent)
+        return SegmentLayout(
+            name, first, "exact", tensors, optimizers, ranks, {"tied": "head.bias"}, {"torch": "2"}, parent
+        )
 
 
 class RankFile:
     """The file of a rank, as its writer would leave it."""
 
-    def __init__(self, folder: Path, layout: Layout, rank: int) -> None:
+    def __init__(self, folder: Path, layout: SegmentLayout, rank: int) -> None:
         content = (folder / layouts.NAME).read_bytes()
         head = FileHead(rank, len(layout.ranks), layout.first, layouts.identity(content)).dump()
         self._layout, self._rank, self._path = layout, layout.ranks[rank], folder / rank_file(rank)
@@ -310,7 +321,7 @@ def main() -> None:
         LoggedSteps(first.folder.name, first.layout.run, 0, BASE, None, TIME),
         LoggedSteps(second.folder.name, second.layout.run, BASE, None, member.content, TIME),
     )
-    (chain / index.NAME).write_bytes(index.dump(Chain((member,), segments)))
+    (chain / index.NAME).write_bytes(index.dump(ChainIndex((member,), segments)))
     (TARGET / "expected.json").write_text(json.dumps(wanted, indent=1) + "\n")
     nbytes = sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file())
     print(f"{TARGET.name}: {len(wanted)} steps, {nbytes:,} bytes")

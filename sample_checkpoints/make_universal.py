@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
-from ckpt.pipeline import Effort, copy
+from ckpt.pipeline import Resources, copy
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.tensor import Array, Held, Tensor
+from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.universal import Universal
 
@@ -127,7 +127,7 @@ def extras() -> dict[str, Value]:
 def main() -> None:
     made = states()
     parameters = {
-        name: Parameter(name, role, {state: Tensor.of(Held(values)) for state, values in held.items()}, values_of)  # type: ignore[arg-type]
+        name: Parameter(name, role, {state: Tensor.of(ArrayBlob(values)) for state, values in held.items()}, values_of)  # type: ignore[arg-type]
         for name, (role, held, values_of) in made.items()
     }
     groups = (
@@ -139,7 +139,7 @@ def main() -> None:
     origin = Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
     source = Checkpoint(HERE / "made", origin, parameters, groups, extras(), aliases)
     shutil.rmtree(HERE / NAME, ignore_errors=True)
-    copy(source, Universal(), Goal(HERE / NAME), "", Effort(1))
+    copy(source, Universal(), Goal(HERE / NAME), "", Resources(1))
 
     tensors = {
         f"{name}/{state}": _torch(values) for name, (_, held, _) in made.items() for state, values in held.items()

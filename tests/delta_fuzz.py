@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckpt_codecs import CodecError, DeltaCodec
-from ckpt_codecs.delta import Change
+from ckpt_codecs.delta import StatePair
 from codec_fuzz import mutations
 from delta_cases import DELTAS, cases, decoded, fitted
 from delta_golden import GOLDEN, golden
 
-Seed = tuple[str, DeltaCodec, Change, bytes]
+Seed = tuple[str, DeltaCodec, StatePair, bytes]
 CHOSEN = (
     "adam-1-(600, 70)",
     "adam-10-(600, 70)",
@@ -48,7 +48,7 @@ def of_yore() -> Iterator[Seed]:
         yield f"golden-{name}", codec, change, written["kernels"]
 
 
-def survives(codec: DeltaCodec, data: bytes, change: Change) -> bool:
+def survives(codec: DeltaCodec, data: bytes, change: StatePair) -> bool:
     """Decode it: True if arrays came of it."""
     try:
         made = decoded(codec, data, change)

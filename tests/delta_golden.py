@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_codecs import DeltaCodec
-from ckpt_codecs.delta import Change
+from ckpt_codecs.delta import StatePair
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
@@ -14,7 +14,7 @@ from ckpt_formats.core.tensor import Array
 GOLDEN = Path(__file__).parent / "golden_deltas"
 
 
-def golden(path: Path) -> tuple[DeltaCodec, Change, dict[str, bytes]]:
+def golden(path: Path) -> tuple[DeltaCodec, StatePair, dict[str, bytes]]:
     """The codec, what it was given, and what it wrote: what writes now is `kernels`; NumPy wrote `portable` once."""
     with np.load(path) as held:
         about = json.loads(str(held["about"]))
@@ -26,4 +26,4 @@ def golden(path: Path) -> tuple[DeltaCodec, Change, dict[str, bytes]]:
             }
 
         written = {engine: held[engine].tobytes() for engine in ("kernels", "portable") if engine in held}
-        return delta_from_config(about["codec"]), Change(states("before"), states("after")), written
+        return delta_from_config(about["codec"]), StatePair(states("before"), states("after")), written

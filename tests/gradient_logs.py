@@ -18,9 +18,16 @@ from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.layout import Layout, LoggedOptimizer, LoggedTensor, Piece, RankLayout, Vector
+from ckpt_formats.universal.gradients.layout import (
+    LoggedOptimizer,
+    LoggedTensor,
+    OptimizerVector,
+    RankLayout,
+    SegmentLayout,
+    VectorPart,
+)
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.universal.gradients.segment import rank_file
 
@@ -50,7 +57,7 @@ class Entry:
 class Log:
     """A segment in a chain, as it will be written, and what must be restored from it."""
 
-    layout: Layout
+    layout: SegmentLayout
     ranks: list[list[Entry]]
     truth: list[dict[str, dict[str, Array]]]
     """By step: tensors' states."""
@@ -67,7 +74,7 @@ class Log:
         for rank, entries in enumerate(self.ranks):
             (folder / rank_file(rank)).write_bytes(self.content(rank, entries, layout))
         line = LoggedSteps(folder.name, self.layout.run, self.layout.first, None, self.layout.parent, TIME)
-        (run / index.NAME).write_bytes(index.dump(Chain((), (line,))) if chain is None else chain)
+        (run / index.NAME).write_bytes(index.dump(ChainIndex((), (line,))) if chain is None else chain)
         return folder
 
     def content(self, rank: int, entries: Sequence[Entry], layout: bytes) -> bytes:
@@ -80,20 +87,24 @@ class Log:
         return b"".join(content)
 
 
-def small_layout(first: int = 0) -> Layout:
+def small_layout(first: int = 0) -> SegmentLayout:
     """Three tensors on two ranks, one of them cut, in two groups."""
     tensors = tuple(LoggedTensor(name, "float32", shape) for name, shape in SHAPES.items())
     w, b = Box.whole(SHAPES["w"]), Box.whole(SHAPES["b"])
-    vectors = (Vector(0, 0, first), Vector(0, 1, first), Vector(0, 0, first))
+    vectors = (OptimizerVector(0, 0, first), OptimizerVector(0, 1, first), OptimizerVector(0, 0, first))
     ranks = (
-        RankLayout(vectors, (Piece(0, 0, 0, 7, 7, w), Piece(2, 2, 0, 6, 6, Box((0, 0, 0), (1, 3, 2))))),
+        RankLayout(vectors, (VectorPart(0, 0, 0, 7, 7, w), VectorPart(2, 2, 0, 6, 6, Box((0, 0, 0), (1, 3, 2))))),
         RankLayout(
             vectors,
-            (Piece(0, 0, 7, 12, 5, w), Piece(1, 1, 0, 5, 5, b), Piece(2, 2, 0, 6, 6, Box((1, 0, 0), (2, 3, 2)))),
+            (
+                VectorPart(0, 0, 7, 12, 5, w),
+                VectorPart(1, 1, 0, 5, 5, b),
+                VectorPart(2, 2, 0, 6, 6, Box((1, 0, 0), (2, 3, 2))),
+            ),
         ),
     )
     optimizer = LoggedOptimizer("torch.optim.adamw.AdamW", "adam-fused", "exact", {"values": 5}, GROUPS)
-    return Layout("run", first, "exact", tensors, (optimizer,), ranks, {"other": "w"}, {"torch": "2.13"}, None)
+    return SegmentLayout("run", first, "exact", tensors, (optimizer,), ranks, {"other": "w"}, {"torch": "2.13"}, None)
 
 
 def small_log(steps: int = 3, seed: int = 1) -> Log:
@@ -138,7 +149,7 @@ def _zeros(shape: tuple[int, ...]) -> Array:
     return np.zeros(shape, np.float32)
 
 
-def vector(layout: Layout, rank: int, tensors: Mapping[str, Array]) -> Array:
+def vector(layout: SegmentLayout, rank: int, tensors: Mapping[str, Array]) -> Array:
     """What a rank has of whole tensors."""
     parts = [
         tensors[layout.tensors[piece.tensor].name][piece.box.index].reshape(-1)[piece.start : piece.stop]
@@ -147,14 +158,14 @@ def vector(layout: Layout, rank: int, tensors: Mapping[str, Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
-def coded(layout: Layout, rank: int, kind: Kind, step: int, meta: dict[str, Any], values: Array) -> Entry:
+def coded(layout: SegmentLayout, rank: int, kind: Kind, step: int, meta: dict[str, Any], values: Array) -> Entry:
     """A record of a rank's vector."""
     parts = [values[slice(*layout.ranks[rank].chunk_bounds(i))] for i in range(layout.ranks[rank].chunk_count)]
     codec = gradient_codec("exact")
     return Entry(kind, step, meta, [bytes(codec.encode(part, None)) for part in parts], list(map(hash_values, parts)))
 
 
-def fingerprint(layout: Layout, rank: int, step: int, state: Mapping[str, Mapping[str, Array]]) -> Entry:
+def fingerprint(layout: SegmentLayout, rank: int, step: int, state: Mapping[str, Mapping[str, Array]]) -> Entry:
     """A record of the hashes of a rank's states."""
     digests = {}
     for name in next(iter(state.values())):

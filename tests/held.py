@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType, is_float
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Fragment, Held, Raw, Tensor, read
+from ckpt_formats.core.tensor import Array, ArrayBlob, FileBlob, Fragment, Tensor, read
 from ckpt_formats.core.values import Value
 
 STORABLE = [DTYPES[name] for name in SAFETENSORS_TAGS]
@@ -60,7 +60,7 @@ def arrays(draw: st.DrawFn, dtypes: Iterable[DType] = STORABLE) -> Array:
 
 
 def tensor(values: Array) -> Tensor:
-    return Tensor.of(Held(values))
+    return Tensor.of(ArrayBlob(values))
 
 
 def parameter(name: str, states: Mapping[str, Array], role: Role = "parameter", **values: Value) -> Parameter:
@@ -125,9 +125,9 @@ def placements(draw: st.DrawFn, shape: Shape, itemsize: int) -> tuple[int, Shape
     return draw(st.integers(0, 100)), tuple(strides)
 
 
-def lay(path: Path, values: Array, offset: int, strides: Shape) -> Raw:
+def lay(path: Path, values: Array, offset: int, strides: Shape) -> FileBlob:
     """Write an array into a file of noise, at an offset and with strides."""
-    raw = Raw(path, offset, values.shape, values.dtype, strides)
+    raw = FileBlob(path, offset, values.shape, values.dtype, strides)
     file = np.frombuffer(os.urandom(offset + raw.span + 9), np.uint8).copy()
     if values.size:
         np.ndarray(values.shape, values.dtype, file, offset, strides)[...] = values

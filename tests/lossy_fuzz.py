@@ -6,11 +6,11 @@ import numpy as np
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import DType
-from ckpt_codecs.delta import Change, DeltaCodec, States
+from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from codec_fuzz import mutations
 from lossy_states import LOSSY, changes, training
 
-Seed = tuple[DeltaCodec, Change, bytes]
+Seed = tuple[DeltaCodec, StatePair, bytes]
 
 
 def seeds() -> list[Seed]:
@@ -19,10 +19,10 @@ def seeds() -> list[Seed]:
     after["exp_avg_sq"][:, 3] = 0
     small = training((50,), 2)
     given = [
-        Change(before, after),
-        Change({}, after),
-        Change(*small),
-        Change(before, {**after, "fp32": before["fp32"]}),
+        StatePair(before, after),
+        StatePair({}, after),
+        StatePair(*small),
+        StatePair(before, {**after, "fp32": before["fp32"]}),
     ]
     return [(codec, change, codec.encode(change)) for codec in LOSSY for change in given]
 

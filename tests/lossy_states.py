@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckpt_codecs.delta import Change, DeltaCodec, States
+from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
@@ -41,41 +41,41 @@ def training(shape: tuple[int, ...], many: int, seed: int = 0) -> list[dict[str,
     return made
 
 
-def changes() -> Iterator[tuple[str, Change]]:
+def changes() -> Iterator[tuple[str, StatePair]]:
     """By name: ordinary ones, anchors, other types and states, and values that break what is taken for granted."""
     for shape in SHAPES:
         before, after = training(shape, 2)
-        yield f"adam-{shape}", Change(before, after)
-        yield f"anchor-{shape}", Change({}, after)
-        yield f"weights-{shape}", Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
-        yield f"same-{shape}", Change(before, before)
-        yield f"moments-alone-{shape}", Change({}, {n: a for n, a in after.items() if n != "fp32"})
+        yield f"adam-{shape}", StatePair(before, after)
+        yield f"anchor-{shape}", StatePair({}, after)
+        yield f"weights-{shape}", StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+        yield f"same-{shape}", StatePair(before, before)
+        yield f"moments-alone-{shape}", StatePair({}, {n: a for n, a in after.items() if n != "fp32"})
     before, after = training((64, 48), 2)
     for dtype in (BF16, F16, np.dtype(np.float64)):
-        yield f"{dtype}", Change(*({n: a.astype(dtype) for n, a in s.items()} for s in (before, after)))
+        yield f"{dtype}", StatePair(*({n: a.astype(dtype) for n, a in s.items()} for s in (before, after)))
     momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"]} for s in (before, after)]
-    yield "momentum", Change(*momentum)
+    yield "momentum", StatePair(*momentum)
     yield (
         "two-weights",
-        Change(*({**s, "param": s["fp32"].astype(BF16), "other": s["exp_avg"]} for s in (before, after))),
+        StatePair(*({**s, "param": s["fp32"].astype(BF16), "other": s["exp_avg"]} for s in (before, after))),
     )
     yield from broken(before, after)
 
 
-def broken(before: States, after: States) -> Iterator[tuple[str, Change]]:
+def broken(before: States, after: States) -> Iterator[tuple[str, StatePair]]:
     bits = {n: array(F32, a.shape, i) for i, (n, a) in enumerate(after.items())}
-    yield "any-bits", Change(before, bits)
-    yield "after-any-bits", Change(bits, after)
+    yield "any-bits", StatePair(before, bits)
+    yield "after-any-bits", StatePair(bits, after)
     for value in (np.nan, np.inf, -np.inf, 1e-42, 3e38, -0.0):
         for state in after:
             odd = {n: a.copy() for n, a in after.items()}
             odd[state][3, 5] = value
-            yield f"{value}-in-{state}", Change(before, odd)
-            yield f"{value}-before-in-{state}", Change(odd, after)
+            yield f"{value}-in-{state}", StatePair(before, odd)
+            yield f"{value}-before-in-{state}", StatePair(odd, after)
     empty = np.where(np.arange(48) % 3 == 0, np.float32(0), after["exp_avg_sq"])
-    yield "zero-columns", Change(before, {**after, "exp_avg_sq": empty})
-    yield "tiny-second", Change(before, {**after, "exp_avg_sq": after["exp_avg_sq"] * np.float32(1e-34)})
-    yield "negative-second", Change(before, {**after, "exp_avg_sq": -after["exp_avg_sq"]})
-    yield "huge-change", Change(before, {**after, "fp32": after["fp32"] * np.float32(1e38)})
-    yield "zeros", Change(*({n: np.zeros_like(a) for n, a in after.items()} for _ in range(2)))
-    yield "from-zeros", Change({n: np.zeros_like(a) for n, a in after.items()}, after)
+    yield "zero-columns", StatePair(before, {**after, "exp_avg_sq": empty})
+    yield "tiny-second", StatePair(before, {**after, "exp_avg_sq": after["exp_avg_sq"] * np.float32(1e-34)})
+    yield "negative-second", StatePair(before, {**after, "exp_avg_sq": -after["exp_avg_sq"]})
+    yield "huge-change", StatePair(before, {**after, "fp32": after["fp32"] * np.float32(1e38)})
+    yield "zeros", StatePair(*({n: np.zeros_like(a) for n, a in after.items()} for _ in range(2)))
+    yield "from-zeros", StatePair({n: np.zeros_like(a) for n, a in after.items()}, after)

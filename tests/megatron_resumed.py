@@ -6,7 +6,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from ckpt.pipeline import check_sound, check_whole
+from ckpt.pipeline import check_complete, check_not_suspicious
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import detect, open_checkpoint
@@ -39,8 +39,8 @@ def assert_loaded_is_written(resumed: Path, case: str, format_name: str, states:
     written = resumed / "written" / case
     assert detect(written).name == format_name
     found = open_checkpoint(written)
-    check_whole(found)
-    check_sound(found)
+    check_complete(found)
+    check_not_suspicious(found)
     assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
 
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ckpt.chains.append import Anchors, append
+from ckpt.chains.append import BasePolicy, append
 from ckpt.chains.restore import open_step
-from ckpt.chains.write import Manner
-from ckpt.pipeline import Effort, copy
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources, copy
 from ckpt_codecs import NotApplicable, from_config
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import read
@@ -70,12 +70,12 @@ def drifting(steps: int, elements: int = 1000, seed: int = 0) -> Iterator[Checkp
 
 
 def chain_of(
-    run: Path, states: Iterator[Checkpoint], codec: str = "auto", anchors: Anchors | None = None
+    run: Path, states: Iterator[Checkpoint], codec: str = "auto", anchors: BasePolicy | None = None
 ) -> list[Checkpoint]:
     """Append all; what was appended."""
     made = list(states)
     for state in made:
-        append(run, state, None, Manner.of(codec), anchors or Anchors(), Effort())
+        append(run, state, None, DeltaPolicy.of(codec), anchors or BasePolicy(), Resources())
     return made
 
 
@@ -96,8 +96,8 @@ def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path
     assert all(member.stored_nbytes < chain.members[0].stored_nbytes for member in chain.members[1:])
     for step, path in enumerate(saved, 1):
         expected = open_checkpoint(path)
-        assert_same_state(open_step(run, step, Options()).checkpoint, expected)
-        copy(expected, writable("universal"), Goal(tmp_path / f"whole{step}"), "", Effort())
+        assert_same_state(open_step(run, step, ReadOptions()).checkpoint, expected)
+        copy(expected, writable("universal"), Goal(tmp_path / f"whole{step}"), "", Resources())
         assert chain.members[step - 1].content == content(tmp_path / f"whole{step}")
 
 
@@ -139,7 +139,7 @@ def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
     run = tmp_path / "run"
     chain_of(run, iter(made))
     for step, state in enumerate(made, 1):
-        assert_same_state(open_step(run, step, Options()).checkpoint, state)
+        assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
 
 
 @given(st.data())
@@ -162,7 +162,7 @@ def test_any_two_checkpoints_make_a_delta(data: st.DataObject) -> None:
     with folder() as at:
         made = chain_of(at / "run", (drawn(step) for step in (1, 2, 3)))
         for step, state in enumerate(made, 1):
-            assert_same_state(open_step(at / "run", step, Options()).checkpoint, state)
+            assert_same_state(open_step(at / "run", step, ReadOptions()).checkpoint, state)
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class Refusing(DeltaCodec):
     lossless: ClassVar[bool] = True
     encoded: ClassVar[list[int]] = []
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         self.encoded.append(1)
         if len(self.encoded) > self.holds:
             raise NotApplicable("no more")
         return b""
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
         return {state: before[state] for state in form}
 
@@ -196,7 +196,7 @@ def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
     chain_of(tmp_path / "run", iter([state]))
     Refusing.encoded.clear()
     later = checkpoint(state.parameters.values(), state.groups, origin=Origin("held", None, 2))
-    append(tmp_path / "run", later, None, Manner.of(f"{Refusing.name}:holds={holds}"), Anchors(), Effort(1))
+    append(tmp_path / "run", later, None, DeltaPolicy.of(f"{Refusing.name}:holds={holds}"), BasePolicy(), Resources(1))
     assert index.read(tmp_path / "run").members[1].kind == "base"
     assert_same_state(open_checkpoint(tmp_path / "run"), later)
 
@@ -209,7 +209,7 @@ class Coarse(DeltaCodec):
     lossless: ClassVar[bool] = False
     unit: ClassVar[float] = 2.0**-12
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         units = (
             np.round((values.astype(np.float64) - self._base(change.before, state)) / self.unit).astype(np.int32)
             for state, values in change.after.items()
@@ -217,7 +217,7 @@ class Coarse(DeltaCodec):
         return zlib.compress(b"".join(one.tobytes() for one in units))
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
         units = np.frombuffer(zlib.decompress(data), np.int32).reshape(len(form), *shape)
         return {
@@ -238,10 +238,10 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("coded", [False, True], ids=["exact anchor", "coded anchor"])
 def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(12), coarse, Anchors(coded=coded))
+    made = chain_of(run, drifting(12), coarse, BasePolicy(coded=coded))
     largest = []
     for step, state in enumerate(made, 1):
-        found = open_step(run, step, Options()).checkpoint
+        found = open_step(run, step, ReadOptions()).checkpoint
         true, kept = (read(one.parameters["w"].states["fp32"]) for one in (state, found))
         largest.append(float(np.abs(true.astype(np.float64) - kept).max()))
         copied = read(found.parameters["w"].states["param"])
@@ -271,7 +271,7 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
         made.append(checkpoint([parameter(n, arrays, role) for n, role in names], origin=Origin("held", None, step)))
     run = tmp_path / "run"
     for state in made:
-        append(run, state, None, Manner.of(coarse, ["^kept"]), Anchors(), Effort())
+        append(run, state, None, DeltaPolicy.of(coarse, ["^kept"]), BasePolicy(), Resources())
     found = open_checkpoint(run)
     assert {name for name, _ in found.losses} == {"lossy"}
     assert contents(found) != contents(made[1])
@@ -282,10 +282,10 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
 
 def test_each_nth_member_is_a_base(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(7), anchors=Anchors(3))
+    made = chain_of(run, drifting(7), anchors=BasePolicy(3))
     assert "".join(member.kind[0] for member in index.read(run).members) == "bddbddb"
     for step, state in enumerate(made, 1):
-        assert_same_state(open_step(run, step, Options()).checkpoint, state)
+        assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
 
 
 def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_steps_only_grow(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
     state = checkpoint(next(drifting(1)).parameters.values(), origin=Origin("held"))
-    copy(state, writable("safetensors"), Goal(tmp_path / "w.safetensors"), "", Effort())
+    copy(state, writable("safetensors"), Goal(tmp_path / "w.safetensors"), "", Resources())
     done = ckpt("diff", "--into", tmp_path / "run", tmp_path / "w.safetensors")
     assert done.code == 22
     assert "--step N" in done.err
@@ -487,7 +487,7 @@ def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: p
     assert contents(open_checkpoint(tmp_path / "out")) == contents(made[-1])
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
     if form == "universal":
-        copy(made[-1], writable(form), Goal(tmp_path / "saved"), "", Effort())
+        copy(made[-1], writable(form), Goal(tmp_path / "saved"), "", Resources())
         files = [path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved").rglob("*.safetensors")]
         assert files
         assert all((tmp_path / "out" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes() for file in files)

@@ -15,15 +15,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from ckpt.chains.append import Anchors, append
+from ckpt.chains.append import BasePolicy, append
 from ckpt.chains.restore import open_step
-from ckpt.chains.write import Manner
-from ckpt.pipeline import Effort, copy
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources, copy
 from ckpt_codecs.base import Shape
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
 from ckpt_codecs.registry import DELTA_CODECS
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Options, Origin
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ReadOptions
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.universal import manifest
@@ -62,7 +62,7 @@ def error(true: Path, kept: Checkpoint, state: str = WEIGHTS) -> Array:
 
 
 def at(run: Path, step: int) -> Checkpoint:
-    return open_step(run, step, Options()).checkpoint
+    return open_step(run, step, ReadOptions()).checkpoint
 
 
 def loss(run: Path, state: str = WEIGHTS) -> dict[str, float]:
@@ -137,7 +137,7 @@ def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path
     for step, states in enumerate(training((700, 400), 3), 1):
         held = {**states, "param": states["fp32"].astype(BF16)}
         state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
-        append(run, state, None, Manner.of(f"subspace:max_abs_err={bound}"), Anchors(), Effort())
+        append(run, state, None, DeltaPolicy.of(f"subspace:max_abs_err={bound}"), BasePolicy(), Resources())
         found = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
         off = np.abs(found["fp32"].astype(np.float64) - states["fp32"]).max()
         assert off <= bound
@@ -206,11 +206,11 @@ class Zeroing(DeltaCodec):
     name: ClassVar[str] = "test-zeroing"
     lossless: ClassVar[bool] = False
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         return b""
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
         return {state: np.zeros(shape, dtype) for state, dtype in form.items()}
 
@@ -221,7 +221,7 @@ def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypa
     for step in (1, 2):
         states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
-        append(tmp_path / "run", state, None, Manner.of(Zeroing.name), Anchors(), Effort())
+        append(tmp_path / "run", state, None, DeltaPolicy.of(Zeroing.name), BasePolicy(), Resources())
     found = open_checkpoint(tmp_path / "run").parameters["scale"].states
     assert {state: set(read(tensor)) for state, tensor in found.items()} == {
         state: {2 if state == "step" else 0} for state in states
@@ -236,10 +236,10 @@ class Surveying(Subspace):
     """Notes what it is shown."""
 
     name: ClassVar[str] = "test-surveying"
-    seen: ClassVar[list[list[tuple[int, Change]]]] = []
+    seen: ClassVar[list[list[tuple[int, StatePair]]]] = []
     fitted: ClassVar[list[float | None]] = []
 
-    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> Subspace:
+    def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> Subspace:
         found = list(samples)
         self.seen.append(found)
         assert not self.fitted
@@ -282,9 +282,9 @@ def test_changes_larger_than_any_in_the_samples_are_not_lost_for_ever() -> None:
     large = small.copy()
     large[3, 3], large[5, 5] = 2.0**-10, -(2.0**-10)
     small[0, 0] = -small[0, 0]
-    codec = LcCheckpoint(scope="state").survey([(small.size, Change({"fp32": before}, {"fp32": small}))], Step())
+    codec = LcCheckpoint(scope="state").survey([(small.size, StatePair({"fp32": before}, {"fp32": small}))], StepInfo())
     for _ in range(8):
-        change = Change({"fp32": before}, {"fp32": large})
+        change = StatePair({"fp32": before}, {"fp32": large})
         before = codec.decode(codec.encode(change), change.before, shape, {"fp32": before.dtype})["fp32"]
     assert np.abs(before - large).max() < 2.0**-12
 
@@ -301,7 +301,7 @@ def adam(beta2: float) -> Iterator[Checkpoint]:
 )
 def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float, warned: bool, tmp_path: Path) -> None:
     for step, state in enumerate(adam(beta2), 1):
-        copy(state, writable("universal"), Goal(tmp_path / f"step{step}"), "", Effort())
+        copy(state, writable("universal"), Goal(tmp_path / f"step{step}"), "", Resources())
     appended(tmp_path / "run", [tmp_path / "step1"])
     (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
     assert ("may blow up" in done.err and "beta2 is 0.999" in done.err) == warned

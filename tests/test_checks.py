@@ -4,22 +4,22 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
-from ckpt_formats.core.checkpoint import MODEL, Goal, Options, Parameter
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
+from ckpt_formats.core.checkpoint import MODEL, Goal, Parameter, ReadOptions
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Fragment, Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor
 from ckpt_formats.universal import Universal
 from held import checkpoint, everything, flip, parameter
 
-EFFORT = Effort(1, 1 << 20)
+EFFORT = Resources(1, 1 << 20)
 
 
 def test_every_flaw_is_found_with_its_tensor() -> None:
     values = np.zeros(4, np.float32)
-    middle = Tensor((4,), values.dtype, (Fragment(Box((1,), (2,)), Held(values[1:2])),))
+    middle = Tensor((4,), values.dtype, (Fragment(Box((1,), (2,)), ArrayBlob(values[1:2])),))
     source = checkpoint([parameter("whole", {MODEL: values}), Parameter("holed", "parameter", {MODEL: middle}, {})])
-    found = examine(source, EFFORT)
+    found = find_problems(source, EFFORT)
     assert [(finding.kind, finding.tensors) for finding in found] == [("coverage", ("holed",))] * 2
     assert [finding.what for finding in found] == [
         f"{MODEL}: no file holds block {gap} of shape [4]" for gap in ("[0:1]", "[2:4]")
@@ -28,14 +28,14 @@ def test_every_flaw_is_found_with_its_tensor() -> None:
 
 def test_damage_is_found_with_the_tensor_that_it_touches(tmp_path: Path) -> None:
     copy(everything(), Universal(), Goal(tmp_path / "u"), "", EFFORT)
-    source = Universal().read(tmp_path / "u", Options())
+    source = Universal().read(tmp_path / "u", ReadOptions())
     raws = [(p.name, raw) for p, _, tensor in source.tensors() for raw in tensor.sources() if raw.span]
     assert len(raws) > 5
     for name, raw in raws:
         flip(raw.path, raw.offset)
-        found = examine(source, EFFORT)
+        found = find_problems(source, EFFORT)
         assert [finding.tensors for finding in found if finding.kind == "checksum"] == [(name,)]
         assert not any(finding.tensors == (name,) for finding in found if finding.kind != "checksum")
         flip(raw.path, raw.offset)
     # This one's copy is not its master, rounded.
-    assert [(finding.kind, finding.tensors) for finding in examine(source, EFFORT)] == [("copy", ("layers.1.w",))]
+    assert [(finding.kind, finding.tensors) for finding in find_problems(source, EFFORT)] == [("copy", ("layers.1.w",))]

@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_codecs
-from ckpt_codecs import CODECS, Codec, CodecError, Integers, Planes, SecondMoment, Zstd, best_for, from_config, parse
+from ckpt_codecs import (
+    CODECS,
+    Codec,
+    CodecError,
+    Integers,
+    Planes,
+    SecondMoment,
+    Zstd,
+    candidate_codecs,
+    from_config,
+    parse,
+)
 from ckpt_codecs.lossless.rounded import Rounded
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
@@ -209,14 +220,14 @@ def test_there_is_a_codec_for_every_state(level: str) -> None:
     for dtype in STORABLE:
         for role in ("parameter", "frozen", "buffer", "extra"):
             for state in ("fp32", "param", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"):
-                codecs = best_for(role, state, dtype, level)
+                codecs = candidate_codecs(role, state, dtype, level)
                 values = array(dtype, (70, 80))
                 assert codecs
                 assert len(codecs[0].encode(values, None)) <= values.nbytes + 1
-    assert best_for("parameter", "exp_avg", F32)[0].context == "exp_avg_sq"
-    assert best_for("parameter", "exp_avg_sq", F32)[0] == SecondMoment()
+    assert candidate_codecs("parameter", "exp_avg", F32)[0].context == "exp_avg_sq"
+    assert candidate_codecs("parameter", "exp_avg_sq", F32)[0] == SecondMoment()
     with pytest.raises(CodecError):
-        best_for("parameter", "fp32", F32, "best")
+        candidate_codecs("parameter", "fp32", F32, "best")
 
 
 PLUGIN = """

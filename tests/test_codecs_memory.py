@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
 from ckpt_codecs.base import room
-from ckpt_codecs.scratch import give, lent, take
+from ckpt_codecs.scratch import acquire_buffer, release_buffer, temporary_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, cases
@@ -78,10 +78,10 @@ def test_a_codec_that_knows_nothing_of_it_serves_as_well() -> None:
 
 
 def test_buffers_that_are_lent_within_one_another_are_not_the_same() -> None:
-    with lent(100) as first, lent(1000) as second:
+    with temporary_buffer(100) as first, temporary_buffer(1000) as second:
         assert (first.size, second.size) == (100, 1000)
         assert not np.shares_memory(first, second)
-    with lent(100) as again:
+    with temporary_buffer(100) as again:
         assert np.shares_memory(again, first) or np.shares_memory(again, second)
 
 
@@ -93,10 +93,10 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
 def test_the_least_buffer_that_is_large_enough_is_taken_again() -> None:
     def taken() -> bool:
-        rooms = [take(size) for size in (300_000, 200_000, 100_000)]
+        rooms = [acquire_buffer(size) for size in (300_000, 200_000, 100_000)]
         for one in rooms:
-            give(one)
-        return take(150_000) is rooms[1] and take(150_000) is rooms[0]
+            release_buffer(one)
+        return acquire_buffer(150_000) is rooms[1] and acquire_buffer(150_000) is rooms[0]
 
     assert in_a_thread(taken)
 
@@ -105,7 +105,7 @@ def test_what_other_threads_took_does_not_gather() -> None:
     def given() -> int:
         tracemalloc.start()
         for _ in range(500):
-            give(np.empty(1 << 20, np.uint8))
+            release_buffer(np.empty(1 << 20, np.uint8))
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return held
@@ -117,8 +117,8 @@ def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
     def given() -> bool:
         with Reader() as reader:
             filled = reader.keep_filled("what", 300_000, lambda room: room.fill(7))
-            assert not np.shares_memory(take(300_000), filled)
-        return np.shares_memory(take(300_000), filled)
+            assert not np.shares_memory(acquire_buffer(300_000), filled)
+        return np.shares_memory(acquire_buffer(300_000), filled)
 
     assert in_a_thread(given)
 

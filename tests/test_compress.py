@@ -15,32 +15,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import sizes as savings
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
-from ckpt_codecs import best_for
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Parameter
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
+from ckpt_codecs import candidate_codecs
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Parameter, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.encoding import LEVELS, Coding
+from ckpt_formats.core.encoding import LEVELS, EncodingOptions
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
-from ckpt_formats.core.files import Reader, settle
+from ckpt_formats.core.files import Reader, verify_seals
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Array, Decoded, Raw, Tensor, read
+from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chunked import Coded, chunk_count, chunk_form
-from ckpt_formats.universal.encode_state import CHUNK, Choice, chunk_shape, write_coded
+from ckpt_formats.universal.chunked import EncodedBlob, chunk_count, chunk_form
+from ckpt_formats.universal.encode_state import CHUNK, CodecChoice, chunk_shape, write_coded
 from damage import SAMPLES, content_id
 from held import STORABLE, array, bits, boxes, checkpoint, contents, everything, flip, folder, parameter, tensor
 
-EFFORT = Effort(2, 1 << 22)
+EFFORT = Resources(2, 1 << 22)
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 REAL = sorted(p for p in SAMPLES.iterdir() if p.is_dir() and p.name not in ("damaged",))
 
 
-def compress(source: Checkpoint, target: Path, coding: Coding | None = None) -> Checkpoint:
-    copy(source, Universal(), Goal(target, coding=coding or Coding()), "", EFFORT)
-    return Universal().read(target, Options())
+def compress(source: Checkpoint, target: Path, coding: EncodingOptions | None = None) -> Checkpoint:
+    copy(source, Universal(), Goal(target, coding=coding or EncodingOptions()), "", EFFORT)
+    return Universal().read(target, ReadOptions())
 
 
 def decompress(source: Checkpoint, target: Path) -> Path:
@@ -72,9 +72,9 @@ def trained(shape: tuple[int, ...] = (600, 1000), seed: int = 0) -> Parameter:
 @pytest.mark.parametrize("level", LEVELS)
 def test_everything_comes_back(level: str, tmp_path: Path) -> None:
     source = checkpoint([*everything().parameters.values(), trained()], extras={"epoch": 2})
-    made = compress(source, tmp_path / "small", Coding(level=level))
+    made = compress(source, tmp_path / "small", EncodingOptions(level=level))
     assert contents(made) == contents(source)
-    assert [f.kind for f in examine(made, EFFORT) if f.kind != "copy"] == []
+    assert [f.kind for f in find_problems(made, EFFORT) if f.kind != "copy"] == []
     copy(source, Universal(), Goal(tmp_path / "plain"), "", EFFORT)
     assert files(decompress(made, tmp_path / "again")) == files(tmp_path / "plain")
 
@@ -102,15 +102,15 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
     source = checkpoint([parameter("w", {"exp_avg": random, "exp_avg_sq": few, "param": few})])
     made = compress(source, tmp_path / "small")
     assert contents(made) == contents(source)
-    assert isinstance(blob(made, "w", "param"), Coded)
+    assert isinstance(blob(made, "w", "param"), EncodedBlob)
     assert savings.total(savings.rows(made)).stored < savings.total(savings.rows(source)).raw
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_training_leaves_becomes_smaller(level: str, tmp_path: Path) -> None:
-    made = compress(checkpoint([trained()]), tmp_path / "small", Coding(level=level))
+    made = compress(checkpoint([trained()]), tmp_path / "small", EncodingOptions(level=level))
     found = {row.state: row for row in savings.rows(made)}
-    assert isinstance(blob(made, "w", "param"), Decoded)
+    assert isinstance(blob(made, "w", "param"), DerivedBlob)
     assert found["param"].stored == 0
     assert all(found[state].ratio > 1.15 for state in ("fp32", "exp_avg", "exp_avg_sq"))
     assert savings.total(found.values()).ratio > 1.36
@@ -122,17 +122,17 @@ def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path: Path) -> None:
     values[599, 999] = 1
     source = checkpoint([Parameter("w", "parameter", {**one.states, "param": tensor(values)})])
     made = compress(source, tmp_path / "small")
-    assert isinstance(blob(made, "w", "param"), Coded)
+    assert isinstance(blob(made, "w", "param"), EncodedBlob)
     assert contents(made) == contents(source)
-    assert [finding.kind for finding in examine(made, EFFORT)] == ["copy"]
+    assert [finding.kind for finding in find_problems(made, EFFORT)] == ["copy"]
 
 
 def test_values_that_coding_does_not_help_are_stored_as_they_are(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
     one = np.float32(3).reshape(())
     made = compress(checkpoint([parameter("w", {"param": noise, "step": one})]), tmp_path / "small")
-    assert isinstance(blob(made, "w", "param"), Raw)
-    assert isinstance(blob(made, "w", "step"), Raw)
+    assert isinstance(blob(made, "w", "param"), FileBlob)
+    assert isinstance(blob(made, "w", "step"), FileBlob)
     assert json.loads((tmp_path / "small" / manifest.NAME).read_text())["version"] == 1
 
 
@@ -153,15 +153,15 @@ def test_the_file_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path)
             assert opened.metadata()["parameter"] == name
             for state in opened.keys():  # noqa: SIM118
                 one = found.states[state].fragments[0].blob
-                expected = (str(one.dtype), one.shape) if isinstance(one, Raw) else ("uint8", (one.store.nbytes,))
+                expected = (str(one.dtype), one.shape) if isinstance(one, FileBlob) else ("uint8", (one.store.nbytes,))
                 values = opened.get_tensor(state)
                 assert (str(values.dtype)[6:], tuple(values.shape)) == expected
 
 
 def test_workers_memory_and_checks_do_not_show_in_the_files(tmp_path: Path) -> None:
     source = checkpoint([trained(), trained((300, 1000), 1)][:1] + list(everything().parameters.values()))
-    for i, (effort, check) in enumerate([(Effort(1, 1 << 30), True), (Effort(3, 1), False)]):
-        copy(source, Universal(), Goal(tmp_path / str(i), coding=Coding(check=check)), "", effort)
+    for i, (effort, check) in enumerate([(Resources(1, 1 << 30), True), (Resources(3, 1), False)]):
+        copy(source, Universal(), Goal(tmp_path / str(i), coding=EncodingOptions(check=check)), "", effort)
     assert files(tmp_path / "0") == files(tmp_path / "1")
 
 
@@ -188,13 +188,13 @@ def coded(draw: st.DrawFn, at: Path) -> tuple[Tensor, Array]:
     width = draw(st.sampled_from([math.prod(shape[axis:]) for axis in range(len(shape) + 1)]))
     chunk = (draw(st.integers(1, 4)), width) if draw(st.booleans()) else (draw(st.integers(1, 20)),)
     one = parameter("w", {"param": values, "exp_avg_sq": base})
-    codec = best_for("parameter", "param", dtype)[0]
+    codec = candidate_codecs("parameter", "param", dtype)[0]
     with Reader() as reader, (at / "states").open("wb", buffering=0) as out:
         out.write(b"before")
-        state = write_coded(out, one, "param", Choice(codec, chunk, None), True, Transfer(reader), None)
+        state = write_coded(out, one, "param", CodecChoice(codec, chunk, None), True, Transfer(reader), None)
         out.write(b"behind")
     file = {"parameters/a.safetensors": state}
-    entry = manifest.Entry("w", "parameter", next(iter(file)), 0, "", {"param": state})
+    entry = manifest.ParameterEntry("w", "parameter", next(iter(file)), 0, "", {"param": state})
     from ckpt_formats.universal import read_states as stored_states
 
     return stored_states.read_states(at / "states", entry)["param"], values
@@ -288,7 +288,7 @@ def broken(small: Path, tmp_path: Path) -> Path:
 def refused(target: Path, tmp_path: Path) -> CkptError:
     """What a conversion says, which leaves nothing behind."""
     with pytest.raises(CkptError) as caught:
-        decompress(Universal().read(target, Options()), tmp_path / "out")
+        decompress(Universal().read(target, ReadOptions()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
     return caught.value
@@ -300,7 +300,7 @@ def refused(target: Path, tmp_path: Path) -> CkptError:
 def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
     state: str, place: str, broken: Path, tmp_path: Path
 ) -> None:
-    store = blob(Universal().read(broken, Options()), "w", state).store
+    store = blob(Universal().read(broken, ReadOptions()), "w", state).store
     end = store.offset + store.nbytes
     begin, nbytes = _chunk(store, 1)
     directory = end - 16 * store.count
@@ -309,16 +309,16 @@ def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
     places |= {"filling": last if last < directory else directory, "length": directory + 16, "hash": directory + 24}
     for bit in (0, 7):
         flip(store.path, places[place], bit)
-        findings = examine(Universal().read(broken, Options()), EFFORT)
+        findings = find_problems(Universal().read(broken, ReadOptions()), EFFORT)
         assert [(f.kind, f.tensors) for f in findings] == [("checksum", ("w",))]
         assert state in findings[0].what
         assert refused(broken, tmp_path).where == str(store.path)
         flip(store.path, places[place], bit)
-    assert examine(Universal().read(broken, Options()), EFFORT) == []
+    assert find_problems(Universal().read(broken, ReadOptions()), EFFORT) == []
 
 
 def test_a_damaged_chunk_is_refused_before_anybody_sees_its_values(broken: Path) -> None:
-    made = Universal().read(broken, Options())
+    made = Universal().read(broken, ReadOptions())
     store = blob(made, "w", "fp32").store
     begin, nbytes = _chunk(store, 0)
     refusals = 0
@@ -334,7 +334,7 @@ def test_a_damaged_chunk_is_refused_before_anybody_sees_its_values(broken: Path)
 
 
 def test_a_truncated_file_is_refused(broken: Path, tmp_path: Path) -> None:
-    path = blob(Universal().read(broken, Options()), "w", "fp32").store.path
+    path = blob(Universal().read(broken, ReadOptions()), "w", "fp32").store.path
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
     assert "bytes" in refused(broken, tmp_path).what
@@ -347,7 +347,7 @@ def test_values_that_do_not_fit_their_promise_are_found_by_verify(broken: Path) 
         _states(said)["fp32"]["values"] = "xxh3-128:" + "0" * 32
 
     _edit(broken, edit)
-    findings = examine(Universal().read(broken, Options()), EFFORT)
+    findings = find_problems(Universal().read(broken, ReadOptions()), EFFORT)
     assert [(f.kind, f.tensors) for f in findings] == [("values", ("w",))]
 
 
@@ -399,10 +399,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], type[CkptError]]] =
 def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, broken: Path) -> None:
     edit, expected = HOSTILE[kind]
     _edit(broken, lambda said: None)
-    Universal().read(broken, Options())  # the edit alone makes the difference
+    Universal().read(broken, ReadOptions())  # the edit alone makes the difference
     _edit(broken, edit)
     with pytest.raises(expected):
-        Universal().read(broken, Options())
+        Universal().read(broken, ReadOptions())
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, broken: Pat
 )
 def test_a_hostile_directory_is_refused(kind: str, broken: Path) -> None:
     """With no checksum in its way: a block is read before anybody has seen all of the file."""
-    made = Universal().read(broken, Options())
+    made = Universal().read(broken, ReadOptions())
     store = blob(made, "w", "fp32").store
     at = store.offset + store.nbytes - 16 * store.count
     data = bytearray(store.path.read_bytes())
@@ -438,7 +438,7 @@ def test_a_hostile_directory_is_refused(kind: str, broken: Path) -> None:
 
 
 def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:
-    made = Universal().read(broken, Options())
+    made = Universal().read(broken, ReadOptions())
     if blob(made, "w", "exp_avg").store.base is None:
         pytest.skip("the codec of exp_avg has no base")
     _spoil(blob(made, "w", "exp_avg_sq").store, 0)
@@ -448,13 +448,13 @@ def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:
 
 def test_settling_reads_what_nobody_has_read(broken: Path) -> None:
     """A block has been read of a file that is damaged elsewhere."""
-    made = Universal().read(broken, Options())
+    made = Universal().read(broken, ReadOptions())
     store = blob(made, "w", "fp32").store
     begin, _ = _chunk(store, 2)
     flip(store.path, begin)
     with Reader() as reader:
         read(made.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1))), reader)
-        assert [seal.label for seal in settle(reader.evidence())] == ["w/fp32"]
+        assert [seal.label for seal in verify_seals(reader.evidence())] == ["w/fp32"]
 
 
 def test_forms_of_chunks() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.torchfile import StorageView, open_file, reading_chunks, write_file
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import manifest
 from damage import BROKEN, SAMPLES, UNSAFE, Ran, ckpt
@@ -192,7 +192,7 @@ def test_what_only_a_trusting_load_takes_is_what_it_was(tmp_path: Path) -> None:
 
 def test_the_device_is_told_again(tmp_path: Path) -> None:
     made = {
-        name: StorageView(Tensor.of(Held(np.arange(4.0))), 0, (4,), location=device)
+        name: StorageView(Tensor.of(ArrayBlob(np.arange(4.0))), 0, (4,), location=device)
         for name, device in [("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu")]
     }
     write_file(tmp_path / "file.pt", made, reading_chunks(Reader()))

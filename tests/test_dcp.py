@@ -17,32 +17,32 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpt.pipeline import Effort, copy
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Degrees, Goal, Options
+from ckpt.pipeline import Resources, copy
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ParallelDegrees, ReadOptions
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.dcp import DCP
-from ckpt_formats.engines.dcp.balance import Mesh, blocks
-from ckpt_formats.engines.dcp.items import Items
-from ckpt_formats.engines.dcp.metadata import Item
+from ckpt_formats.engines.dcp.balance import RankGrid, blocks
+from ckpt_formats.engines.dcp.items import ItemReader
+from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.engines.dcp.nesting import flattened
-from ckpt_formats.engines.dcp.objects import Objects
+from ckpt_formats.engines.dcp.objects import ObjectReader
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
 from ckpt_formats.universal import Universal
 from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state
 from held import array, bits, checkpoint, contents, everything, folder, parameter, plain, tensor
 
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: Any) -> Path:
-    copy(source, DCP(), Goal(target, Degrees(dp=dp, tp=tp), **goal), "", EFFORT)
+    copy(source, DCP(), Goal(target, ParallelDegrees(dp=dp, tp=tp), **goal), "", EFFORT)
     return target
 
 
@@ -139,7 +139,8 @@ def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
     save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
     save({"model": nested["model"], "optimizer": numbered}, tmp_path / "numbered")
     found = {
-        name: open_checkpoint(tmp_path / name, Options(order=NAMES)) for name in ("nested", "flat", "pair", "numbered")
+        name: open_checkpoint(tmp_path / name, ReadOptions(order=NAMES))
+        for name in ("nested", "flat", "pair", "numbered")
     }
     for one in found.values():
         assert_holds(one, nested)
@@ -250,7 +251,7 @@ def test_blocks_cover_a_tensor_once_as_torch_chunks_it(
 ) -> None:
     axis = data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
     seen = np.zeros(shape, int)
-    mesh = Mesh(dp, tp)
+    mesh = RankGrid(dp, tp)
     for box, ranks in blocks(shape, mesh, axis):
         seen[box.index] += 1
         for rank in ranks:
@@ -349,18 +350,22 @@ def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
 def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
     values = bytearray(os.urandom((3 << 19) + 1))
     (tmp_path / "one").write_bytes(values)
-    objects, one, two = Objects(Items(tmp_path)), Item("one", 0, len(values)), Item("two", 0, len(values))
+    objects, one, two = (
+        ObjectReader(ItemReader(tmp_path)),
+        ItemRange("one", 0, len(values)),
+        ItemRange("two", 0, len(values)),
+    )
     (tmp_path / "two").write_bytes(values)
     assert objects.same(one, two)
     values[at] ^= 1
     (tmp_path / "two").write_bytes(values)
     assert not objects.same(one, two)
-    assert not objects.same(one, Item("one", 0, at))
+    assert not objects.same(one, ItemRange("one", 0, at))
 
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:
     source = checkpoint([parameter(f"w{i}", {"param": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
-    sizes = [part.nbytes for part in DCP().plan(source, Goal(tmp_path / "x", Degrees(dp=4)))]
+    sizes = [part.nbytes for part in DCP().plan(source, Goal(tmp_path / "x", ParallelDegrees(dp=4)))]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
 

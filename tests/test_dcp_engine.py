@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 
 from ckpt.edits import cast
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Degrees, Goal, Options
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ParallelDegrees, ReadOptions
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
@@ -146,7 +146,7 @@ def opened(kind: Kind, zoo: Path, truth: dict[str, Any]) -> Checkpoint:
     order: tuple[str, ...] = ()
     if kind.way.keys == "raw":
         order = tuple(stored(name, kind) for group in truth["groups"] for name in group["names"])
-    return open_checkpoint(zoo / str(kind), Options(order=order))
+    return open_checkpoint(zoo / str(kind), ReadOptions(order=order))
 
 
 def stored(name: str, kind: Kind) -> str:
@@ -250,15 +250,15 @@ def assert_same(a: Any, b: Any) -> None:
 
 def test_it_verifies(kind: Kind, found: Checkpoint) -> None:
     assert found.seals or kind.way.zstd, "torch writes a CRC-32 of everything; of what is compressed it lies inside"
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 def test_universal_holds_the_same(kind: Kind, found: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
-    copy(found, writable("universal"), Goal(tmp_path / "u"), "", Effort())
+    copy(found, writable("universal"), Goal(tmp_path / "u"), "", Resources())
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
     assert again.groups == found.groups
-    assert examine(again, Effort()) == []
+    assert find_problems(again, Resources()) == []
 
 
 @dataclass(frozen=True)
@@ -313,11 +313,11 @@ def write(job: Job, zoo: Path, out: Path) -> None:
     """Write the checkpoint of a job as ours does."""
     source = opened(job.kind, zoo, truth_of(job.kind, zoo)) if job.kind else cast(open_checkpoint(SAMPLE), "fp32")
     if job.by_universal:
-        copy(source, writable("universal"), Goal(out / f"{job}.universal"), "", Effort())
+        copy(source, writable("universal"), Goal(out / f"{job}.universal"), "", Resources())
         source = open_checkpoint(out / f"{job}.universal")
     layout = LAYOUTS[job.layout]
-    degrees = Degrees(dp=layout["shards"], tp=layout["tp"] if layout["tp"] > 1 else None)
-    copy(source, writable("dcp"), Goal(out / str(job), degrees, keys=job.keys), "", Effort())
+    degrees = ParallelDegrees(dp=layout["shards"], tp=layout["tp"] if layout["tp"] > 1 else None)
+    copy(source, writable("dcp"), Goal(out / str(job), degrees, keys=job.keys), "", Resources())
 
 
 def truth_of_deepspeed() -> dict[str, Any]:
@@ -442,9 +442,9 @@ def flip(file: Path, place: int) -> None:
 def test_a_flipped_bit_that_torch_takes_is_refused_by_name(broken: Broken, tmp_path: Path) -> None:
     assert (broken.merged["flipped"] != broken.truth).sum() == 1
     source = open_checkpoint(broken.flipped)
-    assert [VICTIM in str(finding) for finding in examine(source, Effort())] == [True]
+    assert [VICTIM in str(finding) for finding in find_problems(source, Resources())] == [True]
     with pytest.raises(Corrupt, match=re.escape(VICTIM)):
-        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Effort())
+        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Resources())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -455,14 +455,14 @@ def test_a_flipped_bit_in_what_was_compressed_is_refused_by_name(zoo: Path, tmp_
     place = next(place for index, place in stored_at.items() if index.fqn == VICTIM)
     flip(folder / place.relative_path, place.offset + place.length // 2)
     source = open_checkpoint(folder)
-    assert any(VICTIM.removeprefix("model.") in str(finding) for finding in examine(source, Effort()))
+    assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Resources()))
     with pytest.raises((Corrupt, Incomplete), match=re.escape(VICTIM.removeprefix("model."))):
-        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Effort())
+        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Resources())
     assert not (tmp_path / "u").exists()
 
 
 def test_a_missing_chunk_that_torch_takes_is_refused_with_tensor_and_box(broken: Broken, tmp_path: Path) -> None:
     assert broken.merged["missing"].shape == broken.truth.shape
     with pytest.raises(Incomplete, match=r"tok_embeddings\.weight.*\[126:251, 0:48\]"):
-        copy(open_checkpoint(broken.missing), writable("universal"), Goal(tmp_path / "u"), "", Effort())
+        copy(open_checkpoint(broken.missing), writable("universal"), Goal(tmp_path / "u"), "", Resources())
     assert list(tmp_path.iterdir()) == []

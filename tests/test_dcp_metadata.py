@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_formats.containers.torchfile import Formed, load_pickle
-from ckpt_formats.core.checkpoint import Options
+from ckpt_formats.containers.torchfile import CompactRecord, load_pickle
+from ckpt_formats.core.checkpoint import ReadOptions
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
-from ckpt_formats.engines.dcp.metadata import FORMS, Item, read_metadata
+from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, read_metadata
 from ckpt_formats.registry import open_checkpoint
 from dcp_states import save
 from held import folder
@@ -84,7 +84,7 @@ def test_whatever_torch_pickles_is_read_as_what_it_is(said: Metadata, protocol: 
     assert {name: said_of(item) for name, item in found.objects.items()} == objects
 
 
-def said_of(item: Item) -> tuple[Any, ...]:
+def said_of(item: ItemRange) -> tuple[Any, ...]:
     return item.file, item.offset, item.nbytes, list(item.transforms)
 
 
@@ -95,7 +95,7 @@ def place(info: _StorageInfo) -> tuple[Any, ...]:
 def test_a_form_takes_what_is_spelled_as_usual_and_nothing_else() -> None:
     chunks = [ChunkStorageMetadata(torch.Size((i, 0)), torch.Size((1, 300))) for i in range(5)]
     formed = load_pickle(pickle.dumps(chunks, 4), "x", FORMS)
-    assert [type(one) for one in formed] == [Record, Formed, Formed, Formed, Formed]
+    assert [type(one) for one in formed] == [Record, CompactRecord, CompactRecord, CompactRecord, CompactRecord]
     assert formed[3] == ("ChunkStorageMetadata", (3, 0), (1, 300))
     assert all(type(one) is Record for one in load_pickle(pickle.dumps(chunks, 2), "x", FORMS))
     for odd in (-1, 1 << 63, 2.5, True, None, "text"):
@@ -105,13 +105,15 @@ def test_a_form_takes_what_is_spelled_as_usual_and_nothing_else() -> None:
     assert type(load_pickle(pickle.dumps(chunks, 4), "x", FORMS)[3]) is Record
 
 
-@pytest.mark.parametrize(("shared", "kind"), [(torch.Size((1, 300)), Formed), ((1, 300), Record), ("text", Record)])
+@pytest.mark.parametrize(
+    ("shared", "kind"), [(torch.Size((1, 300)), CompactRecord), ((1, 300), Record), ("text", Record)]
+)
 def test_a_reference_is_taken_if_it_leads_to_what_is_meant(shared: Any, kind: type) -> None:
     chunks = [ChunkStorageMetadata(torch.Size((i, 0)), torch.Size((1, 300))) for i in range(3)]
     chunks[2].__dict__["sizes"] = shared
     found = load_pickle(pickle.dumps([shared, *chunks], 4), "x", FORMS)
     assert type(found[3]) is kind
-    assert (found[3][2] if kind is Formed else found[3].state["sizes"]) == shared
+    assert (found[3][2] if kind is CompactRecord else found[3].state["sizes"]) == shared
 
 
 def test_a_reference_into_a_formed_object_is_understood() -> None:
@@ -169,7 +171,7 @@ def test_replicas_that_differ_are_refused_unless_a_rule_says_which_counts(tmp_pa
     with pytest.raises(CkptError, match="replicas of one tensor differ"):
         read(open_checkpoint(saved).parameters["w"].weight)
     rules = (Rule("model.w", "first"),)
-    assert read(open_checkpoint(saved, Options(rules)).parameters["w"].weight).tolist() == [0, 0, 0, 0]
+    assert read(open_checkpoint(saved, ReadOptions(rules)).parameters["w"].weight).tolist() == [0, 0, 0, 0]
 
 
 _MANY = """

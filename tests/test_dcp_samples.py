@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal
 from ckpt_formats.core.tensor import read
 from ckpt_formats.detection.unread_files import BESIDE
@@ -46,11 +46,11 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
     found = open_checkpoint(sample)
     assert_is_the_truth(found, sample / "truth.safetensors")
     assert [str(notice) for notice in found.notices] == [f"{BESIDE}: truth.safetensors"]
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
-    copy(open_checkpoint(sample), writable("universal"), Goal(tmp_path / "u"), "", Effort())
+    copy(open_checkpoint(sample), writable("universal"), Goal(tmp_path / "u"), "", Resources())
     assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
 
 

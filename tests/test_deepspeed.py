@@ -12,10 +12,10 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.layout import Placed
+from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.tensor import Array, Tensor
-from ckpt_formats.engines.deepspeed.consistency import check_one_run
-from ckpt_formats.engines.deepspeed.extras import carry
+from ckpt_formats.engines.deepspeed.consistency import check_same_run
+from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.optimizer_states import check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.rules import rules_of
@@ -40,9 +40,9 @@ def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int
     parameters = {"frozen": alone, "w": Parameter("w", "parameter", states, {})}
     if shift:
         with pytest.raises(Corrupt, match="the masters in optim are not those of the weights in model"):
-            check_one_run(parameters, tmp_path)
+            check_same_run(parameters, tmp_path)
     else:
-        check_one_run(parameters, tmp_path)
+        check_same_run(parameters, tmp_path)
 
 
 def test_options_that_ranks_have_otherwise_are_refused_unless_there_are_tensors_in_them(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_affine_map_says_where_the_block_of_every_rank_lies() -> None:
     assert rule.how == "blocks"
     assert rule.shape == (6, 3)
     shard = Box((0, 0), (2, 3))
-    assert rule.blocks == tuple((Placed(shard, Box((2 * r, 0), (2 * r + 2, 3))),) for r in range(3))
+    assert rule.blocks == tuple((ShardBlock(shard, Box((2 * r, 0), (2 * r + 2, 3))),) for r in range(3))
     whole = {str(rank): {"shard_shape": [6, 3], "pieces": [piece(0, 6)]} for rank in range(2)}
     (rule, _) = rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": whole}}}}, Path("model"))
     assert rule.how == "replicated"
@@ -87,7 +87,7 @@ def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Pat
     models = {str(rank): saved(tmp_path / f"{rank}.pt", {"note": rank // 2, "same": 7}) for rank in range(4)}
     optims = {str(rank): saved(tmp_path / f"{rank}.optim", {"scale": rank // 2}) for rank in range(4)}
     other = {"note": 1, "optimizer": {"scale": 1}}
-    assert carry(models, optims, {}) == {
+    assert collect_extras(models, optims, {}) == {
         "same": 7,
         "note": 0,
         "optimizer": {"scale": 0},

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Origin
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ParallelDegrees
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
@@ -39,8 +39,8 @@ def step_in(folder: Path) -> Path:
 
 
 def write(checkpoint: Checkpoint, folder: Path, **degrees: Any) -> Checkpoint:
-    goal = Goal(folder, Degrees(**degrees))
-    copy(checkpoint, writable("deepspeed-universal"), goal, "", Effort())
+    goal = Goal(folder, ParallelDegrees(**degrees))
+    copy(checkpoint, writable("deepspeed-universal"), goal, "", Resources())
     return open_checkpoint(folder)
 
 
@@ -85,7 +85,7 @@ def trained(*names: str) -> Checkpoint:
 
 
 def plan(made: Checkpoint, tmp_path: Path, **degrees: Any) -> tuple[Any, ...]:
-    return writable("deepspeed-universal").plan(made, Goal(tmp_path / "u", Degrees(**degrees)))
+    return writable("deepspeed-universal").plan(made, Goal(tmp_path / "u", ParallelDegrees(**degrees)))
 
 
 def copied(tmp_path: Path, round_robin: bool = False) -> Path:
@@ -124,7 +124,7 @@ def test_what_their_converter_made_is_read_as_its_source(name: str) -> None:
     found, expected = open_checkpoint(theirs(name)), source(name)
     assert_same(found, expected)
     assert found.origin == expected.origin
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
     assert_same(found, expected)
     assert found.origin.layout["dp"] == expected.origin.layout["dp"]
     assert found.origin.layout.get("pipeline") == expected.origin.layout.get("pipeline")
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
     assert (tmp_path / "u" / "latest_universal").read_text() == step_in(tmp_path / "u").name
 
 
@@ -179,7 +179,7 @@ def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) ->
 
 def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
     first = write(source(ZERO1), tmp_path / "a")
-    copy(first, writable("deepspeed"), Goal(tmp_path / "b", Degrees(dp=3, zero=3)), "", Effort())
+    copy(first, writable("deepspeed"), Goal(tmp_path / "b", ParallelDegrees(dp=3, zero=3)), "", Resources())
     last = write(open_checkpoint(tmp_path / "b"), tmp_path / "c", zero=2)
     assert_same(last, source(ZERO1))
 
@@ -285,7 +285,7 @@ def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
         Rule("norm", "replicated"),
         Rule("column"),
     )
-    copy(made, writable("deepspeed-universal"), Goal(tmp_path / "u", rules=rules), "", Effort())
+    copy(made, writable("deepspeed-universal"), Goal(tmp_path / "u", rules=rules), "", Resources())
     found = {file.parent.name: open_file(file).root for file in (tmp_path / "u").glob("**/fp32.pt")}
     entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in found.items()}
     sub_shape = entries["qkv"].pop("sub_param_shape")
@@ -377,7 +377,7 @@ def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> N
 def test_a_few_masters_that_differ_are_for_verify_to_tell(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     exchange(folder, "norm1")
-    findings = examine(open_checkpoint(folder), Effort())
+    findings = find_problems(open_checkpoint(folder), Resources())
     assert {(f.kind, f.tensors[0]) for f in findings} == {
         ("copy", "blocks.0.norm1.weight"),
         ("copy", "blocks.1.norm1.weight"),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import Goal
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.registry import open_checkpoint, writable
@@ -79,7 +79,7 @@ def test_what_their_converter_made_is_what_the_engine_held(
         lost = states.pop("max_exp_avg_sq", None)
         assert (lost is not None) == any("max_exp_avg_sq" in notice for notice in found.notices)
     assert_is_the_truth(found, truth)
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
@@ -161,7 +161,7 @@ def reports(
     out = tmp_path_factory.mktemp("ours")
     jobs = [*JOBS, MIXES_UP, FIRST_OPTIONS]
     for kind in dict.fromkeys(job.kind for job in jobs):
-        copy(open_checkpoint(zoo / kind / "ckpt"), writable("deepspeed-universal"), Goal(out / kind), "", Effort())
+        copy(open_checkpoint(zoo / kind / "ckpt"), writable("deepspeed-universal"), Goal(out / kind), "", Resources())
     given = [
         {
             "checkpoint": (theirs if job.by_them else out) / job.kind,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint, writable
@@ -70,18 +70,18 @@ def test_groups_keep_their_options(kind, truth):
 
 
 def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
-    copy(open_checkpoint(kind / "ckpt"), writable("universal"), Goal(tmp_path / "u"), "", Effort())
+    copy(open_checkpoint(kind / "ckpt"), writable("universal"), Goal(tmp_path / "u"), "", Resources())
     found = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(found, truth)
-    assert examine(found, Effort()) == []
-    assert examine(open_checkpoint(kind / "ckpt"), Effort()) == []
+    assert find_problems(found, Resources()) == []
+    assert find_problems(open_checkpoint(kind / "ckpt"), Resources()) == []
     for name in truth["params"]:  # copies are not stored twice
         states = found.parameters[name].states
         assert [raw.path for raw in states[MODEL].sources()] == [raw.path for raw in states[MASTER].sources()]
 
 
 def test_torch_loads_what_we_write_without_running_code(kind, truth, tmp_path):
-    copy(open_checkpoint(kind / "ckpt"), writable("torch"), Goal(tmp_path / "m.pt"), "", Effort())
+    copy(open_checkpoint(kind / "ckpt"), writable("torch"), Goal(tmp_path / "m.pt"), "", Resources())
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, states in truth["params"].items():
         assert torch.equal(loaded["model"][name], states["lp"]), name

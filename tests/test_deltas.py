@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_codecs import CodecError, DeltaCodec, best_for
-from ckpt_codecs.delta import Change, Step
+from ckpt_codecs import CodecError, DeltaCodec, candidate_codecs
+from ckpt_codecs.delta import StatePair, StepInfo
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
-from ckpt_codecs.deltas.residuals.float16 import encode_halves
+from ckpt_codecs.deltas.residuals.float16 import encode_float16
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
@@ -22,7 +22,7 @@ from held import FLOATS, array, bits
 EACH = pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
 
 
-def comes_back(codec: DeltaCodec, change: Change, step: Step) -> None:
+def comes_back(codec: DeltaCodec, change: StatePair, step: StepInfo) -> None:
     fitted_codec = fitted(codec, change, step)
     back = decoded(fitted_codec, bytes(fitted_codec.encode(change)), change)
     assert list(back) == list(change.after)
@@ -38,7 +38,7 @@ def test_every_bit_comes_back(codec: DeltaCodec) -> None:
 
 
 @st.composite
-def changes(draw: st.DrawFn) -> Change:
+def changes(draw: st.DrawFn) -> StatePair:
     """States of one shape, those before of other types or missing at times."""
     shape = draw(st.lists(st.integers(0, 40), max_size=3).map(tuple))
     names = draw(st.sets(st.sampled_from(["fp32", "param", "exp_avg", "exp_avg_sq", "momentum_buffer"]), min_size=1))
@@ -49,13 +49,13 @@ def changes(draw: st.DrawFn) -> Change:
         after[name] = array(dtype, shape, draw(st.integers(0, 9)))
         if draw(st.integers(0, 4)):
             before[name] = array(dtype, shape, draw(st.integers(0, 9)))
-    return Change(before, after)
+    return StatePair(before, after)
 
 
 @settings(max_examples=examples(120), deadline=None)
 @given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
-def test_any_states_come_back(change: Change, codec: DeltaCodec, before: int | None, after: int | None) -> None:
-    comes_back(codec, change, Step(before, after, OPTIONS))
+def test_any_states_come_back(change: StatePair, codec: DeltaCodec, before: int | None, after: int | None) -> None:
+    comes_back(codec, change, StepInfo(before, after, OPTIONS))
 
 
 @given(
@@ -73,13 +73,13 @@ def test_halves_come_back_and_are_the_same_bytes_at_every_level(
     before = random.normal(0, 0.02, size).astype(dtype)
     steps = np.exp2(random.uniform(0, octaves, size)).astype(np.int64) * random.choice([-1, 1], size)
     after = before.view(np.uint16) + np.where(random.random(size) < share, steps, 0).astype(np.uint16)
-    change = Change({"param": before}, {"param": after.view(dtype)})
+    change = StatePair({"param": before}, {"param": after.view(dtype)})
     parts = set()
     for level in LEVELS:
         with at_level(level):
-            parts.add(encode_halves(before.view(np.uint16), after, MANTISSA[dtype.name]))
+            parts.add(encode_float16(before.view(np.uint16), after, MANTISSA[dtype.name]))
     assert len(parts) == 1
-    comes_back(DELTAS[0], change, Step())
+    comes_back(DELTAS[0], change, StepInfo())
 
 
 @given(st.data())
@@ -120,7 +120,7 @@ def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str)
         made = fitted(delta_from_config({"name": codec.name, "level": level}), change, step)
         plain = 0
         for state, values in change.after.items():
-            best = best_for("parameter", state, values.dtype, level)[0]
+            best = candidate_codecs("parameter", state, values.dtype, level)[0]
             base = change.after.get(best.context or "")
             base = base if base is not None and base.shape == values.shape else None
             plain += len(best.encode(values, base)) + 6
@@ -131,7 +131,7 @@ def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str)
 def test_deltas_are_as_small_as_they_should_be() -> None:
     """Bits a parameter, all states together."""
 
-    def cost(change: Change, step: Step) -> float:
+    def cost(change: StatePair, step: StepInfo) -> float:
         codec = fitted(DELTAS[1], change, step)
         return 8 * len(codec.encode(change)) / next(iter(change.after.values())).size
 
@@ -142,10 +142,10 @@ def test_deltas_are_as_small_as_they_should_be() -> None:
     assert cost(*adam(shape, 10, rate=1e-6)) < 65
     change, step = adam(shape)
     assert cost(only(change, "fp32"), step) < 21
-    copies = Change({"param": change.before["fp32"].astype(BF16)}, {"param": change.after["fp32"].astype(BF16)})
+    copies = StatePair({"param": change.before["fp32"].astype(BF16)}, {"param": change.after["fp32"].astype(BF16)})
     assert cost(copies, step) < 4.5
     assert cost(*seldom(0)) < 0.4
-    assert cost(Change(change.before, change.before), step) < 0.01
+    assert cost(StatePair(change.before, change.before), step) < 0.01
 
 
 def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
@@ -155,7 +155,7 @@ def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
         shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(values.dtype).reshape(values.shape)
         return (shifted[::2], values[::2])[i % 2]
 
-    odd = Change(*({n: awkward(v, i) for i, (n, v) in enumerate(s.items())} for s in (change.before, change.after)))
+    odd = StatePair(*({n: awkward(v, i) for i, (n, v) in enumerate(s.items())} for s in (change.before, change.after)))
     for codec in DELTAS:
         made = fitted(codec, odd, step)
         back = decoded(made, made.encode(odd), odd)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import CodecError, DeltaCodec
-from ckpt_codecs.delta import Change
+from ckpt_codecs.delta import StatePair
 from ckpt_codecs.deltas import format_ids as kinds
 from ckpt_codecs.deltas.residuals.old_sparse import decode as decode_rare
 from ckpt_codecs.native.deltas import write_rows
@@ -58,7 +58,7 @@ def test_other_states_before_are_survived(seed: Seed) -> None:
     others = {name: values.astype(np.float64) for name, values in zeros.items()}
     flat = {name: values.reshape(-1) for name, values in zeros.items()}
     for before in ({}, zeros, others, flat):
-        survives(codec, data, Change(before, change.after))
+        survives(codec, data, StatePair(before, change.after))
 
 
 @EACH
@@ -67,10 +67,10 @@ def test_other_shapes_types_and_names_are_survived(seed: Seed) -> None:
     for shape in ((), (0,), (1,), (5,), (3, 64)):
         for dtype in (F32, BF16, np.dtype(np.uint8), np.dtype(np.float64)):
             states = {name: np.zeros(shape, dtype) for name in change.after}
-            survives(codec, data, Change(states, states))
+            survives(codec, data, StatePair(states, states))
     for names in (["fp32"], ["exp_avg", "fp32"], ["a", "b", "c"], ["exp_avg_sq", "max_exp_avg_sq", "param"]):
         values = next(iter(change.after.values()))
-        survives(codec, data, Change({}, dict.fromkeys(names, values)))
+        survives(codec, data, StatePair({}, dict.fromkeys(names, values)))
 
 
 @EACH
@@ -144,14 +144,16 @@ CRAFTED = {
 
 def test_a_crafted_chunk_of_depths_alone_is_whole() -> None:
     made = decoded(
-        DELTAS[0], chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))), Change(STATES, STATES)
+        DELTAS[0],
+        chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))),
+        StatePair(STATES, STATES),
     )
     assert not made["fp32"].any()
 
 
 @pytest.mark.parametrize("what", CRAFTED)
 def test_a_crafted_part_is_refused(what: str) -> None:
-    change = Change(STATES, STATES)
+    change = StatePair(STATES, STATES)
     rule = delta_from_config({"name": "replay", "rule": "torch", "scale": 1.0})
     for codec in (DELTAS[0], rule):
         assert survives(codec, chunk(), change)
@@ -219,12 +221,12 @@ DAMAGED_HALVES = {
 
 
 def test_a_crafted_table_is_one_but_for_the_damage() -> None:
-    assert survives(DELTAS[0], one_part(tables(ROW)), Change(HALVES, HALVES))
+    assert survives(DELTAS[0], one_part(tables(ROW)), StatePair(HALVES, HALVES))
 
 
 @pytest.mark.parametrize("what", DAMAGED_HALVES)
 def test_crafted_halves_are_refused(what: str) -> None:
-    assert not survives(DELTAS[0], DAMAGED_HALVES[what], Change(HALVES, HALVES))
+    assert not survives(DELTAS[0], DAMAGED_HALVES[what], StatePair(HALVES, HALVES))
 
 
 @pytest.mark.parametrize("codec", DELTAS, ids=lambda codec: codec.name)
@@ -234,14 +236,14 @@ def test_a_chunk_gets_no_memory_for_the_asking(codec: DeltaCodec) -> None:
     for at in range(1, 40):
         data = bytearray(chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))))
         data[at : at + 4] = huge
-        survives(codec, bytes(data), Change(STATES, STATES))
+        survives(codec, bytes(data), StatePair(STATES, STATES))
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
 
 
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(CodecError, match="another fp32 than there is"):
-        decoded(DELTAS[0], chunk(), Change({}, STATES))
+        decoded(DELTAS[0], chunk(), StatePair({}, STATES))
     rule = delta_from_config({"name": "replay", "rule": "torch"})
     with pytest.raises(CodecError, match="foretold by itself"):
-        decoded(rule, chunk(**CRAFTED["foretold by itself"]), Change(STATES, STATES))
+        decoded(rule, chunk(**CRAFTED["foretold by itself"]), StatePair(STATES, STATES))

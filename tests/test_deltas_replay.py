@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_codecs.delta import Change, Step
+from ckpt_codecs.delta import StatePair, StepInfo
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.tensor import Array
 from delta_cases import decoded, fitted
@@ -22,7 +22,7 @@ def states(weights: Any, optimizer: Any) -> dict[str, Array]:
     return {"fp32": weights.detach().numpy().copy(), **{n: v.numpy().copy() for n, v in held.items()}}
 
 
-def stepped(kind: Any, steps: int = 1, bf16: bool = False, **options: Any) -> tuple[Change, Step]:
+def stepped(kind: Any, steps: int = 1, bf16: bool = False, **options: Any) -> tuple[StatePair, StepInfo]:
     """A run of a dozen steps: the state before the last ones, and after."""
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(SHAPE) * 0.02)
@@ -35,10 +35,10 @@ def stepped(kind: Any, steps: int = 1, bf16: bool = False, **options: Any) -> tu
         weights.grad = g.bfloat16().float() * 0.4321 if bf16 else g
         optimizer.step()
     group = {n: v for n, v in optimizer.param_groups[0].items() if isinstance(v, int | float | tuple | bool)}
-    return Change(before, states(weights, optimizer)), Step(12 - steps, 12, copy.deepcopy(group))
+    return StatePair(before, states(weights, optimizer)), StepInfo(12 - steps, 12, copy.deepcopy(group))
 
 
-def cost(change: Change, step: Step) -> dict[str, float]:
+def cost(change: StatePair, step: StepInfo) -> dict[str, float]:
     """Bits of each value of each state, which all come back."""
     codec = fitted(REPLAY, change, step)
     data = codec.encode(change)
@@ -86,10 +86,10 @@ def test_weights_follow_from_momentum(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rate", [1e-3, 3e-6])
 def test_numbers_that_are_absent_or_wrong_are_found_in_the_values(rate: float, wrong: dict[str, Any]) -> None:
     change, _ = stepped(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    found = cost(change, Step(11, 12, wrong))
+    found = cost(change, StepInfo(11, 12, wrong))
     assert found["fp32"] < 0.5
     assert found["exp_avg_sq"] < 0.7
-    found = cost(change, Step(None, None, wrong))
+    found = cost(change, StepInfo(None, None, wrong))
     assert found["fp32"] < 4  # the correction of the bias, and so the share of eps, cannot be known
     assert found["exp_avg_sq"] < 0.7
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.compare import Choice, Differences, Histogram, Pair, Sums, chosen, compare, paired, sums_of
+from ckpt.compare import Diff, DiffSums, Histogram, Selection, TensorDiff, compare, diff_sums, pair_tensors, select_both
 from ckpt.compare.groups import grouped, layer_of, role_of
-from ckpt.pipeline import Effort, copy
+from ckpt.pipeline import Resources, copy
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFound
@@ -22,7 +22,7 @@ from damage import SAMPLES, ckpt
 from held import FLOATS, SHAPES, array, checkpoint, everything, parameter
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 
 
 def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
@@ -30,15 +30,15 @@ def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
     return target
 
 
-def of(first: Checkpoint, second: Checkpoint, **options: Any) -> Differences:
-    return compare(paired(first, second), EFFORT, **options)
+def of(first: Checkpoint, second: Checkpoint, **options: Any) -> Diff:
+    return compare(pair_tensors(first, second), EFFORT, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_differs_from_itself_whatever_its_bits(dtype: Any, shape: Any) -> None:
     values = array(dtype, shape)
-    sums = sums_of(values, values.copy())
+    sums = diff_sums(values, values.copy())
     assert (sums.elements, sums.changed, sums.largest, sums.rms) == (values.size, 0, 0.0, 0.0)
 
 
@@ -46,7 +46,7 @@ def test_nothing_differs_from_itself_whatever_its_bits(dtype: Any, shape: Any) -
 def test_sums_are_those_of_numpy(numbers: list[float], seed: int) -> None:
     a = np.array(numbers, np.float32)
     b = a + np.random.default_rng(seed).choice([0, 0, 1e-3, -7], a.size).astype(np.float32)
-    found, off = sums_of(a, b), b.astype(float) - a.astype(float)
+    found, off = diff_sums(a, b), b.astype(float) - a.astype(float)
     assert found.changed == int((a.view(np.uint32) != b.view(np.uint32)).sum())
     assert found.largest == abs(off).max()
     assert found.rms == pytest.approx(np.sqrt((off**2).mean()), rel=1e-12)
@@ -56,7 +56,7 @@ def test_sums_are_those_of_numpy(numbers: list[float], seed: int) -> None:
 
 def test_sums_add_up_over_blocks() -> None:
     a, b = (np.random.default_rng(seed).normal(size=1000).astype(np.float32) for seed in (0, 1))
-    whole, parts = sums_of(a, b), sums_of(a[:300], b[:300]) + sums_of(a[300:], b[300:])
+    whole, parts = diff_sums(a, b), diff_sums(a[:300], b[:300]) + diff_sums(a[300:], b[300:])
     assert (parts.elements, parts.changed, parts.largest) == (whole.elements, whole.changed, whole.largest)
     for name in ("rms", "relative", "cosine"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
@@ -67,7 +67,7 @@ def test_sums_do_not_depend_on_the_bits_of_other_elements() -> None:
     a = np.random.default_rng(0).normal(size=20_001)
     b = a.copy()
     b[[0, 8191, 8192, 20_000]] += 2.0
-    found = sums_of(a, b)
+    found = diff_sums(a, b)
     assert (found.changed, found.rms) == (4, pytest.approx(np.sqrt(16 / a.size), rel=1e-12))
     assert found.histogram.lowest + len(found.histogram.counts) == 2
     assert sum(found.histogram.counts) == 4
@@ -76,7 +76,7 @@ def test_sums_do_not_depend_on_the_bits_of_other_elements() -> None:
 @given(st.lists(st.floats(-1e300, 1e300), max_size=50), st.lists(st.floats(-1e300, 1e300), max_size=50))
 def test_a_histogram_counts_every_difference_by_its_power_of_two(some: list[float], others: list[float]) -> None:
     def of_these(numbers: list[float]) -> Histogram:
-        return sums_of(np.zeros(len(numbers)), np.array(numbers, float)).histogram
+        return diff_sums(np.zeros(len(numbers)), np.array(numbers, float)).histogram
 
     found = of_these(some) + of_these(others)
     counts = {found.lowest + i: count for i, count in enumerate(found.counts) if count}
@@ -87,16 +87,16 @@ def test_a_histogram_counts_every_difference_by_its_power_of_two(some: list[floa
 
 
 def test_signs_of_zero_and_payloads_of_nan_are_differences() -> None:
-    zeros = sums_of(np.zeros(2, np.float32), np.array([0.0, -0.0], np.float32))
+    zeros = diff_sums(np.zeros(2, np.float32), np.array([0.0, -0.0], np.float32))
     assert (zeros.changed, zeros.largest) == (1, 0.0)
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    payloads = sums_of(nans, nans[::-1].copy())
+    payloads = diff_sums(nans, nans[::-1].copy())
     assert (payloads.changed, payloads.not_finite, payloads.largest) == (2, 2, 0.0)
 
 
 def test_an_overflow_of_the_difference_is_told_not_raised() -> None:
     top = np.array([np.finfo(np.float64).max])
-    assert sums_of(top, -top).largest == np.inf
+    assert diff_sums(top, -top).largest == np.inf
 
 
 def test_each_kind_of_difference_has_its_name() -> None:
@@ -158,30 +158,30 @@ def test_a_tied_name_is_compared_with_the_tensor_of_its_own() -> None:
     tied = checkpoint([parameter("embed", w)], aliases={"head": "embed"})
     apart = checkpoint([parameter("embed", w), parameter("head", w)])
     assert of(tied, apart).same
-    assert of(*chosen(tied, apart, Choice(("head",)))).same
-    assert [pair.name for pair in of(*chosen(tied, apart, Choice(("head",)))).pairs] == ["head"]
+    assert of(*select_both(tied, apart, Selection(("head",)))).same
+    assert [pair.name for pair in of(*select_both(tied, apart, Selection(("head",)))).pairs] == ["head"]
 
 
 def test_a_pattern_may_match_on_one_side_only() -> None:
     a, b = parameter("a", {"param": array(F32, (2,))}), parameter("b", {"param": array(F32, (2,))})
     first, second = checkpoint([a]), checkpoint([a, b])
-    assert [(p.name, p.kind) for p in of(*chosen(first, second, Choice(("b",)))).pairs] == [("b", "added")]
+    assert [(p.name, p.kind) for p in of(*select_both(first, second, Selection(("b",)))).pairs] == [("b", "added")]
     with pytest.raises(NotFound, match="neither"):
-        chosen(first, second, Choice(("neither",)))
+        select_both(first, second, Selection(("neither",)))
 
 
 def test_states_are_compared_alone_if_asked_for() -> None:
     source = everything()
-    assert {state for _, state in paired(source, source, ["exp_avg"]).ours} == {"exp_avg"}
+    assert {state for _, state in pair_tensors(source, source, ["exp_avg"]).ours} == {"exp_avg"}
     with pytest.raises(NotFound, match="momentum"):
-        paired(source, source, ["momentum"])
+        pair_tensors(source, source, ["momentum"])
 
 
 def test_what_is_read_is_what_was_said() -> None:
     """Each byte of both, once: histograms come out of the same pass. Of other shapes, nothing."""
     first, second = everything(1), everything(2)
     longer = {**second.parameters, "alone": parameter("alone", {"param": array(F32, (9,))})}
-    both, read = paired(first, replace(second, parameters=longer)), list[int]()
+    both, read = pair_tensors(first, replace(second, parameters=longer)), list[int]()
     assert any(pair.sums.histogram.counts for pair in compare(both, EFFORT, read.append).pairs)
     assert sum(read) == both.nbytes
 
@@ -246,8 +246,8 @@ def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
 
 
 def test_groups_have_the_norm_of_all_their_tensors() -> None:
-    pairs = [Pair("a.0.w", "weight", "changed", "", Sums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
-    pairs.append(Pair("a.0.b", "weight", "changed", "", Sums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
+    pairs = [TensorDiff("a.0.w", "weight", "changed", "", DiffSums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
+    pairs.append(TensorDiff("a.0.b", "weight", "changed", "", DiffSums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
     ((key, total),) = grouped(pairs, ["layer"])
     assert (key, total.relative, total.largest) == (("a.0",), 1.0, 4.0)
     assert [key for key, _ in grouped(pairs, ["role", "state"])] == [("w", "weight"), ("b", "weight")]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.pipeline import Effort, copy
+from ckpt.pipeline import Resources, copy
 from ckpt_formats.core.checkpoint import Checkpoint, Goal
 from ckpt_formats.registry import writable
 from damage import NOT_FOUND, OUTPUT, SAMPLES, ckpt
@@ -66,7 +66,7 @@ class Page(HTMLParser):
 
 
 def written(source: Checkpoint, target: Path) -> Path:
-    copy(source, writable("torch"), Goal(target), "", Effort())
+    copy(source, writable("torch"), Goal(target), "", Resources())
     return target
 
 
@@ -173,13 +173,13 @@ def test_a_difference_too_large_for_a_number_is_null_in_the_page(tmp_path: Path)
 
 
 def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
-    from ckpt.compare import compare, paired
+    from ckpt.compare import compare, pair_tensors
     from ckpt_cli.views.diff_page import page_of
 
     source = everything()
     lossy = replace(source, path=pair[1], losses={("layers.0.w", "fp32"): {"largest": 1e-3}})
     exact = replace(source, path=pair[0])
-    said = Page(page_of(exact, lossy, compare(paired(exact, lossy), Effort()))).facts()
+    said = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Resources()))).facts()
     assert said["approximate"] == [0, 1]
 
 

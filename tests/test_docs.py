@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ckpt.edits import cast
-from ckpt.pipeline import Effort, copy, plan
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy, plan
+from ckpt.verify import find_problems
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_formats import registry
 from ckpt_formats.core.checkpoint import Goal, WritableFormat
@@ -157,16 +157,16 @@ def npy(tmp_path, monkeypatch):
 def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
     source = cast(open_checkpoint(SAMPLE), "fp32")
     out = tmp_path / "arrays"
-    copy(source, npy, Goal(out), "", Effort())
+    copy(source, npy, Goal(out), "", Resources())
     assert detect(out).name == "npy"
     found = open_checkpoint(out)
     assert list(found.parameters) == list(source.parameters)
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
     for file in out.glob("*.npy"):
         np.load(file)
     for name, parameter in source.parameters.items():
         assert np.array_equal(read(found.parameters[name].weight), read(parameter.weight)), name
-    copy(found, writable("universal"), Goal(tmp_path / "back"), "", Effort())
+    copy(found, writable("universal"), Goal(tmp_path / "back"), "", Resources())
     back = open_checkpoint(tmp_path / "back")
     assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
 

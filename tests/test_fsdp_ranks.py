@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt.pipeline import Effort, check_whole
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, check_complete
+from ckpt.verify import find_problems
 from ckpt_cli.main import cli
 from ckpt_formats.containers.torchfile import TensorRef, open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Options
+from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size
@@ -37,7 +37,7 @@ WEIGHT = torch.arange(35.0).reshape(7, 5)
 
 
 def value(found: Checkpoint, name: str = "w") -> np.ndarray:
-    check_whole(found)
+    check_complete(found)
     return read(found.parameters[name].weight)
 
 
@@ -119,7 +119,7 @@ def test_whatever_torch_distributes_we_put_together(tmp_path_factory, cut):
     write(folder, mesh.size, model=lambda rank: {"w": spread(tensor, mesh.tolist(), placements)})
     found = open_checkpoint(folder)
     assert np.array_equal(value(found), tensor.numpy())
-    assert examine(found, Effort(1)) == []
+    assert find_problems(found, Resources(1)) == []
     whole_on = prod(n for n, placement in zip(mesh.shape, placements, strict=True) if placement.is_replicate())
     assert len(found.parameters["w"].weight.replicas) == whole_on - 1
     shutil.rmtree(folder)
@@ -142,7 +142,7 @@ def test_a_slice_of_a_mesh_is_the_mesh_of_the_ranks_that_are_in_it(tmp_path):
     for name, copies in {"pp": 6, "dp": 6, "tp": 4, "two": 2, "both": 2}.items():
         assert is_weight(found, name)
         assert len(found.parameters[name].weight.replicas) == copies - 1
-        assert examine(found, Effort(1)) == []
+        assert find_problems(found, Resources(1)) == []
 
 
 def spread_on(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
@@ -450,7 +450,7 @@ def test_replicas_are_never_joined_and_differences_are_found(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "b": torch.full((4,), float(rank))})
     found = open_checkpoint(tmp_path)
     assert found.parameters["b"].weight.shape == (4,)
-    assert [(finding.kind, finding.tensors) for finding in examine(found, Effort(1))] == [("replicas", ("b",))]
+    assert [(finding.kind, finding.tensors) for finding in find_problems(found, Resources(1))] == [("replicas", ("b",))]
     with pytest.raises(Corrupt, match="replicas"):
         read(found.parameters["b"].weight)
 
@@ -515,7 +515,7 @@ def test_a_flipped_bit_is_found(folder):
     data = bytearray(raw.path.read_bytes())
     data[raw.offset] ^= 1
     raw.path.write_bytes(data)
-    (finding,) = examine(open_checkpoint(folder), Effort(1))
+    (finding,) = find_problems(open_checkpoint(folder), Resources(1))
     assert (finding.kind, finding.tensors) == ("checksum", ("w",))
 
 
@@ -681,9 +681,9 @@ def flat(rank: int, world: int, tensors: dict[str, torch.Tensor], *, views: bool
     return {**state, "_flat_param": held}
 
 
-def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Options:
+def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> ReadOptions:
     torch.save(tensors, tmp_path / "shapes.pt")
-    return Options(shapes=tmp_path / "shapes.pt")
+    return ReadOptions(shapes=tmp_path / "shapes.pt")
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
@@ -722,7 +722,7 @@ def test_a_flat_parameter_without_views_needs_the_order(tmp_path):
     with pytest.raises(Unsupported, match="40 elements, but the 0 parameters") as caught:
         open_checkpoint(tmp_path / "run", options)
     assert "--param-order" in caught.value.hint
-    found = open_checkpoint(tmp_path / "run", Options(order=("w", "v"), shapes=options.shapes))
+    found = open_checkpoint(tmp_path / "run", ReadOptions(order=("w", "v"), shapes=options.shapes))
     assert is_weight(found)
     assert np.array_equal(value(found, "v"), tensors["v"].numpy())
 

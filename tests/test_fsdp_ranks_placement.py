@@ -15,11 +15,11 @@ from ckpt_formats.core.geometry import Box, missing, overlaps
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, gather
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
-from ckpt_formats.engines.fsdp_ranks.placement import Placement, Spec, cut, cut_first
+from ckpt_formats.engines.fsdp_ranks.placement import Placement, PlacementSpec, cut, cut_first
 
 
 @st.composite
-def specs(draw, strided: bool = True) -> Spec:
+def specs(draw, strided: bool = True) -> PlacementSpec:
     shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     mesh = Mesh(sizes, tuple(draw(st.permutations(range(prod(sizes))))))
@@ -29,7 +29,7 @@ def specs(draw, strided: bool = True) -> Spec:
         axis = draw(axes)
         factor = draw(st.integers(1, 5)) if strided and axis is not None else 1
         placements.append(Placement(axis, factor))
-    return Spec(shape, mesh, tuple(placements), tuple(range(len(sizes))))
+    return PlacementSpec(shape, mesh, tuple(placements), tuple(range(len(sizes))))
 
 
 def as_torch(placement: Placement) -> object:
@@ -40,7 +40,7 @@ def as_torch(placement: Placement) -> object:
     return _StridedShard(placement.axis, split_factor=placement.factor)
 
 
-def elements(spec: Spec, rank: int) -> list[tuple[Box, Box]]:
+def elements(spec: PlacementSpec, rank: int) -> list[tuple[Box, Box]]:
     return [(placed.local, placed.whole) for placed in cut(spec, rank).blocks()]
 
 
@@ -87,7 +87,7 @@ def test_a_stride_is_another_order_of_plain_cuts_where_sizes_divide(spec, rows, 
     """What FSDP2 does: the last dimension of the mesh cuts first, the one before it cuts what is left."""
     dp = spec.mesh.shape[0]
     mesh = Mesh((dp, tp), tuple(range(dp * tp)))
-    strided = Spec((dp * tp * rows, 2), mesh, (Placement(0, tp), Placement(0)), (0, 1))
+    strided = PlacementSpec((dp * tp * rows, 2), mesh, (Placement(0, tp), Placement(0)), (0, 1))
     plain = cut_first(strided)
     assert plain is not None
     assert plain.order == ((1, 0) if tp > 1 else (0, 1))
@@ -99,7 +99,7 @@ def test_a_stride_is_another_order_of_plain_cuts_where_sizes_divide(spec, rows, 
 def test_both_ways_to_read_a_stride_give_each_row_of_ranks_the_same_elements(length, dp, tp):
     """They only share them out differently, which the ranks' own shapes show: so there is never a choice."""
     mesh = Mesh((dp, tp), tuple(range(dp * tp)))
-    strided = Spec((length,), mesh, (Placement(0, tp), Placement(0)), (0, 1))
+    strided = PlacementSpec((length,), mesh, (Placement(0, tp), Placement(0)), (0, 1))
     plain = cut_first(strided)
     for row in range(dp):
         ranks = [row * tp + column for column in range(tp)]
@@ -114,7 +114,7 @@ def test_both_ways_to_read_a_stride_give_each_row_of_ranks_the_same_elements(len
 
 def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
     mesh, whole = Mesh((3, 2), tuple(range(6))), torch.arange(14.0).reshape(7, 2)
-    strided = Spec((7, 2), mesh, (Placement(0, 2), Placement(0)), (0, 1))
+    strided = PlacementSpec((7, 2), mesh, (Placement(0, 2), Placement(0)), (0, 1))
     plain = cut_first(strided)
     assert plain is not None
     assert [cut(plain, rank).shape for rank in mesh.ranks] != [cut(strided, rank).shape for rank in mesh.ranks]
@@ -131,14 +131,14 @@ def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
 
 def test_a_stride_that_no_order_explains_has_none():
     mesh = Mesh((2, 2), (0, 1, 2, 3))
-    assert cut_first(Spec((12,), mesh, (Placement(0, 3), Placement(0)), (0, 1))) is None
-    assert cut_first(Spec((12, 4), mesh, (Placement(0, 2), Placement(1)), (0, 1))) is None
+    assert cut_first(PlacementSpec((12,), mesh, (Placement(0, 3), Placement(0)), (0, 1))) is None
+    assert cut_first(PlacementSpec((12, 4), mesh, (Placement(0, 2), Placement(1)), (0, 1))) is None
 
 
 def test_a_tensor_in_countless_pieces_is_refused_in_no_time():
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     with pytest.raises(Unsafe, match="pieces"):
-        cut(Spec((1 << 40,), mesh, (Placement(0, 1 << 19), Placement(0)), (0, 1)), 3)
-    wide = Spec((4096,) * 3, mesh, (Placement(0, 2048), Placement(1, 2048)), (0, 1))
+        cut(PlacementSpec((1 << 40,), mesh, (Placement(0, 1 << 19), Placement(0)), (0, 1)), 3)
+    wide = PlacementSpec((4096,) * 3, mesh, (Placement(0, 2048), Placement(1, 2048)), (0, 1))
     with pytest.raises(Unsafe, match="blocks"):
         list(cut(wide, 3).blocks())

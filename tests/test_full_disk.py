@@ -16,7 +16,7 @@ import pytest
 
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from damage import SAMPLES, ckpt
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
@@ -35,7 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(1)
     sizes = [12_500] * 60 + [250_000] * 3
     held = {
-        f"layers.{i}.weight": Tensor.of(Held(rng.standard_normal(size).astype(DTYPES["float32"])))
+        f"layers.{i}.weight": Tensor.of(ArrayBlob(rng.standard_normal(size).astype(DTYPES["float32"])))
         for i, size in enumerate(sizes)
     }
     write_file(path, held, lambda tensor: [memoryview(tensor.fragments[0].blob.array.tobytes())])

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Origin
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.tensor import Decoded, read
+from ckpt_formats.core.tensor import DerivedBlob, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.universal import Universal, manifest
@@ -146,7 +146,7 @@ def test_extras_options_and_origin_are_as_they_were(golden: Checkpoint) -> None:
 
 
 def test_copies_that_are_their_masters_rounded_take_no_bytes(golden: Checkpoint, expected: Any) -> None:
-    derived = {p.name for p, _, tensor in golden.tensors() if isinstance(tensor.fragments[0].blob, Decoded)}
+    derived = {p.name for p, _, tensor in golden.tensors() if isinstance(tensor.fragments[0].blob, DerivedBlob)}
     assert derived == set(expected["derived"])
     for name in derived:
         (file,) = [shard.path for shard in golden.shards if shard.path == _file(golden, name)]
@@ -180,12 +180,12 @@ def test_its_content_id_is_as_it_was() -> None:
 
 
 def test_it_is_undamaged(golden: Checkpoint) -> None:
-    assert [(f.kind, f.tensors) for f in examine(golden, Effort(2))] == [("copy", ("differing",))]
+    assert [(f.kind, f.tensors) for f in find_problems(golden, Resources(2))] == [("copy", ("differing",))]
 
 
 def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
     """Today's writer and that of version 1 do not differ, but for who wrote, and the spaces of the manifest."""
-    copy(golden, Universal(), Goal(tmp_path / "again"), "", Effort(2))
+    copy(golden, Universal(), Goal(tmp_path / "again"), "", Resources(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):
         assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
     ours, theirs = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))

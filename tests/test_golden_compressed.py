@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import xxhash
 
-from ckpt.pipeline import Effort
-from ckpt.verify import examine
+from ckpt.pipeline import Resources
+from ckpt.verify import find_problems
 from ckpt_codecs import CODECS
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import LEVELS
-from ckpt_formats.core.tensor import Decoded, Raw, read
+from ckpt_formats.core.tensor import DerivedBlob, FileBlob, read
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chunked import Coded
+from ckpt_formats.universal.chunked import EncodedBlob
 from damage import SAMPLES
 
 GOLDEN = SAMPLES / "universal-v2"
@@ -46,7 +46,7 @@ def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Che
 
 
 def test_it_is_undamaged(golden: Checkpoint) -> None:
-    assert {finding.kind for finding in examine(golden, Effort(2))} <= {"copy"}
+    assert {finding.kind for finding in find_problems(golden, Resources(2))} <= {"copy"}
 
 
 def test_its_content_id_is_as_it_was() -> None:
@@ -56,10 +56,10 @@ def test_its_content_id_is_as_it_was() -> None:
 def test_it_has_one_of_everything(golden: Checkpoint) -> None:
     """So that it stays worth its name: every codec, level and element type, one chunk and several."""
     blobs = [tensor.fragments[0].blob for _, _, tensor in golden.tensors()]
-    coded = [blob.store for blob in blobs if isinstance(blob, Coded)]
+    coded = [blob.store for blob in blobs if isinstance(blob, EncodedBlob)]
     assert {store.codec.name for store in coded} == CODECS.keys() - {"rounded"}
-    assert any(isinstance(blob, Decoded) for blob in blobs)
-    assert any(isinstance(blob, Raw) for blob in blobs)
+    assert any(isinstance(blob, DerivedBlob) for blob in blobs)
+    assert any(isinstance(blob, FileBlob) for blob in blobs)
     assert {store.codec.config().get("level") for store in coded} >= set(LEVELS)
     assert {t.dtype.name for _, _, t in golden.tensors()} == set(SAFETENSORS_TAGS)
     assert {store.count > 1 for store in coded} == {len(store.chunk) == 1 for store in coded} == {False, True}

@@ -26,12 +26,12 @@ from ckpt_formats.universal.gradients.layout import (
     ALONE,
     CHUNK,
     EXACTNESS,
-    Layout,
     LoggedOptimizer,
     LoggedTensor,
-    Piece,
+    OptimizerVector,
     RankLayout,
-    Vector,
+    SegmentLayout,
+    VectorPart,
 )
 from ckpt_formats.universal.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
@@ -54,8 +54,8 @@ SIZES = st.one_of(
 
 
 def rank_of(sizes: list[int]) -> RankLayout:
-    pieces = [Piece(i, 0, 0, size, size, Box((0,), (size,))) for i, size in enumerate(sizes)]
-    return RankLayout((Vector(0, 0, 0),), tuple(pieces))
+    pieces = [VectorPart(i, 0, 0, size, size, Box((0,), (size,))) for i, size in enumerate(sizes)]
+    return RankLayout((OptimizerVector(0, 0, 0),), tuple(pieces))
 
 
 @given(st.lists(SIZES, max_size=60))
@@ -92,7 +92,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 
 
 @st.composite
-def some_layouts(draw: st.DrawFn) -> Layout:
+def some_layouts(draw: st.DrawFn) -> SegmentLayout:
     names = draw(st.lists(TEXT, min_size=1, max_size=5, unique=True))
     tensors = [
         LoggedTensor(
@@ -101,20 +101,20 @@ def some_layouts(draw: st.DrawFn) -> Layout:
         for name in names
     ]
     world = draw(st.integers(1, 3))
-    pieces: list[list[Piece]] = [[] for _ in range(world)]
+    pieces: list[list[VectorPart]] = [[] for _ in range(world)]
     for number, tensor in enumerate(tensors):
         for box in _halves(draw, Box.whole(tensor.shape)):
             cuts = sorted({0, box.size, *draw(st.lists(st.integers(0, box.size), max_size=3))})
             for start, stop in pairwise(cuts):
                 whole = draw(st.integers(0, stop - start))
-                pieces[draw(st.integers(0, world - 1))].append(Piece(number, 0, start, stop, whole, box))
+                pieces[draw(st.integers(0, world - 1))].append(VectorPart(number, 0, start, stop, whole, box))
     count = draw(st.integers(0, 1 << 40))
     options = st.dictionaries(TEXT, st.one_of(st.integers(), st.floats(allow_nan=False), TEXT), max_size=2)
     optimizer = LoggedOptimizer(
         draw(TEXT), draw(TEXT), draw(st.sampled_from(EXACTNESS)), draw(options), (tuple(names[:1]), tuple(names[1:]))
     )
-    ranks = tuple(RankLayout((Vector(0, 1, count),), tuple(one)) for one in pieces)
-    return Layout(
+    ranks = tuple(RankLayout((OptimizerVector(0, 1, count),), tuple(one)) for one in pieces)
+    return SegmentLayout(
         draw(TEXT), draw(st.integers(0, 1 << 60)), draw(TEXT), tuple(tensors), (optimizer,), ranks,
         draw(st.dictionaries(TEXT, TEXT, max_size=2)), draw(options), draw(st.none() | TEXT),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def _halves(draw: st.DrawFn, box: Box) -> Iterator[Box]:
 
 
 @given(some_layouts())
-def test_a_layout_goes_round(layout: Layout) -> None:
+def test_a_layout_goes_round(layout: SegmentLayout) -> None:
     with folder() as at:
         (at / layouts.NAME).write_bytes(layouts.dump(layout))
         assert layouts.load(at / layouts.NAME) == layout
@@ -279,7 +279,9 @@ def test_files_of_other_ranks_and_runs_are_refused_by_name(small: Log, written: 
     _refused(written, "rank-00000.ckg", "another run, rank or step")
     first.write_bytes(mine[0])
     other = small.copy()
-    other.layout = Layout("foreign", *[getattr(other.layout, name) for name in list(Layout.__dataclass_fields__)[1:]])
+    other.layout = SegmentLayout(
+        "foreign", *[getattr(other.layout, name) for name in list(SegmentLayout.__dataclass_fields__)[1:]]
+    )
     foreign = other.write(tmp_path / "foreign")
     shutil.copy(foreign / rank_file(1), second)
     _refused(written, "rank-00001.ckg", "another run, rank or step")
@@ -341,13 +343,13 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
         assert ckpt("diff", "--into", run, tmp_path / f"{name}.pt").code == 0
         base = index.load(run / index.NAME).members[0]
         log = small.copy()
-        log.layout = Layout(
-            *[*[getattr(log.layout, key) for key in list(Layout.__dataclass_fields__)[:-1]], base.content]
+        log.layout = SegmentLayout(
+            *[*[getattr(log.layout, key) for key in list(SegmentLayout.__dataclass_fields__)[:-1]], base.content]
         )
         segment = log.write(tmp_path / f"{name}.log")
         line = (index.LoggedSteps(segment.name, "run", 0, None, base.content, base.time),)
         shutil.copytree(segment, run / segment.name)
-        (run / index.NAME).write_bytes(index.dump(index.Chain((base,), line)))
+        (run / index.NAME).write_bytes(index.dump(index.ChainIndex((base,), line)))
         assert restored(run, 0).parameters.keys() == tensors.keys()
         with pytest.raises(CkptError, match=r"another model|not the one that the run had|float32"):
             values_of(restored(run, 2))
@@ -622,10 +624,10 @@ def test_a_step_that_is_not_there_is_said(written: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"lr": "x"}, {"lr": -1}, {"lr": 0.1, "betas": [5]}], ids=str)
 def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small: Log, tmp_path: Path) -> None:
     log = small.copy()
-    fields = {key: getattr(log.layout, key) for key in Layout.__dataclass_fields__}
+    fields = {key: getattr(log.layout, key) for key in SegmentLayout.__dataclass_fields__}
     optimizer = log.layout.optimizers[0]
     forged = LoggedOptimizer(name, "torch", optimizer.exactness, optimizer.figures, optimizer.groups)
-    log.layout = Layout(**fields | {"optimizers": (forged,)})
+    log.layout = SegmentLayout(**fields | {"optimizers": (forged,)})
     for entries in log.ranks:
         for entry in entries:
             if entry.kind is Kind.GRADIENTS:
@@ -635,9 +637,9 @@ def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small:
 
 def test_a_shape_that_no_array_can_have_is_refused(small: Log, tmp_path: Path) -> None:
     log = small.copy()
-    fields = {key: getattr(log.layout, key) for key in Layout.__dataclass_fields__}
+    fields = {key: getattr(log.layout, key) for key in SegmentLayout.__dataclass_fields__}
     for shape in ((0, 1 << 62), (1 << 61, 0, 1 << 61), (0,) * 65):
-        log.layout = Layout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", shape))})
+        log.layout = SegmentLayout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", shape))})
         _refused(log.write(tmp_path / str(len(shape))), "too large")
-    log.layout = Layout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", (0, 3)))})
+    log.layout = SegmentLayout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", (0, 3)))})
     assert values_of(restored(log.write(tmp_path / "empty").parent, 3))["z"]["param"].shape == (0, 3)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt.pipeline import Effort, check_whole, copy
-from ckpt.verify import examine
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options, Parameter
+from ckpt.pipeline import Resources, check_complete, copy
+from ckpt.verify import find_problems
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Parameter, ReadOptions
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.core.tensor import Held, Tensor, read
+from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
 from ckpt_formats.engines.hf import side_files as beside
 from ckpt_formats.engines.hf.parameter_order import numbered_only
@@ -29,7 +29,7 @@ from held import bits, checkpoint, flip, parameter
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "float32"}
 TIED = LLAMA | {"tie_word_embeddings": True}
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 
 
 def names(layers: int = 2, head: bool = True) -> list[str]:
@@ -245,7 +245,7 @@ def test_the_order_of_shards_of_torch_is_nobodys(tmp_path: Path) -> None:
     found = open_checkpoint(tmp_path)
     assert told(found) == {}
     assert set(found.extras["hf/optimizer.pt"]["state"]) == {0, 1}
-    assert told(open_checkpoint(tmp_path, Options(order=("w2", "w1")))) == {"w2": 0, "w1": 1}
+    assert told(open_checkpoint(tmp_path, ReadOptions(order=("w2", "w1")))) == {"w2": 0, "w1": 1}
 
 
 def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> No
     assert "--param-order" in " ".join(map(str, found.notices))
     assert "optimizer" not in found.extras
     order = tuple(reversed(names(head=False)))
-    assert told(open_checkpoint(folder, Options(order=order))) == {name: i for i, name in enumerate(order)}
+    assert told(open_checkpoint(folder, ReadOptions(order=order))) == {name: i for i, name in enumerate(order)}
 
 
 def test_names_in_the_groups_need_no_order(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
         {"w": (WHOLE[4:].contiguous(), [4, 0]), "none": (torch.ones(0, 3), [0, 0])},
     )
     found = open_checkpoint(tmp_path)
-    check_whole(found)
+    check_complete(found)
     assert read(found.parameters["w"].weight).tolist() == WHOLE.tolist()
     assert read(found.parameters["s"].weight).tolist() == 7
     assert found.parameters["none"].weight.shape == (0, 3)
@@ -444,7 +444,7 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
 def test_blocks_that_do_not_fit_are_refused(second: Any, said: str, tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE[:3].clone(), [0, 0])}, {"w": (second[0].clone(), second[1])})
     with pytest.raises(Incomplete, match=said):
-        check_whole(open_checkpoint(tmp_path))
+        check_complete(open_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0], [-1, 0], [0, 1.5], [0, "0"], None, [0, 2**60]])
@@ -726,7 +726,7 @@ def test_what_a_run_needs_is_lost_and_said_to_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../x.json", "/x.json", "a/../b.json", "..", "."])
 def test_a_carried_file_whose_name_leads_out_is_refused(name: str, tmp_path: Path) -> None:
     source, key = llama(config=LLAMA), f"hf/{name}"
-    held = Parameter(key, "extra", {MODEL: Tensor.of(Held(np.ones(2, np.uint8)))})
+    held = Parameter(key, "extra", {MODEL: Tensor.of(ArrayBlob(np.ones(2, np.uint8)))})
     more = checkpoint([*source.parameters.values(), held], (), {**source.extras, key: TensorName(key)})
     with pytest.raises(Unsafe):
         write(more, tmp_path / "out")
@@ -744,7 +744,8 @@ def test_files_of_folders_beside_the_model_are_not_written(tmp_path: Path) -> No
 def test_a_carried_file_never_takes_the_place_of_the_weights(tmp_path: Path) -> None:
     source = llama(config=LLAMA)
     held = [
-        Parameter(f"hf/{n}", "extra", {MODEL: Tensor.of(Held(np.ones(2, np.uint8)))}) for n in ("model.safetensors",)
+        Parameter(f"hf/{n}", "extra", {MODEL: Tensor.of(ArrayBlob(np.ones(2, np.uint8)))})
+        for n in ("model.safetensors",)
     ]
     places = {p.name: TensorName(p.name) for p in held} | {"hf/model.safetensors.index.json": {"weight_map": {}}}
     more = checkpoint([*source.parameters.values(), *held], (), {**source.extras, **places})
@@ -816,7 +817,7 @@ def test_the_sample_is_what_the_trainer_held() -> None:
     assert found.origin.step == 4
     assert found.aliases == {"lm_head.weight": "transformer.wte.weight"}
     assert not found.notices
-    assert not list(examine(found, EFFORT))
+    assert not list(find_problems(found, EFFORT))
 
 
 def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
@@ -825,7 +826,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     table = open_checkpoint(tmp_path / "run").parameters["transformer.wte.weight"]
     place = next(table.states["exp_avg"].sources())
     flip(file, place.offset + 5)
-    (found,) = examine(open_checkpoint(tmp_path / "run"), EFFORT)
+    (found,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
     assert found.where.endswith("optimizer.pt")
     with pytest.raises(Corrupt):
         copy(open_checkpoint(tmp_path / "run"), writable("universal"), Goal(tmp_path / "out"), "", EFFORT)
@@ -845,5 +846,5 @@ def test_damage_anywhere_is_harmless_or_an_error_of_ours(name: str, tmp_path: Pa
         file.write_bytes(whole[:at] if put is None else whole[:at] + put + whole[at + len(put) :])
         with contextlib.suppress(CkptError):
             found = open_checkpoint(tmp_path / "run")
-            check_whole(found)
+            check_complete(found)
             writable("hf").plan(found, Goal(tmp_path / "out"))

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt.edits import cast
-from ckpt.pipeline import Effort, check_whole, copy
-from ckpt.verify import examine
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options
+from ckpt.pipeline import Resources, check_complete, copy
+from ckpt.verify import find_problems
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record, TensorName
 from ckpt_formats.names import table_for
@@ -46,7 +46,7 @@ def held(source: Checkpoint, name: str, state: str = MODEL) -> tuple[str, tuple[
 
 
 def weights(source: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    check_whole(source)
+    check_complete(source)
     return {name: held(source, name) for name, p in source.parameters.items() if p.role != "extra"}
 
 
@@ -104,7 +104,7 @@ def test_shards_of_torch_are_read_by_their_index(made: Path) -> None:
     assert found.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert weights(found) == stored({n: t for n, t in state.items() if n != "lm_head.weight"})
     assert len(found.seals) > len(found.parameters)
-    assert not list(examine(found, Effort(2)))
+    assert not list(find_problems(found, Resources(2)))
 
 
 # Runs
@@ -127,7 +127,7 @@ def assert_is_the_optimizer(found: Checkpoint, expected: Mapping[str, Any]) -> N
 def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, made: Path) -> None:
     folder = made / "trainer" / name / f"checkpoint-{STEPS}"
     found = open_checkpoint(folder)
-    check_whole(found)
+    check_complete(found)
     assert len(found.groups) == 2
     assert_is_the_optimizer(found, torch.load(folder.parent / "optimizer.truth.pt"))
     assert found.origin.step == STEPS
@@ -140,7 +140,7 @@ def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, mad
     random = found.extras["hf/rng_state.pth"]
     assert isinstance(random["cpu"], TensorName)
     assert held(found, random["cpu"].name) == raw(torch.load(folder / "rng_state.pth", weights_only=False)["cpu"])
-    assert not list(examine(found, Effort(2)))
+    assert not list(find_problems(found, Resources(2)))
 
 
 def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path
     for group in expected["groups"]:
         group["names"] = [name.replace(".default", "") for name in group["names"]]
     order = tuple(name for group in expected["groups"] for name in group["names"])
-    assert_is_the_optimizer(open_checkpoint(folder, Options(order=order)), expected)
+    assert_is_the_optimizer(open_checkpoint(folder, ReadOptions(order=order)), expected)
 
 
 def test_without_a_configuration_the_order_is_never_guessed(made: Path) -> None:
@@ -170,8 +170,8 @@ def test_without_a_configuration_the_order_is_never_guessed(made: Path) -> None:
     assert found.extras["hf/custom_checkpoint_0.pkl"]["count"] == 3
     assert found.extras["hf/scheduler.bin"]["last_epoch"] == 4
     order = tuple(expected["groups"][0]["names"])
-    told = open_checkpoint(made / "accelerate", Options(order=order))
-    check_whole(told)
+    told = open_checkpoint(made / "accelerate", ReadOptions(order=order))
+    check_complete(told)
     assert_is_the_optimizer(told, expected)
 
 
@@ -195,7 +195,7 @@ def test_of_several_models_the_further_ones_are_carried(made: Path) -> None:
 
 def test_full_state_dicts_of_fsdp_name_their_parameters(made: Path) -> None:
     found = open_checkpoint(made / "fsdp_full")
-    check_whole(found)
+    check_complete(found)
     assert_is_the_optimizer(found, torch.load(made / "fsdp_full.truth.pt"))
     assert not found.notices
 
@@ -203,13 +203,13 @@ def test_full_state_dicts_of_fsdp_name_their_parameters(made: Path) -> None:
 def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(made: Path) -> None:
     assert detect(made / "distcp").name == "hf"
     found = open_checkpoint(made / "distcp")
-    check_whole(found)
+    check_complete(found)
     assert_is_the_optimizer(found, torch.load(made / "distcp.truth.pt"))
     assert found.origin.step == STEPS
     around = ("config.json", "generation_config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth")
     assert {f"hf/{name}" for name in (*around, "training_args.bin")} <= set(found.extras)
     assert not found.notices
-    assert not list(examine(found, Effort(2)))
+    assert not list(find_problems(found, Resources(2)))
 
 
 @pytest.mark.parametrize("name", ["ranks", "consolidated", "consolidated/sharded"])
@@ -223,10 +223,10 @@ def test_what_ranks_wrote_is_put_together(name: str, made: Path) -> None:
 def test_a_trainers_folder_goes_into_the_universal_format_and_back(made: Path, tmp_path: Path) -> None:
     folder = made / "trainer" / "llama_tied" / f"checkpoint-{STEPS}"
     source = open_checkpoint(folder)
-    copy(source, writable("universal"), Goal(tmp_path / "universal"), "", Effort())
+    copy(source, writable("universal"), Goal(tmp_path / "universal"), "", Resources())
     middle = open_checkpoint(tmp_path / "universal")
     assert_is_the_optimizer(middle, torch.load(folder.parent / "optimizer.truth.pt"))
-    copy(middle, writable("hf"), Goal(tmp_path / "hf"), "", Effort())
+    copy(middle, writable("hf"), Goal(tmp_path / "hf"), "", Resources())
     made_of_it = open_checkpoint(tmp_path / "hf")
     assert weights(made_of_it) == weights(source)
     assert made_of_it.aliases == source.aliases
@@ -245,7 +245,7 @@ def write(source: Checkpoint, target: Path, **goal: Any) -> list[str]:
     """Write a folder; what the user is told of it."""
     asked = Goal(target, **goal)
     parts = writable("hf").plan(source, asked)
-    copy(source, writable("hf"), asked, "", Effort())
+    copy(source, writable("hf"), asked, "", Resources())
     return list(writable("hf").remarks(source, parts))
 
 
@@ -277,7 +277,7 @@ def loaded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     for prefix in WRAPPED:
         named = f"llama_tied_{prefix}"
         job(named, wrapped(tied, prefix), made / "truth" / "llama_tied.pt", config=made / "models" / "llama_tied")
-    copy(tied, writable("universal"), Goal(out / "universal"), "", Effort())
+    copy(tied, writable("universal"), Goal(out / "universal"), "", Resources())
     job("llama_tied_from_universal", open_checkpoint(out / "universal"), made / "truth" / "llama_tied.pt")
     engine = open_checkpoint(made / "deepspeed")
     assert len(engine.groups[0].names) == len(engine.parameters)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckpt_formats.core.files import Reader, crc32, holds
+from ckpt_formats.core.files import Reader, crc32, seal_is_valid
 from ckpt_formats.core.tensor import read
 
 Typed = (Corrupt, Unsafe, Unsupported)
@@ -330,7 +330,7 @@ def outcome(path: Path, data: bytes) -> str:
     try:
         opened = open_file(path)
         with Reader() as reader:
-            if not all(holds(seal, reader) for seal in opened.seals()):
+            if not all(seal_is_valid(seal, reader) for seal in opened.seals()):
                 return "broken seal"
         value = opened.root
         if type(value) is not dict or list(value) != ["w", "n"] or value["n"] != 5:

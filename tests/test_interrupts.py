@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ckpt.interrupts import deferred, heeding
+from ckpt.interrupts import deferred_interrupts, interruptible
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_interrupt_is_heeded_when_bytes_are_counted_next(number: int) -> None:
     counted: list[int] = []
-    with heeding(counted.append) as count:
+    with interruptible(counted.append) as count:
         count(5)
         signal.raise_signal(number)
         with pytest.raises(KeyboardInterrupt):
@@ -22,7 +22,7 @@ def test_an_interrupt_is_heeded_when_bytes_are_counted_next(number: int) -> None
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with deferred() as asked:
+    with deferred_interrupts() as asked:
         assert not {signal.getsignal(number) for number in SIGNALS} & set(before)
         assert not asked.is_set()
     assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -170,9 +170,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         lambda: lossy.quantize(a, 1.0, 1.5, np.zeros((4, 6), np.int32), np.zeros(4), np.zeros(4, np.int64)),
         lambda: lossy.decode_levels(levels + (1 << 13), levels, 1, None, None, room(4, 4)),
         lambda: lossy.encode_residuals(
-            room(4, 4), levels, levels + (1 << 13), 1, lattice.fine(), np.zeros((4, 4), np.int32)
+            room(4, 4), levels, levels + (1 << 13), 1, lattice.fine_levels(), np.zeros((4, 4), np.int32)
         ),
-        lambda: lossy.encode_residuals(room(4, 4), levels, levels, 1, lattice.fine()[1:], np.zeros((4, 4), np.int32)),
+        lambda: lossy.encode_residuals(
+            room(4, 4), levels, levels, 1, lattice.fine_levels()[1:], np.zeros((4, 4), np.int32)
+        ),
         lambda: lossy.code_decisions(np.zeros(3, np.uint16), 4, np.zeros(99, np.uint8)),
         lambda: lossy.code_decisions(np.array([9, 0, 9], np.uint16), 3, np.zeros(99, np.uint8)),
         lambda: lossy.model_symbols(np.zeros(3, np.int32), 3, 0, np.zeros(20, np.uint16)),
@@ -366,7 +368,7 @@ def test_encode_residuals(shape: tuple[int, int], kind: str, seed: int, step: in
     random = np.random.default_rng(seed)
     values = np.abs(numbers(kind, shape, seed))
     rows, columns = (random.integers(-spread, spread + 1, size, np.int32) for size in shape)
-    agree("encode_residuals", (values, rows, columns, step, lattice.fine()), room(*shape, dtype=I32))
+    agree("encode_residuals", (values, rows, columns, step, lattice.fine_levels()), room(*shape, dtype=I32))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 16, 32, 255])
@@ -376,14 +378,14 @@ def test_encode_residuals_next_to_where_they_change(step: int) -> None:
     values = np.stack([np.nextafter(near, F32.type(0)), near, np.nextafter(near, F32.type(np.inf))])
     for row in (-3, 0, 5):
         rows, columns = np.full(3, row, np.int32), np.full(values.shape[1], -row, np.int32)
-        agree("encode_residuals", (values, rows, columns, step, lattice.fine()), room(*values.shape, dtype=I32))
+        agree("encode_residuals", (values, rows, columns, step, lattice.fine_levels()), room(*values.shape, dtype=I32))
 
 
 def test_residuals_are_the_nearest_multiples_of_the_logarithm() -> None:
     values, step = np.abs(numbers("any", (300, 40), 0)), 5
     values[values == 0] = 1
     residuals, levels = np.empty(values.shape, np.int32), [np.zeros(size, np.int32) for size in values.shape]
-    lossy.encode_residuals(values, levels[0], levels[1], step, lattice.fine(), residuals)
+    lossy.encode_residuals(values, levels[0], levels[1], step, lattice.fine_levels(), residuals)
     assert np.abs(residuals * step - 8 * np.log2(values.astype(np.float64))).max() <= step / 2 + 1e-5
 
 

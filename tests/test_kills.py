@@ -18,7 +18,7 @@ import pytest
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFound
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry import detect
 from damage import ckpt
 from killing import killed, points, spread
@@ -44,7 +44,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path, tensors: int) -> Path:
     rng = np.random.default_rng(1)
     held = {
-        f"layers.{i}.weight": Tensor.of(Held(rng.standard_normal(ELEMENTS).astype(DTYPES["float32"])))
+        f"layers.{i}.weight": Tensor.of(ArrayBlob(rng.standard_normal(ELEMENTS).astype(DTYPES["float32"])))
         for i in range(tensors)
     }
     write_file(path, {"model": held, "step": 7}, lambda tensor: [memoryview(tensor.fragments[0].blob.array.tobytes())])

@@ -13,7 +13,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules, Corrupt
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.layout import How, Layout, Placed, Rule, lengths, merge, place, split
+from ckpt_formats.core.layout import Layout, Partitioning, Rule, ShardBlock, lengths, merge, place, split
 from ckpt_formats.core.rules import rule_set
 from ckpt_formats.core.tensor import Array, Tensor, c_strides, read
 from ckpt_formats.core.transfer import Transfer
@@ -102,7 +102,7 @@ def test_rows_that_pad_a_vocabulary_are_dropped(ranks: int, rows: int, axis: int
 @pytest.mark.parametrize("how", ["sharded", "replicated"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_splitting_pads_a_vocabulary_with_zeros_that_merging_drops(
-    ranks: int, rows: int | None, how: How, axis: int
+    ranks: int, rows: int | None, how: Partitioning, axis: int
 ) -> None:
     values = array(DTYPES["bfloat16"], (11, 12))
     rule = Rule(".*", how, axis, vocabulary=11)
@@ -173,11 +173,11 @@ def test_blocks_say_for_themselves_where_they_belong() -> None:
     second = values[2:, 2:]
     blocks = (
         (
-            Placed(Box((0, 0), (1, 3)), Box((1, 0), (2, 3))),
-            Placed(Box((1, 0), (2, 3)), Box((0, 0), (1, 3))),
-            Placed(Box((2, 0), (4, 2)), Box((2, 0), (4, 2))),
+            ShardBlock(Box((0, 0), (1, 3)), Box((1, 0), (2, 3))),
+            ShardBlock(Box((1, 0), (2, 3)), Box((0, 0), (1, 3))),
+            ShardBlock(Box((2, 0), (4, 2)), Box((2, 0), (4, 2))),
         ),
-        (Placed(Box((0, 0), (2, 1)), Box((2, 2), (4, 3))),),
+        (ShardBlock(Box((0, 0), (2, 1)), Box((2, 2), (4, 3))),),
     )
     rule = Rule(".*", "blocks", shape=(4, 3), blocks=blocks)
     merged = merge("w", [tensor(first), tensor(second)], rule)
@@ -188,7 +188,7 @@ def test_blocks_say_for_themselves_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("how", ["sharded", "replicated", "averaged", "first"])
-def test_a_gap_in_a_shard_is_a_flaw_of_the_whole(how: How) -> None:
+def test_a_gap_in_a_shard_is_a_flaw_of_the_whole(how: Partitioning) -> None:
     holed = replace(tensor(np.zeros((4, 3), np.float32)).crop(Box((0, 0), (3, 3))), shape=(4, 3))
     merged = merge("w", [holed, tensor(np.zeros((4, 3), np.float32))], Rule(".*", how))
     assert any("no file holds block [3:4, 0:3]" in flaw for flaw in merged.flaws())

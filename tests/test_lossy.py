@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpt_codecs import NotApplicable
-from ckpt_codecs.delta import Change, DeltaCodec, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, measure
 from ckpt_codecs.lossy import symbol_coder as symbols
 from ckpt_codecs.lossy.basis import Basis
-from ckpt_codecs.lossy.error_stats import Loss
+from ckpt_codecs.lossy.error_stats import ErrorStats
 from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.registry import delta_from_config, parse_delta
 from ckpt_formats.core.tensor import Array
@@ -34,12 +34,12 @@ KERNELS = [*(partial(at_level, level) for level in LEVELS), twins_for_kernels]
 """Contexts in which codecs compute with the kernels of each level, and with what specifies them."""
 
 
-def decoded(codec: DeltaCodec, data: bytes, change: Change) -> dict[str, Array]:
+def decoded(codec: DeltaCodec, data: bytes, change: StatePair) -> dict[str, Array]:
     shape = next(iter(change.after.values())).shape
     return codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
 
 
-def there_and_back(codec: DeltaCodec, change: Change) -> dict[str, Array]:
+def there_and_back(codec: DeltaCodec, change: StatePair) -> dict[str, Array]:
     return decoded(codec, codec.encode(change), change)
 
 
@@ -89,7 +89,7 @@ def test_a_part_of_the_states_is_what_all_of_them_are(codec: DeltaCodec) -> None
 
 @EACH
 def test_configurations_come_back_from_json(codec: DeltaCodec) -> None:
-    fitted = codec.fit(lambda: iter([dict(CHANGES)["adam-(96, 64)"]]), Step())
+    fitted = codec.fit(lambda: iter([dict(CHANGES)["adam-(96, 64)"]]), StepInfo())
     assert delta_from_config(json.loads(json.dumps(fitted.config()))) == fitted
 
 
@@ -97,7 +97,7 @@ def test_configurations_come_back_from_json(codec: DeltaCodec) -> None:
 def test_integers_are_not_for_lossy_codecs(codec: DeltaCodec) -> None:
     steps = {"fp32": np.zeros((4, 4), F32), "step": np.arange(16).reshape(4, 4)}
     with pytest.raises(NotApplicable, match="step"):
-        codec.encode(Change({}, steps))
+        codec.encode(StatePair({}, steps))
 
 
 @EACH
@@ -111,7 +111,7 @@ def test_strided_and_read_only_states_are_taken() -> None:
     for states in turned:
         for a in states.values():
             a.flags.writeable = False
-    assert same(there_and_back(Subspace(), Change(*turned)), there_and_back(Subspace(), Change(before, after)))
+    assert same(there_and_back(Subspace(), StatePair(*turned)), there_and_back(Subspace(), StatePair(before, after)))
 
 
 # --- ours
@@ -141,7 +141,7 @@ def test_no_weight_is_farther_off_than_was_promised(
     old = random.standard_t(2, shape)
     new = old + 10**size * random.standard_t(2, shape)
     with np.errstate(over="ignore"):
-        change = Change({} if anchor else {"fp32": old.astype(dtype)}, {"fp32": new.astype(dtype)})
+        change = StatePair({} if anchor else {"fp32": old.astype(dtype)}, {"fp32": new.astype(dtype)})
     made = there_and_back(Subspace(max_abs_err=bound), change)["fp32"]
     off = np.abs(made.astype(np.float64) - change.after["fp32"].astype(np.float64))
     assert off.max() <= bound
@@ -150,7 +150,7 @@ def test_no_weight_is_farther_off_than_was_promised(
 @pytest.mark.parametrize("codec", [Subspace(rel_error=0.1), Subspace(max_abs_err=1e-6)], ids=["relative", "absolute"])
 def test_a_promise_that_is_broken_is_noticed(codec: Subspace) -> None:
     before, after = training((40, 48), 2, 1)
-    change = Change(before, after)
+    change = StatePair(before, after)
     made = there_and_back(codec, change)
     assert codec.broken(change, made) is None
     assert codec.broken(change, {**made, "fp32": made["fp32"] + np.abs(made["fp32"]).max()}) is not None
@@ -158,7 +158,7 @@ def test_a_promise_that_is_broken_is_noticed(codec: Subspace) -> None:
 
 def test_the_loss_of_every_state_is_measured() -> None:
     before, after = training((40, 48), 2, 1)
-    assert measure(Change(before, after), before).keys() == after.keys()
+    assert measure(StatePair(before, after), before).keys() == after.keys()
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -167,7 +167,7 @@ def test_no_chunk_of_weights_is_farther_off_than_was_promised_of_its_change(
     bound: float, shape: tuple[int, ...], seed: int, anchor: bool
 ) -> None:
     before, after = training(shape, 2, seed)
-    change = Change({} if anchor else before, after)
+    change = StatePair({} if anchor else before, after)
     made = there_and_back(Subspace(rel_error=bound), change)
     assert measure(change, made)["fp32"].relative <= bound * (1 + 1e-9)
 
@@ -178,7 +178,7 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
     after["exp_avg_sq"][:, 7] = 0
     after["exp_avg_sq"][11] = 0
     for old in (before, {}):
-        made = there_and_back(Subspace(octaves=octaves), Change(old, after))["exp_avg_sq"]
+        made = there_and_back(Subspace(octaves=octaves), StatePair(old, after))["exp_avg_sq"]
         true = after["exp_avg_sq"]
         assert np.array_equal(made == 0, true == 0)
         octaves_off = np.abs(np.log2(made[true > 0] / true[true > 0].astype(np.float64)))
@@ -191,10 +191,10 @@ def test_errors_do_not_add_up_over_twenty_deltas(codec: DeltaCodec) -> None:
     states = training((96, 64), 21)
     held, relative, added_up = dict(states[0]), [], np.zeros((96, 64))
     for before, after in pairwise(states):
-        held = there_and_back(codec, Change(held, after))
+        held = there_and_back(codec, StatePair(held, after))
         moved = np.linalg.norm(after["fp32"] - before["fp32"])
         relative.append(float(np.linalg.norm(held["fp32"] - after["fp32"]) / moved))
-        added_up += there_and_back(codec, Change(before, after))["fp32"] - after["fp32"]
+        added_up += there_and_back(codec, StatePair(before, after))["fp32"] - after["fp32"]
     assert max(relative) < 0.6 * getattr(codec, "step", 2.0)
     assert np.mean(relative[15:]) < 1.5 * np.mean(relative[5:10])
     assert np.linalg.norm(held["fp32"] - states[-1]["fp32"]) < np.linalg.norm(added_up)
@@ -212,12 +212,12 @@ def test_the_basis_saves_where_weights_move_in_few_directions() -> None:
 def test_one_scale_serves_the_whole_state() -> None:
     large, small = training((96, 64), 2), training((64, 48), 2, 1)
     still = [{n: a * np.float32(0.01) if n != "exp_avg_sq" else a for n, a in s.items()} for s in small]
-    codec = Subspace().survey(((a["fp32"].size, Change(b, a)) for b, a in (large, still)), Step())
+    codec = Subspace().survey(((a["fp32"].size, StatePair(b, a)) for b, a in (large, still)), StepInfo())
     assert codec.scale is not None
-    assert codec.fit(lambda: iter([Change(*still)]), Step()) == codec
-    made = there_and_back(codec, Change(*still))
+    assert codec.fit(lambda: iter([StatePair(*still)]), StepInfo()) == codec
+    made = there_and_back(codec, StatePair(*still))
     assert same({"fp32": made["fp32"]}, {"fp32": still[0]["fp32"]})  # so little of it is worth no bit
-    assert not same(there_and_back(Subspace(), Change(*still)), made)
+    assert not same(there_and_back(Subspace(), StatePair(*still)), made)
 
 
 def test_first_moments_are_told_from_the_change() -> None:
@@ -262,7 +262,7 @@ def test_a_basis_turns_without_stretching_and_back() -> None:
 @pytest.mark.parametrize("width", [2, 3])
 def test_lc_keeps_the_largest_exponents_and_stands_for_the_middle(width: int) -> None:
     delta = np.array([[8.0, 9.0, -8.5, 4.0, -5.0, 2.0, 1.5, 0.25, 0.0, -0.1]], F32)
-    change = Change({"fp32": np.zeros_like(delta)}, {"fp32": delta})
+    change = StatePair({"fp32": np.zeros_like(delta)}, {"fp32": delta})
     made = there_and_back(LcCheckpoint(width), change)["fp32"]
     kept = {2: [8.5, 8.5, -8.5, 4, 0, 0, 0, 0, 0, 0], 3: [8.5, 8.5, -8.5, 4, -5, 2, 1.5, 0.25, 0, 0]}
     assert made.tolist() == [kept[width]]
@@ -270,7 +270,7 @@ def test_lc_keeps_the_largest_exponents_and_stands_for_the_middle(width: int) ->
 
 def test_lc_coders_give_the_same_and_the_published_one_needs_a_bit_for_each_weight() -> None:
     before, after = training((300, 200), 2)
-    change = Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+    change = StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
     codecs = [LcCheckpoint(2, coder=coder) for coder in ("huffman", "packed", "context")]
     sizes = [8 * len(codec.encode(change)) / 60_000 for codec in codecs]
     results = [there_and_back(codec, change) for codec in codecs]
@@ -281,11 +281,11 @@ def test_lc_coders_give_the_same_and_the_published_one_needs_a_bit_for_each_weig
 
 def test_lc_has_one_table_for_the_state_if_asked() -> None:
     pairs = [training((40, 30), 2, seed) for seed in range(3)]
-    codec = LcCheckpoint(3, "state").survey(((1200, Change(b, a)) for b, a in pairs), Step())
+    codec = LcCheckpoint(3, "state").survey(((1200, StatePair(b, a)) for b, a in pairs), StepInfo())
     deltas = np.concatenate([(a["fp32"] - b["fp32"]).reshape(-1) for b, a in pairs])
     assert codec.table is not None
     assert codec.table[0][0] & 255 == np.abs(deltas).max().view(np.uint32) >> np.uint32(23)
-    assert codec.fit(lambda: iter([Change(*pairs[0])]), Step()) == codec
+    assert codec.fit(lambda: iter([StatePair(*pairs[0])]), StepInfo()) == codec
 
 
 def test_excp_prunes_moments_where_it_prunes_weights() -> None:
@@ -300,7 +300,7 @@ def test_excp_prunes_moments_where_it_prunes_weights() -> None:
 
 @pytest.mark.parametrize(("beta2", "warned"), [(0.95, False), (0.999, True), (None, True)])
 def test_excp_warns_where_second_moments_live_long(beta2: float | None, warned: bool) -> None:
-    caution = Excp().caution(Step(options={} if beta2 is None else {"betas": [0.9, beta2]}))
+    caution = Excp().caution(StepInfo(options={} if beta2 is None else {"betas": [0.9, beta2]}))
     assert (caution is not None) == warned
 
 
@@ -313,12 +313,12 @@ def test_what_is_measured_adds_up_over_chunks() -> None:
     whole = measure(change, made)["fp32"]
     halves = [
         measure(
-            Change(*({n: a[rows] for n, a in s.items()} for s in (change.before, change.after))),
+            StatePair(*({n: a[rows] for n, a in s.items()} for s in (change.before, change.after))),
             {n: a[rows] for n, a in made.items()},
         )["fp32"]
         for rows in (slice(0, 50), slice(50, None))
     ]
-    summed = sum(halves, Loss())
+    summed = sum(halves, ErrorStats())
     true, old = (s["fp32"].astype(np.float64) for s in (change.after, change.before))
     assert summed.figures() == pytest.approx(whole.figures())
     assert whole.max_abs == np.abs(made["fp32"] - true).max()

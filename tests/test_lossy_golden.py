@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_codecs.delta import Change, Form
+from ckpt_codecs.delta import StatePair, StateTypes
 from ckpt_codecs.lossy import state_types as forms
-from ckpt_codecs.lossy.byte_reader import Pieces
+from ckpt_codecs.lossy.byte_reader import ByteReader
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
@@ -25,7 +25,7 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
     kinds, firsts = set(), set()
     for path in GOLDEN:
         with np.load(path) as golden:
-            about, source = json.loads(str(golden["about"])), Pieces(golden["data"].tobytes())
+            about, source = json.loads(str(golden["about"])), ByteReader(golden["data"].tobytes())
         if about["codec"]["name"] == "subspace":
             for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["made"].items()}):
                 (kind,), held = source.take(1), source.piece()
@@ -50,7 +50,7 @@ def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
     with np.load(path) as golden:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
-        made: Form = {state: DTYPES[dtype] for state, dtype in about["made"].items()}
+        made: StateTypes = {state: DTYPES[dtype] for state, dtype in about["made"].items()}
         before = states_of(golden, "before", about["before"], shape)
         data = golden["data"].tobytes()
         expected = {state: golden[f"made-{state}"].tobytes() for state in made}
@@ -68,4 +68,4 @@ def test_a_golden_chunk_is_written_again(path: Path, level: int) -> None:
         before, data = states_of(golden, "before", about["before"], shape), golden["data"].tobytes()
         after = states_of(encoded, "after", about["made"], shape)
     with at_level(level):
-        assert delta_from_config(about["codec"]).encode(Change(before, after)) == data
+        assert delta_from_config(about["codec"]).encode(StatePair(before, after)) == data

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import CodecError
-from ckpt_codecs.delta import Change
+from ckpt_codecs.delta import StatePair
 from ckpt_codecs.lossy import LcCheckpoint, Subspace
 from ckpt_codecs.lossy import symbol_coder as symbols
-from ckpt_codecs.lossy.byte_reader import Pieces, piece
+from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 from lossy_fuzz import Seed, fuzz, of_seed, seeds, survives
 from lossy_states import F32, LOSSY
 
@@ -75,10 +75,10 @@ def test_damaged_symbols_are_refused(data: bytes) -> None:
 
 
 def test_pieces_without_end_are_refused() -> None:
-    for data in (b"", b"\xff" * 9, b"\x80", b"\5abc", piece(b"abc")[:-1]):
+    for data in (b"", b"\xff" * 9, b"\x80", b"\5abc", length_prefixed(b"abc")[:-1]):
         with pytest.raises(CodecError):
-            Pieces(data).piece()
-    assert Pieces(piece(bytes(300))).piece() == bytes(300)
+            ByteReader(data).piece()
+    assert ByteReader(length_prefixed(bytes(300))).piece() == bytes(300)
 
 
 def test_symbols_without_a_bucket_are_refused() -> None:
@@ -120,6 +120,6 @@ def test_states_of_another_shape_are_refused() -> None:
         with pytest.raises(CodecError, match="shape"):
             codec.decode(data, before, (96, 64), form)
         with pytest.raises(CodecError, match="shape"):
-            codec.encode(Change(before, change.after))
+            codec.encode(StatePair(before, change.after))
         with pytest.raises(CodecError, match="shape"):
-            codec.encode(Change(change.before, {**change.after, name: change.after[name][:-1]}))
+            codec.encode(StatePair(change.before, {**change.after, name: change.after[name][:-1]}))

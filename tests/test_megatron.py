@@ -12,21 +12,20 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_cli.main import cli
-from ckpt_formats.core.checkpoint import Options
+from ckpt_formats.core.checkpoint import ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
-from ckpt_formats.core.tensor import Fragment, Held, Tensor, read
+from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor, read
 from ckpt_formats.engines.megatron import MegatronLegacy
 from ckpt_formats.engines.megatron.dist.model import named
 from ckpt_formats.engines.megatron.dist.optimizer import unflattened
-from ckpt_formats.engines.megatron.shared.buffers import Item, fill, fit
-from ckpt_formats.engines.megatron.shared.merge import Held as RankHeld
-from ckpt_formats.engines.megatron.shared.merge import copies
+from ckpt_formats.engines.megatron.shared.buffers import BufferItem, fill, fit
+from ckpt_formats.engines.megatron.shared.merge import LocalCopy, copies
 from ckpt_formats.engines.megatron.shared.names import Naming
-from ckpt_formats.engines.megatron.shared.stages import drawn, even, uneven
+from ckpt_formats.engines.megatron.shared.stages import even, from_layout_string, uneven
 from ckpt_formats.registry import detect, open_checkpoint
 from held import array, tensor
 from megatron_files import cut, whole, write
@@ -55,7 +54,7 @@ def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, said: str) -> None:
     run = write(tmp_path, whole())
     (run / "latest_checkpointed_iteration.txt").write_text(said)
     with pytest.raises((NotFound, Corrupt)):
-        MegatronLegacy().read(run, Options())
+        MegatronLegacy().read(run, ReadOptions())
     assert not MegatronLegacy().detect(run)
 
 
@@ -162,13 +161,13 @@ def test_a_parameter_without_a_rule_is_an_error_that_suggests_one(tmp_path: Path
     assert "[[rule]]" in str(found.value.hint)
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nmatch = '.*adapter.*'\nhow = 'replicated'\n")
-    read_back = MegatronLegacy().read(run, Options(read_rules(rules)))
+    read_back = MegatronLegacy().read(run, ReadOptions(read_rules(rules)))
     assert np.array_equal(read(read_back.parameters["decoder.layers.0.adapter.down.weight"].weight), np.ones((4, 8)))
 
 
 def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
-    plain = MegatronLegacy().read(run, Options((Rule(r".*\.linear_fc1\.weight"),)))
+    plain = MegatronLegacy().read(run, ReadOptions((Rule(r".*\.linear_fc1\.weight"),)))
     halves = [cut("linear_fc1.weight", whole()["decoder.layers.0.mlp.linear_fc1.weight"], 2, rank) for rank in (0, 1)]
     assert np.array_equal(
         read(plain.parameters["decoder.layers.0.mlp.linear_fc1.weight"].weight), np.concatenate(halves)
@@ -180,12 +179,12 @@ def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path
         (Rule(r".*\.linear_fc2\.weight", length="hidden"), "has length 16 along axis 0"),
     ):
         with pytest.raises(BadRules, match=message):
-            MegatronLegacy().read(run, Options((wrong,)))
+            MegatronLegacy().read(run, ReadOptions((wrong,)))
 
 
 def test_a_padded_vocabulary_is_trimmed_to_the_size_that_the_user_says(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
-    found = MegatronLegacy().read(run, Options((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
+    found = MegatronLegacy().read(run, ReadOptions((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
     assert found.parameters["output_layer.weight"].weight.shape == (13, 8)
 
 
@@ -199,11 +198,11 @@ def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
 
 
 def test_copies_of_other_shapes_or_values_are_found() -> None:
-    rows, columns = (Tensor.of(Held(np.zeros(shape, np.float32))) for shape in ((2, 3), (3, 2)))
+    rows, columns = (Tensor.of(ArrayBlob(np.zeros(shape, np.float32))) for shape in ((2, 3), (3, 2)))
     with pytest.raises(Corrupt, match=r"copies of `w` \(param\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
-        copies("w", [RankHeld({"param": rows}), RankHeld({"param": columns})])
+        copies("w", [LocalCopy({"param": rows}), LocalCopy({"param": columns})])
     with pytest.raises(Corrupt, match="ranks disagree on `step` of `w`: 3 and 4"):
-        copies("w", [RankHeld({"param": rows}, {"step": 3}), RankHeld({"param": rows}, {"step": 4})])
+        copies("w", [LocalCopy({"param": rows}, {"step": 3}), LocalCopy({"param": rows}, {"step": 4})])
 
 
 def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -218,7 +217,7 @@ def test_states_that_lie_elsewhere_are_doubted(tmp_path: Path) -> None:
     """A buffer of the right length whose parameters are in another order."""
     tensors = whole()
     run = write(tmp_path, tensors, optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
-    items = [Item(name, values.shape) for name, values in tensors.items()]
+    items = [BufferItem(name, values.shape) for name, values in tensors.items()]
     places = fill(items, None, 64).flat()
     buffer = np.zeros(sum(fill(items, None, 64).buckets), np.float32)
     for name, values in tensors.items():
@@ -237,7 +236,7 @@ def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, pad
     args = {"overlap_grad_reduce": True, "ddp_bucket_size": 200}
     groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
     run = write(tmp_path, tensors, args=args, optimizer={"optimizer": {"param_groups": groups}})
-    items = [Item(name, values.shape) for name, values in tensors.items()]
+    items = [BufferItem(name, values.shape) for name, values in tensors.items()]
     filled = fill(items, 200, alignment)
     assert len(filled.buckets) > 2
     vectors = [np.full(length + padding, -1, np.float32) for length in filled.buckets]
@@ -277,7 +276,7 @@ def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> Non
             shard = values[i, 2 * j : 2 * j + 2].reshape(-1)
             for start, stop in ((0, 5), (5, 12)):
                 box = Box((i, j, 0, start), (i + 1, j + 1, 1, stop))
-                fragments.append(Fragment(box, Held(shard[start:stop].reshape(1, 1, 1, -1))))
+                fragments.append(Fragment(box, ArrayBlob(shard[start:stop].reshape(1, 1, 1, -1))))
     flat = Tensor((2, 4, 1, 12), DTYPES["float32"], tuple(fragments))
     made = unflattened("w", flat, (2, 8, 6))
     assert list(made.flaws()) == []
@@ -386,14 +385,14 @@ def test_stages_have_the_layers_that_megatron_gives_them() -> None:
     assert even(7, 4, embedding=True).counts == (1, 2, 2, 2)
     assert uneven(10, 4, 1, 1, 3).counts == (1, 3, 3, 3)
     assert list(uneven(8, 2, 2, 2, None).layers(1, 0)) == [1, 2, 3]
-    assert drawn("Et*3|(tt|)*2,m|L", 5).counts == (3, 2, 2, 0, 0)
-    assert drawn([["embedding", "decoder"], ["decoder", "decoder", "loss"]], 2).counts == (1, 2)
+    assert from_layout_string("Et*3|(tt|)*2,m|L", 5).counts == (3, 2, 2, 0, 0)
+    assert from_layout_string([["embedding", "decoder"], ["decoder", "decoder", "loss"]], 2).counts == (1, 2)
 
 
 @pytest.mark.parametrize("said", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])
 def test_a_layout_that_is_not_understood_is_an_error(said: str) -> None:
     with pytest.raises(Unsupported):
-        drawn(said, 2)
+        from_layout_string(said, 2)
 
 
 @pytest.mark.parametrize("work", [lambda: even(7, 2), lambda: uneven(7, 3, 1, 2, 2) and uneven(8, 3, 1, 9, None)])
@@ -404,7 +403,12 @@ def test_layers_that_do_not_divide_are_an_error(work: Any) -> None:
 
 def test_a_buffer_is_laid_out_as_megatron_lays_it() -> None:
     """In reverse, each at a multiple of 64; a table that is shared has a bucket of its own."""
-    items = [Item("table", (10, 3), True), Item("a", (100,)), Item("b", (7,)), Item("c", (130,))]
+    items = [
+        BufferItem("table", (10, 3), True),
+        BufferItem("a", (100,)),
+        BufferItem("b", (7,)),
+        BufferItem("c", (130,)),
+    ]
     one = fill(items, None, 64)
     assert {name: (place.bucket, place.start) for name, place in one.places.items()} == {
         "c": (0, 0),
@@ -454,7 +458,7 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     run = write(
         tmp_path / "run", whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}}
     )
-    items = [Item(name, values.shape) for name, values in whole().items()]
+    items = [BufferItem(name, values.shape) for name, values in whole().items()]
     states = {"param": torch.zeros(sum(fill(items, None, 64).buckets))}
     torch.save(
         {0: {torch.float32: states}, "buckets_coalesced": True}, run / "iter_0000005/mp_rank_00/distrib_optim.pt"

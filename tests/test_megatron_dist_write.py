@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import pipeline
-from ckpt.pipeline import Effort
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Parameter
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, ParallelDegrees, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
-from ckpt_formats.core.views import Pile
+from ckpt_formats.core.views import LayersBlob
 from ckpt_formats.engines.dcp.metadata import read_metadata
 from ckpt_formats.engines.megatron import MegatronDist
 from ckpt_formats.registry import detect, open_checkpoint
@@ -34,13 +34,13 @@ from megatron_models import EACH_FAMILY, args_of, model
 LAYERS = 4
 
 
-AS_IT_IS = Degrees()
+AS_IT_IS = ParallelDegrees()
 
 
-def written(source: Checkpoint, at: Path, asked: Degrees = AS_IT_IS) -> Checkpoint:
+def written(source: Checkpoint, at: Path, asked: ParallelDegrees = AS_IT_IS) -> Checkpoint:
     """What is read of a checkpoint after it was written at these degrees."""
     made, goals = MegatronDist(), Goal(at, asked)
-    pipeline.copy(source, made, goals, "", Effort(), parts=made.plan(source, goals))
+    pipeline.copy(source, made, goals, "", Resources(), parts=made.plan(source, goals))
     return open_checkpoint(at)
 
 
@@ -66,7 +66,7 @@ def groups(source: Checkpoint) -> list[Any]:
 
 
 @st.composite
-def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
+def degrees(draw: st.DrawFn, family: str, unit: int) -> ParallelDegrees:
     """Ranks that a model may be cut over, with stages of any lengths, and either optimizer."""
     tp, pp, vpp = draw(st.sampled_from([1, unit])), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     vpp = vpp if pp > 1 else 1
@@ -76,7 +76,7 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> Degrees:
         ep, etp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, unit]))
     dp = draw(st.integers(1, 2)) * (ep or 1) * (etp or 1)
     zero = draw(st.sampled_from([0, 1]))
-    return Degrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
+    return ParallelDegrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
 
 
 @pytest.mark.quick(1)
@@ -121,7 +121,7 @@ def keys(at: Path) -> dict[str, Any]:
 
 
 def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_path: Path) -> None:
-    written(model("llama", args_of("llama", 2, 2)), tmp_path / "run", Degrees(tp=2, pp=2))
+    written(model("llama", args_of("llama", 2, 2)), tmp_path / "run", ParallelDegrees(tp=2, pp=2))
     found = keys(tmp_path / "run")
     assert found["decoder.layers.mlp.linear_fc1.weight"] == (
         (2, 20, 6),
@@ -141,7 +141,7 @@ def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_p
 
 
 def test_experts_are_stacked_along_the_next_axis_and_random_states_are_of_every_rank(tmp_path: Path) -> None:
-    written(model("moe", args_of("moe", 2, 2)), tmp_path / "run", Degrees(ep=2, dp=2))
+    written(model("moe", args_of("moe", 2, 2)), tmp_path / "run", ParallelDegrees(ep=2, dp=2))
     found = keys(tmp_path / "run")
     shape, blocks = found["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     assert (shape, len(blocks)) == ((2, 4, 6, 6), 8)
@@ -150,7 +150,7 @@ def test_experts_are_stacked_along_the_next_axis_and_random_states_are_of_every_
 
 
 def test_layers_of_several_kinds_have_keys_of_their_own(tmp_path: Path) -> None:
-    written(model("mamba", args_of("mamba", 2, 2)), tmp_path / "mamba", Degrees(tp=2))
+    written(model("mamba", args_of("mamba", 2, 2)), tmp_path / "mamba", ParallelDegrees(tp=2))
     found = keys(tmp_path / "mamba")
     name = "decoder.layers.0.mixer.in_proj.weight."
     pieces = {key.removeprefix(name): said[0] for key, said in found.items() if key.startswith(name)}
@@ -181,9 +181,9 @@ def test_a_frozen_layer_has_no_optimizer_state(tmp_path: Path) -> None:
     }
     kept = tuple(replace(g, names=tuple(n for n in g.names if n not in frozen)) for g in source.groups)
     source = replace(source, parameters=parameters, groups=kept)
-    there = written(source, tmp_path / "there", Degrees(tp=2, pp=3))
-    back = written(there, tmp_path / "back", Degrees(tp=1, pp=1))
-    pipeline.check_whole(back)
+    there = written(source, tmp_path / "there", ParallelDegrees(tp=2, pp=3))
+    back = written(there, tmp_path / "back", ParallelDegrees(tp=1, pp=1))
+    pipeline.check_complete(back)
     assert contents(there) == contents(back) == contents(source)
     assert groups(back) == groups(source)
 
@@ -216,7 +216,7 @@ def test_keys_begin_with_the_wrapper_that_the_source_had(tmp_path: Path) -> None
 
 def test_the_arguments_and_the_optimizer_are_those_of_the_new_run(tmp_path: Path) -> None:
     source = model("moe", args_of("moe", 2, 2))
-    written(source, tmp_path / "one", Degrees(tp=2, ep=2, etp=1, dp=2))
+    written(source, tmp_path / "one", ParallelDegrees(tp=2, ep=2, etp=1, dp=2))
     said = common(tmp_path / "one")
     assert (said["args"].tensor_model_parallel_size, said["args"].expert_model_parallel_size) == (2, 2)
     assert said["optimizer"].keys() == {0, 1}
@@ -249,7 +249,7 @@ def test_what_an_optimizer_keeps_beside_comes_along(tmp_path: Path) -> None:
     scaler = {"grad_scaler": {"scale": 65536.0, "growth_tracker": 3}}
     source = replace(source, extras={**source.extras, "optimizer": scaler})
     for zero in (0, 1):
-        found = written(source, tmp_path / str(zero), Degrees(zero=zero))
+        found = written(source, tmp_path / str(zero), ParallelDegrees(zero=zero))
         assert found.extras["optimizer"] == scaler
 
 
@@ -258,7 +258,7 @@ def test_a_model_without_an_optimizer_says_so_to_megatron(tmp_path: Path) -> Non
     bare = {n: Parameter(n, p.role, {"param": p.weight}) for n, p in source.parameters.items()}
     extras = {key: value for key, value in source.extras.items() if key != "rng_state"}
     source = replace(source, parameters=bare, groups=(), extras=extras)
-    assert contents(written(source, tmp_path / "run", Degrees(tp=2))) == contents(source)
+    assert contents(written(source, tmp_path / "run", ParallelDegrees(tp=2))) == contents(source)
     said = common(tmp_path / "run")
     assert "optimizer" not in said
     assert said["args"].no_save_optim is said["args"].no_save_rng is True
@@ -282,9 +282,9 @@ def test_objects_of_other_kinds_and_unknown_items_are_carried(tmp_path: Path) ->
 
 def test_random_states_go_to_the_ranks_that_had_them(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
-    there = written(source, tmp_path / "there", Degrees(tp=2))
+    there = written(source, tmp_path / "there", ParallelDegrees(tp=2))
     other = {"ranks": {"tp1_pp0": {"rng_state": [{"random_rng_state": "other"}]}}}
-    again = written(replace(there, extras={**there.extras, **other}), tmp_path / "again", Degrees(tp=2, pp=2))
+    again = written(replace(there, extras={**there.extras, **other}), tmp_path / "again", ParallelDegrees(tp=2, pp=2))
     own = again.extras["ranks"]
     assert own["tp1_pp0"]["rng_state"] == own["tp1_pp1"]["rng_state"] == [{"random_rng_state": "other"}]
     assert own["tp0_pp1"]["rng_state"][0]["random_rng_state"] == source.extras["rng_state"][0]["random_rng_state"]
@@ -324,17 +324,21 @@ def test_what_lies_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
     assert "output_layer.weight" in written(source, tmp_path / "out").parameters
 
 
-REFUSED: dict[str, tuple[Any, Degrees, str]] = {
-    "heads": (lambda s: s, Degrees(tp=3), "do not divide over 3 ranks"),
-    "layers": (lambda s: s, Degrees(pp=3), "do not divide over 3 pipeline stages"),
-    "experts": (lambda s: s, Degrees(ep=2), "no experts"),
-    "a ZeRO stage": (lambda s: s, Degrees(zero=3), "no ZeRO stage 3"),
-    "no arguments": (lambda s: replace(s, extras={}), Degrees(), "no arguments of a Megatron run"),
-    "no groups": (lambda s: replace(s, groups=()), Degrees(), "nothing says which parameter groups"),
-    "no master": (_without_master, Degrees(), "no optimizer state|no fp32 master|has no"),
-    "a state of another shape": (lambda s: _with_state(s, (1,)), Degrees(zero=0), "no place for the optimizer state"),
-    "names of old": (_renamed, Degrees(), "before Megatron core"),
-    "steps that differ": (_uneven_steps, Degrees(), "9 steps|10 steps|made 9|made 10"),
+REFUSED: dict[str, tuple[Any, ParallelDegrees, str]] = {
+    "heads": (lambda s: s, ParallelDegrees(tp=3), "do not divide over 3 ranks"),
+    "layers": (lambda s: s, ParallelDegrees(pp=3), "do not divide over 3 pipeline stages"),
+    "experts": (lambda s: s, ParallelDegrees(ep=2), "no experts"),
+    "a ZeRO stage": (lambda s: s, ParallelDegrees(zero=3), "no ZeRO stage 3"),
+    "no arguments": (lambda s: replace(s, extras={}), ParallelDegrees(), "no arguments of a Megatron run"),
+    "no groups": (lambda s: replace(s, groups=()), ParallelDegrees(), "nothing says which parameter groups"),
+    "no master": (_without_master, ParallelDegrees(), "no optimizer state|no fp32 master|has no"),
+    "a state of another shape": (
+        lambda s: _with_state(s, (1,)),
+        ParallelDegrees(zero=0),
+        "no place for the optimizer state",
+    ),
+    "names of old": (_renamed, ParallelDegrees(), "before Megatron core"),
+    "steps that differ": (_uneven_steps, ParallelDegrees(), "9 steps|10 steps|made 9|made 10"),
 }
 
 
@@ -351,16 +355,16 @@ def test_wrong_rules_are_refused(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
     for rule in (Rule(r".*\.linear_fc2\.weight", axis=3), Rule(r".*\.linear_fc2\.weight", "unique")):
         with pytest.raises(CkptError, match=re.escape("linear_fc2.weight")):
-            MegatronDist().plan(source, Goal(tmp_path / "run", Degrees(tp=2), (rule,)))
+            MegatronDist().plan(source, Goal(tmp_path / "run", ParallelDegrees(tp=2), (rule,)))
     mamba, odd = model("mamba", args_of("mamba", 2, 2)), Rule(r".*\.in_proj\.weight")
     with pytest.raises(Unsupported, match="pieces z, x, B, C, dt"):
-        MegatronDist().plan(mamba, Goal(tmp_path / "run", Degrees(), (odd,)))
+        MegatronDist().plan(mamba, Goal(tmp_path / "run", ParallelDegrees(), (odd,)))
 
 
 def test_the_same_checkpoint_is_written_the_same(tmp_path: Path) -> None:
     source = model("moe", args_of("moe", 2, 2))
     for name in ("a", "b"):
-        written(source, tmp_path / name, Degrees(tp=2, ep=2, etp=1, dp=2))
+        written(source, tmp_path / name, ParallelDegrees(tp=2, ep=2, etp=1, dp=2))
     files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in "ab"]
     assert files[0] == files[1]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
@@ -372,7 +376,7 @@ def test_the_same_checkpoint_is_written_the_same(tmp_path: Path) -> None:
 def test_a_pile_is_its_tensors_by_place(data: st.DataObject) -> None:
     lengths, shape = (3, 2), (4, 5)
     whole = array(DTYPES["float32"], (*lengths, *shape), data.draw(st.integers(0, 99)))
-    pile = Pile(lengths, {(i, j): tensor(whole[i, j]) for i in range(3) for j in range(2)})
+    pile = LayersBlob(lengths, {(i, j): tensor(whole[i, j]) for i in range(3) for j in range(2)})
     box: Box = data.draw(boxes(pile.shape).filter(lambda box: box.size > 0))
     assert bits(read(pile)) == bits(whole)
     assert bits(read(pile.crop(box))) == bits(np.ascontiguousarray(whole[box.index]))

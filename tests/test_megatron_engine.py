@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.pipeline import Effort, check_sound, check_whole
-from ckpt.verify import examine
-from ckpt_formats.core.checkpoint import Checkpoint, Options
+from ckpt.pipeline import Resources, check_complete, check_not_suspicious
+from ckpt.verify import find_problems
+from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
@@ -48,8 +48,8 @@ def truth_of(file: Path) -> dict[tuple[str, str], Any]:
 def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
     found = open_checkpoint(megatron_folder / name / container)
-    check_whole(found)
-    check_sound(found)
+    check_complete(found)
+    check_not_suspicious(found)
     truth = truth_of(megatron_folder / (kind.truth or name) / "truth.pt")
     held = {(p.name, state): tensor for p, state, tensor in found.tensors() if p.role != "extra" and state != "step"}
     # The plain optimizer of an fp32 model updates the weights themselves: there are no masters.
@@ -59,7 +59,7 @@ def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: 
         assert values.shape == tuple(truth[place].shape), place
         assert values.dtype.name == str(truth[place].dtype).removeprefix("torch."), place
         assert values.tobytes() == bytes_of(truth[place]), place
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 def bytes_of(tensor: Any) -> bytes:
@@ -126,8 +126,8 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     assert len(found.doubts) == 1
     assert f"masters of {len(wrong)} of " in found.doubts[0]
     with pytest.raises(Corrupt, match="shifted"):
-        check_sound(found)
-    assert any(finding.kind == "doubt" for finding in examine(found, Effort()))
+        check_not_suspicious(found)
+    assert any(finding.kind == "doubt" for finding in find_problems(found, Resources()))
 
 
 def _copied(megatron_folder: Path, tmp_path: Path) -> Path:
@@ -174,4 +174,4 @@ def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
 def test_reading_needs_none_of_the_options(megatron_folder: Path) -> None:
     from ckpt_formats.engines.megatron import MegatronLegacy
 
-    assert MegatronLegacy().read(megatron_folder / "llama" / "legacy" / "iter_0000002", Options()).origin.step == 2
+    assert MegatronLegacy().read(megatron_folder / "llama" / "legacy" / "iter_0000002", ReadOptions()).origin.step == 2

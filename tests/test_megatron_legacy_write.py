@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import Effort, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal
+from ckpt.pipeline import Resources, copy
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
@@ -20,13 +20,13 @@ from held import contents, folder, parameter, plain
 from megatron_files import loaded, write
 from megatron_models import EACH_FAMILY, args_of, model
 
-EFFORT = Effort(1, 1 << 20)
+EFFORT = Resources(1, 1 << 20)
 UNIT = 12
 """Degrees of tensor parallelism divide it."""
 
 
 def reshard(source: Checkpoint, target: Path, **degrees: Any) -> Checkpoint:
-    copy(source, writable("megatron-legacy"), Goal(target, Degrees(**degrees)), "", EFFORT)
+    copy(source, writable("megatron-legacy"), Goal(target, ParallelDegrees(**degrees)), "", EFFORT)
     assert detect(target).name == "megatron-legacy"
     return open_checkpoint(target)
 
@@ -309,7 +309,7 @@ def test_a_grid_that_is_sparse_is_written_where_every_rank_finds_its_folder(tmp_
 def test_ranks_that_were_not_there_go_on_with_anothers_random_states_and_that_is_said(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 4))
     form = writable("megatron-legacy")
-    said = form.remarks(source, form.plan(source, Goal(tmp_path, Degrees(tp=2, pp=2))))
+    said = form.remarks(source, form.plan(source, Goal(tmp_path, ParallelDegrees(tp=2, pp=2))))
     assert said == ("3 of 4 ranks have no random states of their own: they go on with another's",)
     assert form.remarks(source, form.plan(source, Goal(tmp_path))) == ()
     weights = replace(source, groups=(), extras={"args": source.extras["args"]}, parameters=bare(source))

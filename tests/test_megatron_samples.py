@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckpt.pipeline import Effort
-from ckpt.verify import examine
+from ckpt.pipeline import Resources
+from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
@@ -39,7 +39,7 @@ def assert_is_the_truth(found: Checkpoint, sample: Path) -> None:
 def test_it_is_what_the_run_held(sample: Path) -> None:
     found = open_checkpoint(sample)
     assert_is_the_truth(found, sample)
-    assert examine(found, Effort()) == []
+    assert find_problems(found, Resources()) == []
 
 
 @pytest.mark.quick(1)

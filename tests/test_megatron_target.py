@@ -14,11 +14,11 @@ from ckpt_formats.engines.megatron.shared.distributed_optimizer import buckets_o
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
-from ckpt_formats.engines.megatron.shared.split import Place
+from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.stages import Stages
-from ckpt_formats.engines.megatron.shared.write_extras import RankItems
-from ckpt_formats.engines.megatron.shared.write_layout import Target
-from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer
 from held import checkpoint, parameter
 
 
@@ -26,7 +26,7 @@ def arguments(**said: Any) -> Arguments:
     return Arguments(Record(Global("argparse", "Namespace"), (), state=said), Path("run"))
 
 
-def target(dtype: str = "float32", extras: Any = None, **said: Any) -> Target:
+def target(dtype: str = "float32", extras: Any = None, **said: Any) -> WriteLayout:
     """One rank, whose model is one vector."""
     source = checkpoint(
         [parameter("w", {MODEL: np.zeros(3, dtype)})],
@@ -34,7 +34,7 @@ def target(dtype: str = "float32", extras: Any = None, **said: Any) -> Target:
         extras,
         origin=Origin("megatron", None, 5, {"tp": 2, "pp": 1}),
     )
-    return Target(source, arguments(**said), Parallel(1, 1), Stages((1,), 1), Layout(), None, False)
+    return WriteLayout(source, arguments(**said), Parallel(1, 1), Stages((1,), 1), Layout(), None, False)
 
 
 @pytest.mark.parametrize(("stages", "vpp"), [(None, 1), (Stages((3, 3), 2), 1), (Stages((1, 2, 3, 4), 2), 2)])
@@ -71,7 +71,7 @@ def test_only_the_first_stage_has_buckets_that_end_early() -> None:
     ],
 )
 def test_masters_are_kept_of_weights_that_are_or_will_be_of_low_precision(dtype: str, said: Any, low: bool) -> None:
-    assert NewOptimizer(target(dtype, **said)).low_precision is low
+    assert WrittenOptimizer(target(dtype, **said)).low_precision is low
 
 
 def test_a_rank_has_its_own_extra_states_and_else_those_of_the_first_that_has_them() -> None:
@@ -82,7 +82,7 @@ def test_a_rank_has_its_own_extra_states_and_else_those_of_the_first_that_has_th
             "tp0_pp1": {EXTRA_STATE: {"c": b"third", "d": b"third"}},
         },
     }
-    items = RankItems(target(extras=extras))
+    items = RankExtras(target(extras=extras))
     whole = {"a": b"first", "b": b"first", "c": b"second", "d": b"third"}
-    assert items.extra_states(Place(0, 0)) == whole
-    assert items.extra_states(Place(1, 0)) == {**whole, "b": b"second"}
+    assert items.extra_states(RankCoords(0, 0)) == whole
+    assert items.extra_states(RankCoords(1, 0)) == {**whole, "b": b"second"}

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Array, Held, Tensor, read
+from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.names import table_for, tables
 from ckpt_formats.names.tables import parse
-from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import strided, unstacked
 from held import boxes, shapes
 
-SIZES = Sizes(heads=6, groups=2, vocabulary=10, padded_vocabulary=16)
+SIZES = ModelSizes(heads=6, groups=2, vocabulary=10, padded_vocabulary=16)
 WIDTH = 4
 
 
@@ -28,7 +28,7 @@ def values(*shape: int) -> Array:
 
 
 def of(array: Array) -> Tensor:
-    return Tensor.of(Held(array))
+    return Tensor.of(ArrayBlob(array))
 
 
 def fused(q: Array, k: Array, v: Array) -> Array:
@@ -55,11 +55,11 @@ def cases(*rest: int) -> dict[str, tuple[Array, list[Array]]]:
     }
 
 
-def blocks() -> dict[str, tuple[Array, list[Array], Sizes]]:
+def blocks() -> dict[str, tuple[Array, list[Array], ModelSizes]]:
     """GPT-2's: three equal blocks of as many heads."""
     q, k, v = values(12, 7), values(12, 7) + 1, values(12, 7) + 2
     rows = [one[head * WIDTH : (head + 1) * WIDTH] for head in range(3) for one in (q, k, v)]
-    whole, apart, sizes = np.concatenate(rows), np.concatenate([q, k, v]), Sizes(3, 3, 1)
+    whole, apart, sizes = np.concatenate(rows), np.concatenate([q, k, v]), ModelSizes(3, 3, 1)
     return {
         "qkv_blocks": (whole, [apart], sizes),
         "qkv_blocks_transposed": (whole, [apart.T], sizes),
@@ -141,11 +141,11 @@ def test_every_transform_is_tested() -> None:
     assert {how for how, _ in ALL} == set(TRANSFORMS)
 
 
-WRONG: list[tuple[str, tuple[int, ...], Sizes]] = [
+WRONG: list[tuple[str, tuple[int, ...], ModelSizes]] = [
     ("qkv", (7, 3), SIZES),
     ("qkv", (), SIZES),
-    ("qkv", (40, 3), Sizes(5, 2, 1)),
-    ("qkv", (40, 3), Sizes(5, 0, 1)),
+    ("qkv", (40, 3), ModelSizes(5, 2, 1)),
+    ("qkv", (40, 3), ModelSizes(5, 0, 1)),
     ("halves", (7,), SIZES),
     ("halves", (), SIZES),
     ("vocabulary", (9, 2), SIZES),
@@ -155,7 +155,7 @@ WRONG: list[tuple[str, tuple[int, ...], Sizes]] = [
 
 
 @pytest.mark.parametrize(("how", "shape", "sizes"), WRONG)
-def test_a_shape_that_does_not_fit_is_refused(how: str, shape: tuple[int, ...], sizes: Sizes) -> None:
+def test_a_shape_that_does_not_fit_is_refused(how: str, shape: tuple[int, ...], sizes: ModelSizes) -> None:
     with pytest.raises(Unsupported):
         TRANSFORMS[how].split(of(values(*shape)), sizes)
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import check_whole
+from ckpt.pipeline import check_complete
 from ckpt.rename import renamed
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Group, Parameter
@@ -156,10 +156,10 @@ def trained(config: Mapping[str, Any]) -> Checkpoint:
 def test_there_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
     source = trained(data.draw(configs(family)))
     there = to_megatron(source)
-    check_whole(there)
+    check_complete(there)
     assert naming_of(there) == "megatron"
     back = to_hf(there)
-    check_whole(back)
+    check_complete(back)
     assert naming_of(back) == naming_of(source) == "hf"
     assert contents(back) == contents(source)
     assert list(back.parameters) == list(source.parameters)
@@ -674,7 +674,7 @@ def test_no_argument_makes_it_fall_over() -> None:
 def assert_answers(make: Callable[[], Checkpoint]) -> None:
     said = None
     try:
-        check_whole(make())
+        check_complete(make())
     except CkptError as error:
         said = str(error)
     assert said is None or (said and "\x1b" not in said)

@@ -19,10 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.executors import results
-from ckpt.pipeline import Effort, Outcome, check_whole, copy, plan
+from ckpt.executors import run_tasks
+from ckpt.pipeline import Resources, Result, check_complete, copy, plan
 from ckpt.staging import staging
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Goal, Group, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import (
+    MODEL,
+    Checkpoint,
+    FilePlan,
+    Format,
+    Goal,
+    Group,
+    ReadOptions,
+    Receipt,
+    WritableFormat,
+)
 from ckpt_formats.core.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Tensor
@@ -33,7 +43,7 @@ from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import checkpoint, contents, everything, flip, lay, parameter
 
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 FORMATS: dict[str, WritableFormat] = {"universal": Universal(), "torch": PlainTorch(), "safetensors": Safetensors()}
 
 
@@ -62,7 +72,7 @@ def test_workers_and_memory_do_not_show_in_the_bytes(name: str, tmp_path: Path) 
             folder = tmp_path / f"{workers}-{memory}"
             folder.mkdir()
             goal = Goal(target_of(name, folder), shard_nbytes=100)
-            copy(source, FORMATS[name], goal, "", Effort(workers, memory))
+            copy(source, FORMATS[name], goal, "", Resources(workers, memory))
             written.append(tree(goal.target))
             assert [path.name for path in folder.iterdir()] == [goal.target.name], "nothing is left behind"
     assert all(one == written[0] for one in written)
@@ -109,7 +119,7 @@ class Dying(Universal):
         self.error = error
         self.lock = threading.Lock()
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         with self.lock:
             self.left -= 1
             if self.left < 0:
@@ -123,14 +133,14 @@ class Counting(Universal):
     def __init__(self) -> None:
         self.files: list[str] = []
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         self.files.append(part.file)
         return super().write(folder, part, transfer)
 
 
 def interrupted(target: Path, after: int, error: BaseException | None = None, choices: str = "") -> None:
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
-        copy(many(), Dying(after, error or RuntimeError("killed")), Goal(target), choices, Effort(1, 1 << 20))
+        copy(many(), Dying(after, error or RuntimeError("killed")), Goal(target), choices, Resources(1, 1 << 20))
     assert not target.exists()
 
 
@@ -141,9 +151,9 @@ def test_a_second_run_does_only_the_rest(after: int, error: BaseException, tmp_p
     if after < 6:
         interrupted(target, after, error)
     format, moved = Counting(), []
-    outcome = copy(many(), format, Goal(target), "", Effort(1, 1 << 20), moved.append)
+    outcome = copy(many(), format, Goal(target), "", Resources(1, 1 << 20), moved.append)
     done = after if after < 6 else 0
-    assert outcome == Outcome(target, 6, outcome.nbytes, done, 0)
+    assert outcome == Result(target, 6, outcome.nbytes, done, 0)
     assert len(format.files) == 6 - done
     assert sum(moved) == sum(part.nbytes for part in format.plan(many(), Goal(target)))
     assert contents(open_checkpoint(target)) == contents(many())
@@ -190,7 +200,7 @@ def test_a_journal_cut_at_any_byte_loses_only_its_end(tmp_path: Path) -> None:
     for cut in range(0, len(journal), 41):
         shutil.copytree(kept, stage)
         os.truncate(stage / "journal.jsonl", cut)
-        outcome = copy(many(), Universal(), Goal(target), "", Effort(1, 1 << 20))
+        outcome = copy(many(), Universal(), Goal(target), "", Resources(1, 1 << 20))
         assert outcome.resumed >= max(0, journal[:cut].count(b"\n") - 1)
         assert contents(open_checkpoint(target)) == contents(many())
         shutil.rmtree(target)
@@ -208,7 +218,7 @@ def test_another_source_starts_anew(tmp_path: Path) -> None:
     source = tmp_path / "source"
     copy(many(), Universal(), Goal(source), "", EFFORT)
     with pytest.raises(RuntimeError):
-        copy(open_checkpoint(source), Dying(3, RuntimeError()), Goal(tmp_path / "target"), "", Effort(1))
+        copy(open_checkpoint(source), Dying(3, RuntimeError()), Goal(tmp_path / "target"), "", Resources(1))
     changed = next((source / "parameters").iterdir())
     os.utime(changed, ns=(0, 0))
     assert copy(open_checkpoint(source), Universal(), Goal(tmp_path / "target"), "", EFFORT).resumed == 0
@@ -224,10 +234,10 @@ def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
     flip(largest, largest.stat().st_size - 1)
     os.utime(largest, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(RuntimeError):
-        copy(opened, Dying(2, RuntimeError()), Goal(target), "", Effort(1))
+        copy(opened, Dying(2, RuntimeError()), Goal(target), "", Resources(1))
     format = Counting()
     with pytest.raises(Corrupt, match="checksum"):
-        copy(opened, format, Goal(target), "", Effort(1))
+        copy(opened, format, Goal(target), "", Resources(1))
     assert len(format.files) == 4, "the damaged part itself was not written again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -334,13 +344,13 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
     source, ballast = many(8, 8_000), small_disk / "ballast"
     ballast.write_bytes(bytes(400 << 10))
     with pytest.raises(NoSpace, match="target: no space left"):
-        copy(source, Universal(), Goal(small_disk / "target"), "", Effort(1, 1 << 20))
+        copy(source, Universal(), Goal(small_disk / "target"), "", Resources(1, 1 << 20))
     assert not (small_disk / "target").exists()
     ballast.unlink()
     with pytest.raises(NoSpace):  # it is still too large; but the journal survives a full disk
-        copy(source, Universal(), Goal(small_disk / "target"), "", Effort(1, 1 << 20))
+        copy(source, Universal(), Goal(small_disk / "target"), "", Resources(1, 1 << 20))
     half = replace(source, parameters=dict(list(source.parameters.items())[5:]))
-    copy(half, Universal(), Goal(small_disk / "target"), "half", Effort(1, 1 << 20))
+    copy(half, Universal(), Goal(small_disk / "target"), "half", Resources(1, 1 << 20))
     assert contents(open_checkpoint(small_disk / "target")) == contents(half)
 
 
@@ -410,21 +420,21 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
     holes = {f"p{i}": replace(bad, name=f"p{i}") for i in range(5)}
     for count in (2, 3, 4, 5):
         with pytest.raises(Incomplete) as found:
-            check_whole(replace(source, parameters=dict(list(holes.items())[:count])))
+            check_complete(replace(source, parameters=dict(list(holes.items())[:count])))
         assert [name for name in holes if f"`{name}`" in found.value.what] == list(holes)[: min(count, 3)]
         assert found.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
     for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
         with pytest.raises(Incomplete, match="nobody"):
-            check_whole(stray)
+            check_complete(stray)
 
 
 def test_an_error_that_names_no_place_is_given_its_tensor(tmp_path: Path) -> None:
     class Refusing(Universal):
-        def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+        def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
             raise BadRules("no")
 
     with pytest.raises(BadRules, match="tensor p0: no"):
-        copy(many(), Refusing(), Goal(tmp_path / "target"), "", Effort(1))
+        copy(many(), Refusing(), Goal(tmp_path / "target"), "", Resources(1))
     assert not list(tmp_path.iterdir())
 
 
@@ -455,7 +465,7 @@ def test_until_it_is_committed_nobody_takes_it_for_a_checkpoint(name: str, tmp_p
     whole = tmp_path if format.product(goal.target) is None else tmp_path / str(format.product(goal.target))
     assert format.detect(whole)
     opened: Format = format
-    assert contents(opened.read(whole, Options())) == contents(source)
+    assert contents(opened.read(whole, ReadOptions())) == contents(source)
 
 
 def _reader():  # type: ignore[no-untyped-def]
@@ -477,7 +487,7 @@ def test_work_in_flight_is_bounded_and_everything_is_done_once(in_flight: int) -
 
     found: Counter[int] = Counter()
     with ThreadPoolExecutor(4) as pool:
-        for result in results(pool, lambda i: i * i, items(), in_flight):
+        for result in run_tasks(pool, lambda i: i * i, items(), in_flight):
             given += 1
             found[result] += 1
     assert found == Counter(i * i for i in range(50))
@@ -500,7 +510,7 @@ def test_after_the_first_error_nothing_more_is_started_and_all_that_runs_is_wait
         return i
 
     with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="the third"):
-        list(results(pool, work, range(1000), 4))
+        list(run_tasks(pool, work, range(1000), 4))
     assert len(started) < 20
     assert sorted(started) == sorted([*ended, 3])
 
@@ -525,7 +535,7 @@ def test_of_errors_at_one_time_the_earliest_items_is_raised_after_all_results() 
 
     given: list[int] = []
     with pytest.raises(ValueError, match="3"):
-        given.extend(results(AtOnce(), work, range(100), 8))
+        given.extend(run_tasks(AtOnce(), work, range(100), 8))
     assert given == [0, 1, 2, 4]
 
 
@@ -543,7 +553,7 @@ def test_a_consumer_that_stops_leaves_nothing_running() -> None:
         return i
 
     with ThreadPoolExecutor(4) as pool:
-        stream = results(pool, work, range(1000), 8)
+        stream = run_tasks(pool, work, range(1000), 8)
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert running == 0
@@ -552,8 +562,8 @@ def test_a_consumer_that_stops_leaves_nothing_running() -> None:
 def test_the_slabs_of_all_workers_fit_the_memory() -> None:
     for workers in (1, 2, 8, 64):
         for memory in (1 << 26, 1 << 28, 1 << 33):
-            assert 4 * workers * Effort(workers, memory).slab <= memory
-    assert Effort(1, 1).slab > 0
+            assert 4 * workers * Resources(workers, memory).slab <= memory
+    assert Resources(1, 1).slab > 0
 
 
 def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:

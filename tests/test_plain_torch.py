@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given
 from torch import nn
 
-from ckpt.pipeline import Effort, copy
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Options, Parameter
+from ckpt.pipeline import Resources, copy
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Parameter, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
 from ckpt_formats.core.files import Reader
@@ -25,7 +25,7 @@ from ckpt_formats.universal import Universal
 from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
 from typed_values import values
 
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 TORCH_TYPES = [d for d in DTYPES.values() if hasattr(torch, d.name)]
 
 
@@ -310,7 +310,7 @@ def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any],
 def through(source: Checkpoint, at: Path) -> Checkpoint:
     copy(source, PlainTorch(), Goal(at / "file.pt"), "", EFFORT)
     load(at / "file.pt")
-    return PlainTorch().read(at / "file.pt", Options())
+    return PlainTorch().read(at / "file.pt", ReadOptions())
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_recorder import Recorder, RecorderWarning, link, segments
 from ckpt_recorder.recording import RankRecording
-from ckpt_recorder.writer import Orders, OrdersEnd
+from ckpt_recorder.writer import MessagesEnd, TrainerMessages
 from damage import ckpt
 from killing import killed, points
 
@@ -511,23 +511,23 @@ def test_half_an_order_is_none() -> None:
         orders, tell = os.pipe()
         os.write(tell, sent)
         os.close(tell)
-        reader = Orders(orders, os.getppid())
+        reader = TrainerMessages(orders, os.getppid())
         for _ in range(whole):
             assert reader.next(0.01) is not None
-        with pytest.raises(OrdersEnd):
+        with pytest.raises(MessagesEnd):
             reader.next(0.01)
         os.close(orders)
     orders, tell = os.pipe()
-    reader = Orders(orders, os.getppid())
+    reader = TrainerMessages(orders, os.getppid())
     assert reader.next(0.01) is None
     os.write(tell, b'{"nbytes":3}\nab')
     threading.Timer(0.1, lambda: os.write(tell, b'c{"end":true}\n')).start()
     assert reader.next(0.01) == ({"nbytes": 3}, b"abc")
     assert reader.next(1) == ({"end": True}, b"")
-    elsewhere = Orders(orders, 0)  # whose trainer is gone
+    elsewhere = TrainerMessages(orders, 0)  # whose trainer is gone
     os.write(tell, b'{"a":1}\n{"b"')
     assert elsewhere.next(0.01) == ({"a": 1}, b"")
-    with pytest.raises(OrdersEnd):
+    with pytest.raises(MessagesEnd):
         elsewhere.next(0.01)
     os.close(orders)
     os.close(tell)

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import Effort, copy
+from ckpt.pipeline import Resources, copy
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Group, Options, Origin, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ParallelDegrees, Parameter, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.tensor import Array, read
@@ -37,14 +37,14 @@ DTYPE = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": F32}
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 ZERO3 = next(SAMPLES.glob("deepspeed-*-zero3-bf16-dp4-tied-frozen"))
 PIPELINE = next(SAMPLES.glob("deepspeed-*-bf16opt-tp2-pp2"))
-EFFORT = Effort(1, 1 << 20)
+EFFORT = Resources(1, 1 << 20)
 
 
 def reshard(source: Checkpoint, target: Path, to: str = "deepspeed", **goal: Any) -> Checkpoint:
     """Write and read again; rules count for both."""
     degrees = {key: goal.pop(key) for key in ("dp", "tp", "pp", "zero", "stages") if key in goal}
-    copy(source, writable(to), Goal(target, Degrees(**degrees), **goal), "", EFFORT)
-    return open_checkpoint(target, Options(goal.get("rules", ())))
+    copy(source, writable(to), Goal(target, ParallelDegrees(**degrees), **goal), "", EFFORT)
+    return open_checkpoint(target, ReadOptions(goal.get("rules", ())))
 
 
 def assert_same(found: Checkpoint, source: Checkpoint) -> None:
@@ -175,8 +175,8 @@ def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoin
     """Also with tensors that are alike, and with names of parameters that this rank does not have."""
     order = ("of.another.stage", *(name for group in source.groups for name in group.names))
     with folder() as at:
-        copy(source, writable("deepspeed"), Goal(at / "out", Degrees(dp=1, zero=0)), "", EFFORT)
-        assert_same(open_checkpoint(at / "out", Options(order=order)), source)
+        copy(source, writable("deepspeed"), Goal(at / "out", ParallelDegrees(dp=1, zero=0)), "", EFFORT)
+        assert_same(open_checkpoint(at / "out", ReadOptions(order=order)), source)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     groups = tuple(Group({"lr": 0.1}, tuple(members)) for members in names)
     frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
-    copy(source, writable("deepspeed"), Goal(tmp_path / "out", Degrees(dp=1, zero=0)), "", EFFORT)
+    copy(source, writable("deepspeed"), Goal(tmp_path / "out", ParallelDegrees(dp=1, zero=0)), "", EFFORT)
     with pytest.raises(BadRules, match=re.escape(said)):
-        open_checkpoint(tmp_path / "out", Options(order=tuple(change([*names[0], *names[1]]))))
+        open_checkpoint(tmp_path / "out", ReadOptions(order=tuple(change([*names[0], *names[1]]))))
 
 
 @settings(max_examples=examples(20))

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
-from ckpt.pipeline import Effort, copy, plan
-from ckpt_formats.containers.safetensors import Slot, header_bytes, read_header
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Options
+from ckpt.pipeline import Resources, copy, plan
+from ckpt_formats.containers.safetensors import TensorSlot, header_bytes, read_header
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ReadOptions
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
 from ckpt_formats.core.tensor import read
@@ -25,12 +25,12 @@ from ckpt_formats.engines.safetensors import INDEX, Safetensors
 from ckpt_formats.registry import detect, open_checkpoint
 from held import SHAPES, STORABLE, array, arrays, checkpoint, contents, everything, folder, parameter
 
-EFFORT = Effort(2, 1 << 20)
+EFFORT = Resources(2, 1 << 20)
 
 
 def write(source: Checkpoint, target: Path, shard_nbytes: int = 5 << 30) -> Checkpoint:
     copy(source, Safetensors(), Goal(target, shard_nbytes=shard_nbytes), "", EFFORT)
-    return Safetensors().read(target, Options())
+    return Safetensors().read(target, ReadOptions())
 
 
 def raw(values: torch.Tensor) -> bytes:
@@ -359,7 +359,7 @@ def test_a_target_that_is_a_file_is_one_file_however_large(tmp_path: Path) -> No
 def test_a_header_keeps_the_room_it_was_given(pairs: list[tuple[str, str]], room: int) -> None:
     from ckpt_formats.core.dtypes import DTYPES
 
-    slots = [Slot(name, DTYPES[tag], (0,), 0) for name, tag in pairs if name != "__metadata__"]
+    slots = [TensorSlot(name, DTYPES[tag], (0,), 0) for name, tag in pairs if name != "__metadata__"]
     room = room // 64 * 64
     head = header_bytes(slots, {"a": "b"}, room)
     assert len(head) >= room

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from ckpt.staging import staging
 from ckpt_formats.core.checkpoint import Receipt
 from ckpt_formats.core.errors import Corrupt, NotFound
-from ckpt_formats.core.files import Evidence, Kind, Reader, Seal, crc32, crc32_combine, holds, settle, write_sealed
+from ckpt_formats.core.files import (
+    Evidence,
+    Kind,
+    Reader,
+    Seal,
+    crc32,
+    crc32_combine,
+    seal_is_valid,
+    verify_seals,
+    write_sealed,
+)
 from held import flip, folder
 
 KINDS: list[Kind] = ["crc32", "xxh3-128"]
@@ -62,7 +72,7 @@ def test_what_anybody_reads_in_any_order_settles(kind: Kind, data: st.DataObject
     with folder() as at:
         seal = sealed(at / "file", kind, content, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)))
         evidence = [piece for one in readers for piece in see(seal, *one)]
-        assert list(settle(data.draw(st.permutations(evidence)))) == []
+        assert list(verify_seals(data.draw(st.permutations(evidence)))) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +85,7 @@ def test_a_flipped_bit_is_found_whatever_was_read(kind: Kind, data: st.DataObjec
         seal = sealed(at / "file", kind, content, 3, 3)
         flip(seal.path, 3 + wrong // 8, wrong % 8)
         evidence = [piece for one in readers for piece in see(seal, *one)]
-        assert list(settle(evidence)) == ([seal] if evidence else [])
+        assert list(verify_seals(evidence)) == ([seal] if evidence else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,9 +95,9 @@ def test_every_single_bit_of_a_small_range_counts_and_none_beside_it(kind: Kind,
         flip(seal.path, bit // 8, bit % 8)
         inside = 5 <= bit // 8 < 45
         for read in ([(0, 40)], [(0, 13), (13, 40)], [(20, 40), (0, 10)]):
-            assert list(settle(see(seal, *read))) == ([seal] if inside else [])
+            assert list(verify_seals(see(seal, *read))) == ([seal] if inside else [])
         with Reader() as reader:
-            assert holds(seal, reader) != inside
+            assert seal_is_valid(seal, reader) != inside
         flip(seal.path, bit // 8, bit % 8)
 
 
@@ -101,7 +111,7 @@ def test_only_the_broken_of_many_seals_are_named(kind: Kind, tmp_path: Path) -> 
         for start, stop in ((0, 20), (20, 64)):
             for seal in seals:
                 reader.read_into(seal.path, start, memoryview(bytearray(stop - start)), seal)
-        assert set(settle(reader.evidence())) == set(broken)
+        assert set(verify_seals(reader.evidence())) == set(broken)
 
 
 def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
@@ -111,21 +121,21 @@ def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
     evidence = see(crc, (60, 90), (0, 30), (30, 60)) + see(xxh, (0, 30), (30, 60), (60, 90))
     crc.path.unlink()
     xxh.path.unlink()
-    assert list(settle(evidence)) == []
+    assert list(verify_seals(evidence)) == []
     with pytest.raises(NotFound):
-        list(settle(evidence[1:]))
+        list(verify_seals(evidence[1:]))
 
 
 def test_thousands_of_scattered_reads_still_settle(tmp_path: Path) -> None:
     """Beyond some number of pieces nothing more is remembered, and what is forgotten is read again."""
     seal = sealed(tmp_path / "file", "crc32", os.urandom(10_000))
     single = [(i, i + 1) for i in range(0, 10_000, 2)]
-    assert list(settle(see(seal, *single))) == []
+    assert list(verify_seals(see(seal, *single))) == []
     flip(seal.path, 9_999)
-    assert list(settle(see(seal, *single))) == [seal]
+    assert list(verify_seals(see(seal, *single))) == [seal]
     flip(seal.path, 9_999)
     flip(seal.path, 9_998)
-    assert list(settle(see(seal, *single))) == [seal]
+    assert list(verify_seals(see(seal, *single))) == [seal]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,17 +144,17 @@ def test_a_truncated_file_is_corrupt_not_a_wrong_checksum(kind: Kind, tmp_path: 
     seen = see(seal, (0, 20))
     os.truncate(seal.path, 30)
     with pytest.raises(Corrupt, match="ends at byte 30"):
-        list(settle(seen))
+        list(verify_seals(seen))
     with pytest.raises(Corrupt, match="ends at byte 30"), Reader() as reader:
-        holds(seal, reader)
+        seal_is_valid(seal, reader)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_range_of_no_bytes_has_a_checksum_too(kind: Kind, tmp_path: Path) -> None:
     seal = sealed(tmp_path / "file", kind, b"", 4)
     with Reader() as reader:
-        assert holds(seal, reader)
-        assert not holds(replace(seal, digest=seal.digest ^ 1), reader)
+        assert seal_is_valid(seal, reader)
+        assert not seal_is_valid(replace(seal, digest=seal.digest ^ 1), reader)
 
 
 @given(st.binary(max_size=99), st.binary(max_size=99))
@@ -161,7 +171,7 @@ def test_what_is_written_is_sealed(pieces: list[bytes]) -> None:
         assert (at / "file").read_bytes() == b"".join(pieces)
         assert seal == Seal(Path("file"), 0, sum(map(len, pieces)), "xxh3-128", seal.digest, "file")
         with Reader() as reader:
-            assert holds(replace(seal, path=at / "file"), reader)
+            assert seal_is_valid(replace(seal, path=at / "file"), reader)
 
 
 @given(st.data())

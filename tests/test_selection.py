@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.edits import cast, model_only, only
-from ckpt.pipeline import Effort, check_whole, copy
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Goal, Options
+from ckpt.pipeline import Resources, check_complete, copy
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Goal, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
 from ckpt_formats.core.errors import BadRules, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.tensor import read
@@ -42,7 +42,7 @@ def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: 
     assert [g.options for g in made.groups] == [g.options for g in SOURCE.groups]
     assert [g.names for g in made.groups] == [tuple(n for n in g.names if n in expected) for g in SOURCE.groups]
     assert set(made.aliases.values()) <= expected
-    check_whole(made)
+    check_complete(made)
 
 
 @given(patterns.filter(len))
@@ -129,16 +129,16 @@ def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) 
     if alone:
         made = model_only(made)
     with folder() as at:
-        copy(made, Universal(), Goal(at / "target"), "", Effort(1, 1 << 16))
-        assert contents(Universal().read(at / "target", Options())) == contents(made)
+        copy(made, Universal(), Goal(at / "target"), "", Resources(1, 1 << 16))
+        assert contents(Universal().read(at / "target", ReadOptions())) == contents(made)
 
 
 def test_no_data_is_read(tmp_path: Path) -> None:
     """The files may be noise of the right size."""
-    copy(SOURCE, Universal(), Goal(tmp_path / "source"), "", Effort(1))
-    opened = Universal().read(tmp_path / "source", Options())
+    copy(SOURCE, Universal(), Goal(tmp_path / "source"), "", Resources(1))
+    opened = Universal().read(tmp_path / "source", ReadOptions())
     for shard in opened.shards:
         shard.path.unlink()
     made = cast(model_only(only(opened, ["layers"], [])), "bf16")
-    check_whole(made)
+    check_complete(made)
     assert [p.weight.dtype.name for p in made.parameters.values()] == ["bfloat16"] * 2

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Array, Tensor, read
-from ckpt_formats.core.views import Pile, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
+from ckpt_formats.core.views import LayersBlob, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
 from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
 
 
@@ -80,7 +80,7 @@ def test_tensors_piled_along_new_axes(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
     shape = data.draw(shapes(2, 4))
     values = array(DTYPES["float16"], (*lengths, *shape))
-    pile = Pile(lengths, {place: tensor(values[place]) for place in product(*map(range, lengths))})
+    pile = LayersBlob(lengths, {place: tensor(values[place]) for place in product(*map(range, lengths))})
     assert_shows(Tensor.of(pile), values, data)
 
 
@@ -104,7 +104,7 @@ def test_a_tensor_within_a_flat_buffer_that_ranks_cut_anywhere(shape: Shape, beg
     values = buffer[begin:-1].reshape(shape)
     for length in range(1, buffer.size + 1):
         starts = range(0, buffer.size, length)
-        pieces = [Piece(at, raw.flat(at, min(at + length, buffer.size))) for at in starts]
+        pieces = [FlatPiece(at, raw.flat(at, min(at + length, buffer.size))) for at in starts]
         view = tensor_in(shape, buffer.dtype, begin, pieces)
         assert list(view.flaws()) == []
         assert bits(read(view)) == bits(values)

@@ -17,17 +17,17 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import (
     Array,
-    Decoded,
+    ArrayBlob,
+    DerivedBlob,
+    FileBlob,
+    FlatRangeBlob,
     Fragment,
-    Held,
-    Mean,
-    Range,
-    Raw,
+    MeanBlob,
     Tensor,
-    Zeros,
+    ZeroBlob,
     c_strides,
-    join,
-    packed,
+    from_fragments,
+    is_c_order,
     read,
 )
 from ckpt_formats.core.transfer import Transfer
@@ -125,7 +125,7 @@ def test_a_strided_tensor_with_great_holes_is_read_without_them(tmp_path: Path) 
         for i in range(rows):
             file.seek(i * apart)
             file.write(values[i].tobytes())
-    raw = Raw(path, 0, (rows, 2), values.dtype, (apart, 4))
+    raw = FileBlob(path, 0, (rows, 2), values.dtype, (apart, 4))
     tracemalloc.start()
     assert bits(read(raw)) == bits(values)
     assert tracemalloc.get_traced_memory()[1] < apart
@@ -141,7 +141,7 @@ def test_64_mib_pass_through_slabs_within_their_budget(strides: Shape, slab: int
     path = tmp_path / "big"
     path.write_bytes(values.tobytes())
     expected = values if strides[1] == 4 else values.T
-    whole = Tensor.of(Raw(path, 0, (side, side), values.dtype, strides))
+    whole = Tensor.of(FileBlob(path, 0, (side, side), values.dtype, strides))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     with Reader() as reader:
@@ -158,7 +158,7 @@ def test_64_mib_pass_through_slabs_within_their_budget(strides: Shape, slab: int
 
 def fragment(start: Shape, stop: Shape, shape: Shape | None = None, dtype: str = "float32") -> Fragment:
     box = Box(start, stop)
-    return Fragment(box, Held(np.zeros(box.shape if shape is None else shape, DTYPES[dtype])))
+    return Fragment(box, ArrayBlob(np.zeros(box.shape if shape is None else shape, DTYPES[dtype])))
 
 
 FLAWED = {
@@ -186,9 +186,9 @@ def test_a_flaw_shows_through_whatever_is_made_of_it() -> None:
     holed = Tensor((4, 3), DTYPES["float32"], (fragment((0, 0), (2, 3)),))
     good = tensor(np.zeros((4, 3), np.float32))
     for made in (
-        Mean((good, holed)),
-        Decoded(Rounded(), holed, DTYPES["bfloat16"]),
-        Range(holed, 0, 12),
+        MeanBlob((good, holed)),
+        DerivedBlob(Rounded(), holed, DTYPES["bfloat16"]),
+        FlatRangeBlob(holed, 0, 12),
         Tensor((4, 3), holed.dtype, (Fragment(Box.whole((4, 3)), holed),)),
     ):
         assert any("no file holds block [2:4, 0:3]" in flaw for flaw in Tensor.of(made).flaws())
@@ -220,15 +220,15 @@ def test_scalars_and_empty_tensors_have_flaws_too() -> None:
 @pytest.mark.parametrize("shape", [(), (9,), (3, 4)], ids=str)
 def test_a_held_scalar_or_array_can_be_cropped_and_read(dtype: np.dtype, shape: Shape) -> None:
     values = array(dtype, shape)
-    assert bits(read(Held(values).crop(Box.whole(shape)))) == bits(values)
-    assert list(Held(values).sources()) == []
+    assert bits(read(ArrayBlob(values).crop(Box.whole(shape)))) == bits(values)
+    assert list(ArrayBlob(values).sources()) == []
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @given(data=st.data())
 def test_decoding_commutes_with_cropping(dtype: np.dtype, data: st.DataObject) -> None:
     values = data.draw(arrays([DTYPES["float32"], DTYPES["float64"]]))
-    made = Decoded(Rounded(), Held(values), dtype)
+    made = DerivedBlob(Rounded(), ArrayBlob(values), dtype)
     box = data.draw(boxes(values.shape))
     with np.errstate(all="ignore"):
         assert bits(read(made.crop(box))) == bits(values.astype(dtype)[box.index])
@@ -242,11 +242,11 @@ def test_a_mean_of_equals_is_their_value_and_commutes_with_cropping(data: st.Dat
         for _ in range(data.draw(st.integers(1, 4)))
     ]
     values = [one.reshape(shape).astype(np.float64) for one in integers]
-    mean = Mean(tuple(map(Held, values)))
+    mean = MeanBlob(tuple(map(ArrayBlob, values)))
     box = data.draw(boxes(shape))
     assert np.array_equal(read(mean.crop(box)), (sum(values) / len(values))[box.index])
     one = np.asarray(values[0], np.float32)
-    assert bits(read(Mean((Held(one),) * 2))) == bits(one)
+    assert bits(read(MeanBlob((ArrayBlob(one),) * 2))) == bits(one)
 
 
 @given(st.data())
@@ -254,7 +254,7 @@ def test_a_range_is_the_flattened_tensor_and_commutes_with_cropping(data: st.Dat
     values = data.draw(arrays())
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, values.size)] * 2)))
     with folder() as at:
-        flat = Range(data.draw(scattered(at, values)), start, stop)
+        flat = FlatRangeBlob(data.draw(scattered(at, values)), start, stop)
         expected = values.reshape(-1)[start:stop]
         assert bits(read(flat)) == bits(expected)
         box = data.draw(boxes(flat.shape))
@@ -267,14 +267,14 @@ def test_a_range_is_the_flattened_tensor_and_commutes_with_cropping(data: st.Dat
 
 @pytest.mark.parametrize("dtype", [d for d in STORABLE if d.name != "float8_e8m0fnu"], ids=str)
 def test_zeros_are_zeros_without_a_sign(dtype: np.dtype) -> None:
-    zeros = Zeros((3, 2), dtype)
+    zeros = ZeroBlob((3, 2), dtype)
     assert read(zeros.crop(Box((1, 0), (3, 1)))).tobytes() == bytes(2 * dtype.itemsize)
 
 
 def test_a_mean_knows_its_files(tmp_path: Path) -> None:
     raws = [lay(tmp_path / str(i), np.ones(3, np.float32), 0, (4,)) for i in range(3)]
-    assert [raw.path for raw in Mean(tuple(raws)).sources()] == [raw.path for raw in raws]
-    assert [raw.path for raw in Decoded(Rounded(), raws[0], DTYPES["bfloat16"]).sources()] == [raws[0].path]
+    assert [raw.path for raw in MeanBlob(tuple(raws)).sources()] == [raw.path for raw in raws]
+    assert [raw.path for raw in DerivedBlob(Rounded(), raws[0], DTYPES["bfloat16"]).sources()] == [raws[0].path]
 
 
 def test_replicas_that_differ_are_an_error_that_names_both_files(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_replicas_that_differ_are_an_error_of_the_flat_tensor_too(tmp_path: Path
     paths = tmp_path / "ours", tmp_path / "theirs"
     for number, path in enumerate(paths):
         path.write_bytes((values + number).tobytes())
-    ours, theirs = (Tensor.of(Raw(path, 0, values.shape, values.dtype, (16, 4))) for path in paths)
+    ours, theirs = (Tensor.of(FileBlob(path, 0, values.shape, values.dtype, (16, 4))) for path in paths)
     assert np.array_equal(read(flat(ours)), values.reshape(-1))
     with pytest.raises(Corrupt, match=r"ours against .*theirs"):
         read(flat(replace(ours, replicas=(theirs,))))
@@ -320,14 +320,14 @@ def test_packed_is_what_numpy_calls_contiguous(data: st.DataObject) -> None:
         offset,
         strides,
     )
-    assert packed(values.shape, strides, 2) == laid.flags.c_contiguous
-    assert Raw(Path(), offset, values.shape, values.dtype, strides).is_packed == laid.flags.c_contiguous
-    assert packed(values.shape, c_strides(values.shape, 2), 2)
+    assert is_c_order(values.shape, strides, 2) == laid.flags.c_contiguous
+    assert FileBlob(Path(), offset, values.shape, values.dtype, strides).is_packed == laid.flags.c_contiguous
+    assert is_c_order(values.shape, c_strides(values.shape, 2), 2)
 
 
 def test_joining_leaves_out_what_is_empty() -> None:
     parts = [fragment((0, 0), (2, 3)), fragment((2, 0), (2, 3)), fragment((2, 0), (4, 3))]
-    joined = join((4, 3), parts, DTYPES["float32"])
+    joined = from_fragments((4, 3), parts, DTYPES["float32"])
     assert len(joined.fragments) == 2
     assert list(joined.flaws()) == []
 

@@ -36,8 +36,8 @@ from ckpt_formats.containers.torchfile import (
 )
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, holds
-from ckpt_formats.core.tensor import Held, Tensor, read
+from ckpt_formats.core.files import Reader, seal_is_valid
+from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 from effort import examples
 
@@ -386,7 +386,7 @@ def test_tied_weights_and_views_share_a_storage_when_read_and_when_written(tmp_p
 
 
 def test_many_views_of_one_flat_buffer_are_written_over_one_storage(tmp_path: Path) -> None:
-    flat = Tensor.of(Held(np.arange(20, dtype=np.float32)))
+    flat = Tensor.of(ArrayBlob(np.arange(20, dtype=np.float32)))
     root = {
         "flat": flat,
         "block": StorageView(flat, 4, (2, 3)),
@@ -600,7 +600,7 @@ def test_a_window_of_a_file_is_opened_in_place(tmp_path: Path) -> None:
     opened = open_file(path, 6, len(buffer.getvalue()))
     assert read(tensor_of(opened.root["w"])).tolist() == list(range(7))
     with Reader() as reader:
-        assert all(holds(seal, reader) for seal in opened.seals())
+        assert all(seal_is_valid(seal, reader) for seal in opened.seals())
     with pytest.raises(Corrupt, match="are expected from byte 6"):
         open_file(path, 6, len(buffer.getvalue()) + 7)
 
@@ -615,7 +615,7 @@ def test_a_flipped_bit_in_a_tensor_breaks_its_seal_and_no_other(tmp_path: Path) 
     path.write_bytes(data)
     again = open_file(path)
     with Reader() as reader:
-        broken = [seal.label for seal in again.seals() if not holds(seal, reader)]
+        broken = [seal.label for seal in again.seals() if not seal_is_valid(seal, reader)]
     assert broken == ["a/data/1"]
     assert tensor_of(again.root["b"]).fragments[0].blob.seal.label == "a/data/1"  # type: ignore[attr-defined]
 
@@ -719,7 +719,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     data = draw(st.binary(min_size=nbytes, max_size=nbytes))
     if dtype == np.bool_:
         data = bytes(byte & 1 for byte in data)
-    return Tensor.of(Held(np.frombuffer(data, dtype).reshape(shape)))
+    return Tensor.of(ArrayBlob(np.frombuffer(data, dtype).reshape(shape)))
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -732,7 +732,7 @@ def test_what_we_write_is_what_torch_reads_safely_and_what_we_read(
         seals = write_file(path, {"tree": tree, "tensors": given_tensors}, reading_chunks(reader, most=16))
         ours = open_file(path)
         assert set(seals) - {seal for seal in seals if not seal.nbytes} <= set(ours.seals())
-        assert all(holds(seal, reader) for seal in ours.seals())
+        assert all(seal_is_valid(seal, reader) for seal in ours.seals())
     theirs = torch.load(path, weights_only=True)
     assert_same(ours.root["tree"], tree)
     assert_same_as_torch(ours.root, theirs)
@@ -762,7 +762,7 @@ def test_the_archive_is_built_as_torch_builds_it(tmp_path: Path) -> None:
 
 
 def test_data_put_in_place_in_any_order_give_the_same_file_as_streaming(tmp_path: Path) -> None:
-    root = {"a": Tensor.of(Held(np.arange(50))), "b": Tensor.of(Held(np.ones(3, np.float32))), "c": [1, "x"]}
+    root = {"a": Tensor.of(ArrayBlob(np.arange(50))), "b": Tensor.of(ArrayBlob(np.ones(3, np.float32))), "c": [1, "x"]}
     layout = layout_file(root, "file")
     chunks = reading_chunks(Reader())
     whole, crcs = b"".join(map(bytes, layout.stream(chunks, found := []))), found
@@ -786,7 +786,7 @@ def test_a_storage_of_more_than_four_gigabytes_is_laid_out_in_zip64(tmp_path: Pa
 
     huge = Tensor(Hole.shape, Hole.dtype, ())
     path = tmp_path / "huge.pt"
-    layout = layout_file({"huge": huge, "small": Tensor.of(Held(np.arange(9, dtype=np.uint8)))}, "huge")
+    layout = layout_file({"huge": huge, "small": Tensor.of(ArrayBlob(np.arange(9, dtype=np.uint8)))}, "huge")
     crcs = [1, 0]
     with open(path, "wb") as file:
         slot = layout.storages[1]
@@ -817,7 +817,7 @@ def test_memory_stays_bounded_while_a_large_tensor_is_written(tmp_path: Path) ->
     (seal,) = write_file(tmp_path / "a.pt", Tensor((64 << 20,), np.dtype("uint8"), ()), chunks)
     assert sum(given) == seal.nbytes == 64 << 20
     with Reader() as reader:
-        assert holds(seal, reader)
+        assert seal_is_valid(seal, reader)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
@@ -828,7 +828,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     with pytest.raises(OutputError):
         write_file(tmp_path / "no" / "folder.pt", [1], lambda tensor: iter(()))
     with pytest.raises(ValueError, match="were given for a storage"):
-        write_file(tmp_path / "b.pt", Tensor.of(Held(np.arange(3))), lambda tensor: iter(()))
+        write_file(tmp_path / "b.pt", Tensor.of(ArrayBlob(np.arange(3))), lambda tensor: iter(()))
 
 
 def test_a_full_disk_is_told_as_such() -> None:

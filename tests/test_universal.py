@@ -18,25 +18,25 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpt.pipeline import Effort, copy
-from ckpt.verify import examine
+from ckpt.pipeline import Resources, copy
+from ckpt.verify import find_problems
 from ckpt_codecs import Rounded
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Options, Origin, Parameter
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Origin, Parameter, ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.tensor import Decoded, Raw, Tensor, read
+from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 
-EFFORT = Effort(1, 1 << 20)
+EFFORT = Resources(1, 1 << 20)
 
 
-def write(source: Checkpoint, target: Path, effort: Effort = EFFORT) -> Checkpoint:
+def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Checkpoint:
     copy(source, Universal(), Goal(target), "", effort)
-    return Universal().read(target, Options())
+    return Universal().read(target, ReadOptions())
 
 
 def assert_same(made: Checkpoint, source: Checkpoint) -> None:
@@ -96,7 +96,7 @@ def test_what_is_written_is_what_is_read(source: Checkpoint) -> None:
     with folder() as at:
         made = write(source, at / "target")
         assert_same(made, source)
-        assert {finding.kind for finding in examine(made, EFFORT)} <= {"copy"}
+        assert {finding.kind for finding in find_problems(made, EFFORT)} <= {"copy"}
         again = write(made, at / "again")
         assert_same(again, source)
         assert {f.name: f.read_bytes() for f in (at / "target").rglob("*.*") if f.is_file()} == {
@@ -115,7 +115,7 @@ def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpo
             elif file.is_file():
                 with safetensors.safe_open(file, "pt") as opened:
                     held = made.parameters[opened.metadata()["parameter"]]
-                    stored = {s for s, t in held.states.items() if isinstance(t.fragments[0].blob, Raw)}
+                    stored = {s for s, t in held.states.items() if isinstance(t.fragments[0].blob, FileBlob)}
                     assert set(opened.keys()) == stored
                 for state, values in load_file(file).items():
                     expected = held.states[state]
@@ -126,7 +126,7 @@ def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpo
 
 def test_a_copy_with_a_nan_is_stored_since_machines_round_those_differently(tmp_path: Path) -> None:
     master = np.array([1.0, np.nan, 2.0], np.float32)
-    lazy = Tensor.of(Decoded(Rounded(), tensor(master), DTYPES["bfloat16"]))
+    lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES["bfloat16"]))
     made = write(checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})]), tmp_path / "made")
     (file,) = (tmp_path / "made/parameters").iterdir()
     assert set(load_file(file)) == {"fp32", "param"}
@@ -140,10 +140,10 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
         rounded = master.astype(DTYPES[name])
     with folder() as at:
         made = write(checkpoint([parameter("w", {"param": rounded, "fp32": master})]), at / "derived")
-        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, Decoded)
+        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, DerivedBlob)
         (file,) = (at / "derived/parameters").iterdir()
         assert set(load_file(file)) == {"fp32"}
-        lazy = Tensor.of(Decoded(Rounded(), tensor(master), DTYPES[name]))
+        lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES[name]))
         source = checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})])
         assert contents(write(source, at / "lazy")) == contents(made)
 
@@ -152,7 +152,7 @@ def test_a_copy_in_integers_is_stored_though_it_has_the_masters_values(tmp_path:
     values = np.array([1.0, -2.0, 3.0], np.float32)
     source = checkpoint([parameter("w", {"param": values.astype(np.int8), "fp32": values})])
     made = write(source, tmp_path / "target")
-    assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, Raw)
+    assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, FileBlob)
     assert contents(made) == contents(source)
 
 
@@ -177,7 +177,7 @@ def test_extras_that_name_a_tensor_which_is_not_there_are_damage(value: Value, t
             checkpoint([parameter("w", {"param": np.ones(2, np.float32)})], extras={"rng": value}), tmp_path / "target"
         )
     with pytest.raises(Corrupt, match="lost"):
-        Universal().read(tmp_path / "target", Options())
+        Universal().read(tmp_path / "target", ReadOptions())
 
 
 def test_what_two_places_of_the_extras_share_is_read_as_one(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_copy_that_differs_in_one_bit_is_stored(data: st.DataObject) -> None:
     flat[bit // 8] ^= 1 << bit % 8
     source = checkpoint([parameter("w", {"fp32": master, "param": differing})])
     with folder() as at:
-        made = write(source, at / "target", Effort(1, 1))
-        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, Raw)
+        made = write(source, at / "target", Resources(1, 1))
+        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, FileBlob)
         assert contents(made) == contents(source)
 
 
@@ -208,9 +208,9 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
     differing = master.astype(DTYPES["bfloat16"])
     differing[-1] = 1
     source = checkpoint([parameter("w", {"fp32": master, "param": differing, "exp_avg": master})])
-    made = write(source, tmp_path / "target", Effort(1, 1))
+    made = write(source, tmp_path / "target", Resources(1, 1))
     assert contents(made) == contents(source)
-    assert examine(made, EFFORT)[0].kind == "copy"
+    assert find_problems(made, EFFORT)[0].kind == "copy"
 
 
 def test_names_become_files_that_stay_inside_and_apart(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_the_content_id_does_not_depend_on_order_origin_or_storage(source: Check
     with folder() as at:
         first = write(source, at / "first")
         write(other, at / "second")
-        write(first, at / "third", Effort(2, 1))
+        write(first, at / "third", Resources(2, 1))
         assert content(at / "first") == content(at / "second") == content(at / "third")
 
 
@@ -362,9 +362,9 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     for bad in changed - {good}:
         path.write_bytes(bad)
         with pytest.raises(Corrupt):
-            Universal().read(tmp_path / "target", Options())
+            Universal().read(tmp_path / "target", ReadOptions())
     path.write_bytes(good)
-    Universal().read(tmp_path / "target", Options())
+    Universal().read(tmp_path / "target", ReadOptions())
 
 
 def test_a_number_that_json_lacks_is_never_written() -> None:
@@ -383,13 +383,13 @@ def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied
         ]
     )
     made = write(source, tmp_path / "target")
-    assert [f.kind for f in examine(made, EFFORT)] == ["copy"]
+    assert [f.kind for f in find_problems(made, EFFORT)] == ["copy"]
     for shard in made.shards:
         name = next(p.name for p, _, t in made.tensors() for raw in t.sources() if raw.path == shard.path)
         data = min(raw.offset for t in made.parameters[name].states.values() for raw in t.sources())
         for byte in range(shard.nbytes):
             flip(shard.path, byte, byte % 8)
-            (found,) = [finding for finding in examine(made, EFFORT) if finding.kind == "checksum"]
+            (found,) = [finding for finding in find_problems(made, EFFORT) if finding.kind == "checksum"]
             assert found.where == str(shard.path)
             assert found.tensors == ((name,) if byte >= data else ())
             if byte >= data:
@@ -412,7 +412,7 @@ def test_files_that_are_missing_or_of_another_size_are_said(tmp_path: Path) -> N
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
         damage(sorted((tmp_path / "bad/parameters").iterdir())[1])
         with pytest.raises(kind):
-            Universal().read(tmp_path / "bad", Options())
+            Universal().read(tmp_path / "bad", ReadOptions())
     (tmp_path / "bad" / manifest.NAME).unlink()
     assert not Universal().detect(tmp_path / "bad")
 
@@ -592,11 +592,11 @@ def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, written: Pa
     del said["checksum"]
     assert said["content"] == identity(said)
     path.write_bytes(sign(said))
-    Universal().read(target, Options())  # the edit alone makes the difference
+    Universal().read(target, ReadOptions())  # the edit alone makes the difference
     edit(said)
     path.write_bytes(sign(said))
     with pytest.raises(expected):
-        Universal().read(target, Options())
+        Universal().read(target, ReadOptions())
 
 
 @pytest.mark.parametrize(
@@ -618,12 +618,12 @@ def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, written: Pa
 def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_bytes(text)
     with pytest.raises(Corrupt):
-        Universal().read(tmp_path, Options())
+        Universal().read(tmp_path, ReadOptions())
     body = text + b"\n"
     signed = b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
     (tmp_path / manifest.NAME).write_bytes(signed)
     with pytest.raises(Corrupt):
-        Universal().read(tmp_path, Options())
+        Universal().read(tmp_path, ReadOptions())
 
 
 @pytest.mark.parametrize("twice", [b'"version": 1,', b'"format": "ckpt-universal",', b'"name":"w",'])
@@ -634,14 +634,14 @@ def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_pa
         b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
     )
     with pytest.raises(Corrupt, match="twice"):
-        Universal().read(tmp_path, Options())
+        Universal().read(tmp_path, ReadOptions())
 
 
 @given(st.data())
 def test_slabs_and_workers_do_not_show_in_the_files(data: st.DataObject) -> None:
     source = data.draw(checkpoints())
     with folder() as at:
-        for i, effort in enumerate([Effort(1, 1 << 30), Effort(3, 1)]):
+        for i, effort in enumerate([Resources(1, 1 << 30), Resources(3, 1)]):
             write(source, at / str(i), effort)
         files = [{f.relative_to(at / i): f.read_bytes() for f in (at / i).rglob("*") if f.is_file()} for i in "01"]
         assert files[0] == files[1]
@@ -654,4 +654,4 @@ def test_only_what_is_asked_for_is_read(shape: tuple[int, ...]) -> None:
         made = write(checkpoint([parameter("w", {MODEL: np.zeros(shape)})]), at / "target")
         for shard in made.shards:
             shard.path.write_bytes(b"\xff" * shard.nbytes)
-        assert Universal().read(at / "target", Options()).parameters["w"].states[MODEL].shape == shape
+        assert Universal().read(at / "target", ReadOptions()).parameters["w"].states[MODEL].shape == shape

@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import LastSegments, Place, PlacesCommand, as_json, common, effort, no_lock
+from ckpt_cli.options import CheckpointPath, PathsCommand, SegmentsType, as_json, common, effort, no_lock
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("chain", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("chain", type=CheckpointPath())
 @click.option(
     "--keep",
     multiple=True,
@@ -17,7 +17,7 @@ from ckpt_cli.options import LastSegments, Place, PlacesCommand, as_json, common
 )
 @click.option(
     "--gradients",
-    type=LastSegments(),
+    type=SegmentsType(),
     metavar="last:N|all",
     default="all",
     show_default=True,
@@ -63,18 +63,18 @@ def compact(
     from pathlib import Path
 
     from ckpt.chains import compact as compacting
-    from ckpt.chains.append import Anchors
+    from ckpt.chains.append import BasePolicy
     from ckpt.chains.compact import Retention
-    from ckpt.chains.write import Manner
+    from ckpt.chains.write import DeltaPolicy
     from ckpt_cli import work
     from ckpt_formats.universal.chain import file as index
 
-    run, anchors = Path(chain), Anchors(anchor_every)
+    run, anchors = Path(chain), BasePolicy(anchor_every)
     retention = Retention(keep, gradients, upto)
     if dry_run:
         found = index.read(run)
         kept = compacting.plan(run, found, retention, anchors)
         compacting.say_plan(found, kept, as_json)
         return
-    done = compacting.compact(run, retention, anchors, Manner.of(), work.effort_of(workers, memory, no_lock))
+    done = compacting.compact(run, retention, anchors, DeltaPolicy.of(), work.effort_of(workers, memory, no_lock))
     compacting.say(done, as_json)

@@ -2,13 +2,23 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, Reading, accept_doubts, as_json, common, effort, no_lock, reading
+from ckpt_cli.options import (
+    CheckpointPath,
+    PathsCommand,
+    SourceOptions,
+    accept_doubts,
+    as_json,
+    common,
+    effort,
+    no_lock,
+    reading,
+)
 from ckpt_formats.core.encoding import LEVELS
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("source", type=Place())
-@click.argument("target", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("source", type=CheckpointPath())
+@click.argument("target", type=CheckpointPath())
 @click.option(
     "--codec",
     default="auto",
@@ -42,7 +52,7 @@ def compress(
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE as a compressed universal checkpoint TARGET, a folder.

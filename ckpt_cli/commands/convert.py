@@ -6,11 +6,11 @@ import click
 
 from ckpt_cli.options import (
     NAMINGS,
-    Bytes,
+    CheckpointPath,
     FloatType,
-    Place,
-    PlacesCommand,
-    Reading,
+    PathsCommand,
+    SizeType,
+    SourceOptions,
     accept_doubts,
     as_json,
     common,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ckpt_formats.names import Naming
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("source", type=Place())
-@click.argument("target", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("source", type=CheckpointPath())
+@click.argument("target", type=CheckpointPath())
 @target_format("universal", "")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--shard-size",
-    type=Bytes(),
+    type=SizeType(),
     default="5G",
     show_default=True,
     help="Largest file, where a format cuts into several.",
@@ -84,7 +84,7 @@ def convert(
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE again as TARGET, in another format.

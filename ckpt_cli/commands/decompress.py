@@ -2,12 +2,22 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, no_lock, reading, target_format
+from ckpt_cli.options import (
+    CheckpointPath,
+    PathsCommand,
+    SourceOptions,
+    as_json,
+    common,
+    effort,
+    no_lock,
+    reading,
+    target_format,
+)
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("source", type=Place())
-@click.argument("target", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("source", type=CheckpointPath())
+@click.argument("target", type=CheckpointPath())
 @target_format(None, "  [default: by its ending, .safetensors or .pt; else the one that it was in]")
 @effort
 @no_lock
@@ -21,7 +31,7 @@ def decompress(
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Write the compressed checkpoint SOURCE as TARGET, as it was before.

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.delta_options import Writing, check_together, writing
-from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, no_lock, reading
+from ckpt_cli.delta_options import DeltaOptions, check_together, writing
+from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, effort, no_lock, reading
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Effort
+    from ckpt.pipeline import Resources
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("first", type=Place())
-@click.argument("second", type=Place(), required=False)
+@click.command(cls=PathsCommand)
+@click.argument("first", type=CheckpointPath())
+@click.argument("second", type=CheckpointPath(), required=False)
 @click.option("--only", multiple=True, metavar="PATTERN", help="Compare parameters whose names match.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 @click.option("--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ...")
@@ -50,11 +50,11 @@ def diff(
     by: tuple[str, ...],
     top: int,
     html: str | None,
-    writing: Writing,
+    writing: DeltaOptions,
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Show what changed from the checkpoint FIRST to the checkpoint SECOND.
@@ -84,9 +84,9 @@ def diff(
     """
     from pathlib import Path
 
-    from ckpt.compare import Choice, chosen, compare, paired
+    from ckpt.compare import Selection, compare, pair_tensors, select_both
     from ckpt.compare.to_json import facts
-    from ckpt.pipeline import check_whole
+    from ckpt.pipeline import check_complete
     from ckpt_cli import notes, work
     from ckpt_cli.progress import progress
     from ckpt_cli.views import diff_page as page
@@ -107,10 +107,10 @@ def diff(
     notes.note(*pair[0].notices, *pair[1].notices)
     if Path(first).resolve() == Path(second).resolve():
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
-    ours, theirs = chosen(pair[0], pair[1], Choice(only, skip, extras=not tensors_only))
+    ours, theirs = select_both(pair[0], pair[1], Selection(only, skip, extras=not tensors_only))
     for checkpoint in (ours, theirs):
-        check_whole(checkpoint)
-    both = paired(ours, theirs, states)
+        check_complete(checkpoint)
+    both = pair_tensors(ours, theirs, states)
     with progress("comparing", both.nbytes) as moved:
         found = compare(both, work.effort_of(workers, memory), moved, tensors_only)
     check_unchanged({**ours.identities, **theirs.identities})
@@ -125,7 +125,9 @@ def diff(
         click.get_current_context().exit(1)
 
 
-def _write(first: str, second: str | None, writing: Writing, effort: "Effort", reading: Reading, as_json: bool) -> None:
+def _write(
+    first: str, second: str | None, writing: DeltaOptions, effort: "Resources", reading: SourceOptions, as_json: bool
+) -> None:
     from pathlib import Path
 
     from ckpt_cli import work

@@ -2,17 +2,17 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, reading
+from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, reading
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("path", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("path", type=CheckpointPath())
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
 @reading
 @as_json
 @common
-def inspect(path: str, depth: int | None, extras: bool, reading: Reading, as_json: bool) -> None:
+def inspect(path: str, depth: int | None, extras: bool, reading: SourceOptions, as_json: bool) -> None:
     """Show what the checkpoint at PATH is: engine, layout, step, parameters, optimizer, extras.
 
     Only headers are read, so it takes no longer on terabytes.

@@ -2,11 +2,11 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, as_json, common
+from ckpt_cli.options import CheckpointPath, PathsCommand, as_json, common
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("chain", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("chain", type=CheckpointPath())
 @as_json
 @common
 def log(chain: str, as_json: bool) -> None:

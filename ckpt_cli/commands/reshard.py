@@ -3,10 +3,10 @@
 import click
 
 from ckpt_cli.options import (
-    Cut,
-    Place,
-    PlacesCommand,
-    Reading,
+    CheckpointPath,
+    LayoutOptions,
+    PathsCommand,
+    SourceOptions,
     accept_doubts,
     as_json,
     common,
@@ -18,9 +18,9 @@ from ckpt_cli.options import (
 )
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("source", type=Place())
-@click.argument("target", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("source", type=CheckpointPath())
+@click.argument("target", type=CheckpointPath())
 @cut
 @target_format(None, "  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
@@ -33,14 +33,14 @@ from ckpt_cli.options import (
 def reshard(
     source: str,
     target: str,
-    cut: Cut,
+    cut: LayoutOptions,
     format_name: str | None,
     dry_run: bool,
     accept_doubts: bool,
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Write the checkpoint SOURCE again as TARGET, for another number of ranks or ZeRO stage.

@@ -3,10 +3,10 @@
 import click
 
 from ckpt_cli.options import (
-    Cut,
-    Place,
-    PlacesCommand,
-    Reading,
+    CheckpointPath,
+    LayoutOptions,
+    PathsCommand,
+    SourceOptions,
     as_json,
     common,
     cut,
@@ -17,9 +17,9 @@ from ckpt_cli.options import (
 )
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("chain", type=Place())
-@click.argument("target", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("chain", type=CheckpointPath())
+@click.argument("target", type=CheckpointPath())
 @click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
 @target_format("universal", "")
 @cut
@@ -34,12 +34,12 @@ def restore(
     target: str,
     step: int | None,
     format_name: str,
-    cut: Cut,
+    cut: LayoutOptions,
     dry_run: bool,
     workers: int | None,
     memory: int,
     no_lock: bool,
-    reading: Reading,
+    reading: SourceOptions,
     as_json: bool,
 ) -> None:
     """Write a state of CHAIN as TARGET: the whole checkpoint, in any format and layout.

@@ -2,15 +2,15 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, reading
+from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, reading
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("path", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("path", type=CheckpointPath())
 @reading
 @as_json
 @common
-def rules(path: str, reading: Reading, as_json: bool) -> None:
+def rules(path: str, reading: SourceOptions, as_json: bool) -> None:
     """Show which rule each parameter of the checkpoint at PATH got, and why.
 
     A rule comes from your file (--rules), from the checkpoint, or from a set that

@@ -2,17 +2,17 @@
 
 import click
 
-from ckpt_cli.options import Place, PlacesCommand, Reading, as_json, common, effort, reading
+from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, effort, reading
 
 
-@click.command(cls=PlacesCommand)
-@click.argument("path", type=Place())
+@click.command(cls=PathsCommand)
+@click.argument("path", type=CheckpointPath())
 @click.option("--replay", is_flag=True, help="Do all logged steps of a chain again, and compare with what the run had.")
 @effort
 @reading
 @as_json
 @common
-def verify(path: str, replay: bool, workers: int | None, memory: int, reading: Reading, as_json: bool) -> None:
+def verify(path: str, replay: bool, workers: int | None, memory: int, reading: SourceOptions, as_json: bool) -> None:
     """Read all of the checkpoint at PATH and check everything that can be checked.
 
     That all ranks' files are there and belong together; that every tensor is

@@ -6,32 +6,32 @@ from typing import Any
 
 import click
 
-from ckpt.chains.append import append, foretell
+from ckpt.chains.append import append, plan_append
 from ckpt.chains.estimate import stored_nbytes
-from ckpt.chains.write import Manner, Written, write_delta
-from ckpt.pipeline import Effort, plan
+from ckpt.chains.write import AppendResult, DeltaPolicy, write_delta
+from ckpt.pipeline import Resources, plan
 from ckpt_cli import notes
-from ckpt_cli.delta_options import Writing
+from ckpt_cli.delta_options import DeltaOptions
 from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
-from ckpt_cli.views.policy import anchors_of, manner_of
+from ckpt_cli.views.policy import base_policy, delta_policy
 from ckpt_cli.views.report import size
 from ckpt_formats.core.checkpoint import Checkpoint, Goal
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.notices import Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.delta_format import cautions
+from ckpt_formats.universal.delta_format import warnings_for
 
 
-def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_json: bool) -> None:
+def into(chain: Path, source: Checkpoint, writing: DeltaOptions, effort: Resources, as_json: bool) -> None:
     """Append to a chain, or begin one; and say so."""
     notes.note(*source.notices)
-    anchors, manner = anchors_of(writing), manner_of(writing, chain)
+    anchors, manner = base_policy(writing), delta_policy(writing, chain)
     _note_cautions(manner, source)
     if writing.dry_run:
-        step, kind, earlier = foretell(chain, source, writing.step, anchors)
+        step, kind, earlier = plan_append(chain, source, writing.step, anchors)
         costs = _costs(manner, source, earlier, anchors.coded, effort)
         _say_plan({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
         return
@@ -39,12 +39,12 @@ def into(chain: Path, source: Checkpoint, writing: Writing, effort: Effort, as_j
 
 
 def against(
-    first: Checkpoint, second: Checkpoint, target: Path, writing: Writing, effort: Effort, as_json: bool
+    first: Checkpoint, second: Checkpoint, target: Path, writing: DeltaOptions, effort: Resources, as_json: bool
 ) -> None:
     """Write a delta of the second checkpoint against the first; and say so."""
     notes.note(*second.notices)
     parent = parent_folder(first)
-    manner = manner_of(writing, target)
+    manner = delta_policy(writing, target)
     _note_cautions(manner, second)
     if writing.dry_run:
         plan(second, Universal(), Goal(target))
@@ -64,12 +64,12 @@ def parent_folder(checkpoint: Checkpoint) -> Path:
         raise Unsupported(
             "a delta's parent is a universal checkpoint or a chain, and this is neither",
             where=path,
-            hint=f"Write it as one first: `ckpt compress {show(str(path))} BASE`; or begin a chain: --into CHAIN.",
+            hint=f"Write it as one first: `ckpt compress {printable(str(path))} BASE`; or begin a chain: --into CHAIN.",
         )
     return path
 
 
-def _say(written: Written, target: Path, as_json: bool) -> None:
+def _say(written: AppendResult, target: Path, as_json: bool) -> None:
     member, accepted = written.member, written.accepted
     if as_json:
         report.data(
@@ -92,7 +92,7 @@ def _say(written: Written, target: Path, as_json: bool) -> None:
         )
         return
     click.echo(
-        f"{show(str(target))}: step {member.step}, {member.kind}, {size(member.stored_nbytes)} for "
+        f"{printable(str(target))}: step {member.step}, {member.kind}, {size(member.stored_nbytes)} for "
         f"{size(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
     if accepted is not None:
@@ -110,12 +110,12 @@ def _say_plan(said: dict[str, Any], as_json: bool) -> None:
     lossy = f", approximate by codec {said['approximate']}" if "approximate" in said else ""
     raw, stored = said["raw_nbytes"], said["stored_nbytes"]
     sizes = f"about {size(stored)} for {size(raw)}, {times(raw, stored)}"
-    click.echo(show(f"{place}: {what}, {sizes}{lossy}"))
+    click.echo(printable(f"{place}: {what}, {sizes}{lossy}"))
     report.say("estimated from some chunks; nothing was written")
 
 
 def _costs(
-    manner: Manner, source: Checkpoint, earlier: Checkpoint | None, coded: bool, effort: Effort
+    manner: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, effort: Resources
 ) -> dict[str, Any]:
     raw = sum(parameter.nbytes for parameter in source.parameters.values())
     stored = stored_nbytes(source, earlier, coded, manner, effort)
@@ -124,5 +124,5 @@ def _costs(
     return said | ({"approximate": manner.codec.name} if lossy else {})
 
 
-def _note_cautions(manner: Manner, source: Checkpoint) -> None:
-    notes.note(*cautions(manner.codec, source), weight=Weight.LOST)
+def _note_cautions(manner: DeltaPolicy, source: Checkpoint) -> None:
+    notes.note(*warnings_for(manner.codec, source), weight=Weight.LOST)

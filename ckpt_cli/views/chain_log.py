@@ -7,13 +7,13 @@ from ckpt_cli.views.report import size
 from ckpt_cli.views.segments import SegmentView
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
-from ckpt_formats.universal.chain.file import Chain, Member
+from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 80
 
 
-def to_json(chain: Chain, segments: list[SegmentView]) -> dict[str, Any]:
+def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
     """All of it, for programs."""
     raw, stored = _sums(chain)
     return {
@@ -27,7 +27,7 @@ def to_json(chain: Chain, segments: list[SegmentView]) -> dict[str, Any]:
     }
 
 
-def lines(chain: Chain, segments: list[SegmentView]) -> Iterator[str]:
+def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
     """The same, for people."""
     if chain.members:
         yield from _member_lines(chain)
@@ -35,7 +35,7 @@ def lines(chain: Chain, segments: list[SegmentView]) -> Iterator[str]:
     yield from segment_lines(segments)
 
 
-def _member_lines(chain: Chain) -> Iterator[str]:
+def _member_lines(chain: ChainIndex) -> Iterator[str]:
     rows = [("step", "kind", "stored", "raw", "ratio", "to restore", "values", "codecs")]
     for member in chain.members:
         needed = chain.upto(member.step)
@@ -90,7 +90,7 @@ def sparkline(values: Sequence[int]) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, value * len(_BARS) // top)] for value in shown)
 
 
-def _member_json(chain: Chain, member: Member) -> dict[str, Any]:
+def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
     needed = chain.upto(member.step)
     return {
         "step": member.step,
@@ -114,7 +114,7 @@ def _most(member: Member, key: str) -> float | None:
     return max((float(value) for value in values if isinstance(value, (int, float))), default=None)
 
 
-def _sums(chain: Chain) -> tuple[int, int]:
+def _sums(chain: ChainIndex) -> tuple[int, int]:
     return sum(member.raw_nbytes for member in chain.members), _stored(chain.members)
 
 

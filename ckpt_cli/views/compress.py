@@ -8,16 +8,16 @@ import click
 from ckpt import pipeline
 from ckpt import sizes as savings
 from ckpt.estimate import estimate
-from ckpt.pipeline import Effort
-from ckpt.sizes import Row
+from ckpt.pipeline import Resources
+from ckpt.sizes import StateSizes
 from ckpt_cli import notes, work
 from ckpt_cli.views import report
 from ckpt_codecs import CodecError, Rounded, parse
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, SavedAs, WritableFormat
-from ckpt_formats.core.encoding import Coding, Level
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, OriginalForm, WritableFormat
+from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.registry import FORMATS, format_named, writable
 from ckpt_formats.universal import Universal
 
@@ -26,10 +26,10 @@ _BY_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".b
 _HINT = "Leave it out, and the best is taken for each state."
 
 
-def coding_of(codec: str, level: str, check: bool) -> Coding:
+def coding_of(codec: str, level: str, check: bool) -> EncodingOptions:
     """What the user chose. Raises `Unsupported` for a codec that is not there, or loses bits."""
     if codec == AUTO:
-        return Coding(None, cast(Level, level), check)
+        return EncodingOptions(None, cast(Level, level), check)
     try:
         parsed = parse(codec)
     except CodecError as error:
@@ -38,10 +38,10 @@ def coding_of(codec: str, level: str, check: bool) -> Coding:
         raise Unsupported(f"--codec: {parsed.name} changes values, and compress must not", hint=_HINT)
     if isinstance(parsed, Rounded):
         raise Unsupported("--codec: a copy that is its master, rounded, is always found", hint=_HINT)
-    return Coding(parsed.config(), cast(Level, level), check)
+    return EncodingOptions(parsed.config(), cast(Level, level), check)
 
 
-def run(source: Checkpoint, goal: Goal, choices: object, effort: Effort, as_json: bool) -> None:
+def run(source: Checkpoint, goal: Goal, choices: object, effort: Resources, as_json: bool) -> None:
     """Compress, with a bar, and print the table of what is stored now."""
     format = Universal()
     outcome, seconds = work.write(source, format, goal, choices, effort, "compressing")
@@ -57,12 +57,12 @@ def foretell(source: Checkpoint, goal: Goal, as_json: bool) -> None:
     """Print the same table as it would be, about; nothing is written."""
     pipeline.plan(source, writable(Universal.name), goal)
     work.load_kernels()
-    rows = estimate(source, goal.coding or Coding())
+    rows = estimate(source, goal.coding or EncodingOptions())
     if as_json:
         report.data({"target": str(goal.target), "estimate": True} | _json(rows))
         return
     _print(rows, "about")
-    report.say(f"estimated for {show(str(goal.target))} from some chunks of each kind; nothing was written")
+    report.say(f"estimated for {printable(str(goal.target))} from some chunks of each kind; nothing was written")
 
 
 def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[WritableFormat, Goal]:
@@ -86,7 +86,7 @@ def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[Wri
     return format, Goal(target, as_it_was=True)
 
 
-def _former(source: Checkpoint, was: SavedAs) -> WritableFormat:
+def _former(source: Checkpoint, was: OriginalForm) -> WritableFormat:
     """The format that a checkpoint was in; universal, if that cannot be written, or not all of this."""
     format = format_named(was.format) if was.format in FORMATS else None
     if isinstance(format, WritableFormat):
@@ -101,12 +101,12 @@ def _former(source: Checkpoint, was: SavedAs) -> WritableFormat:
     return Universal()
 
 
-def _print(rows: list[Row], sizes: str) -> None:
+def _print(rows: list[StateSizes], sizes: str) -> None:
     for line in savings.table(rows, sizes):
         click.echo(line)
 
 
-def _json(rows: list[Row]) -> dict[str, object]:
+def _json(rows: list[StateSizes]) -> dict[str, object]:
     whole = savings.total(rows)
     ratio = None if whole.ratio is None else round(whole.ratio, 4)
     said = {"raw_nbytes": whole.raw, "stored_nbytes": whole.stored, "ratio": ratio}

@@ -6,15 +6,15 @@ from typing import Any
 import click
 
 from ckpt.compare.groups import grouped
-from ckpt.compare.pairs import Differences, Pair
-from ckpt.compare.sums import Sums
+from ckpt.compare.pairs import Diff, TensorDiff
+from ckpt.compare.sums import DiffSums
 from ckpt_cli import notes
 from ckpt_cli.views.report import say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.notices import Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
-SORTS: dict[str, Callable[[Pair], Any]] = {
+SORTS: dict[str, Callable[[TensorDiff], Any]] = {
     "relative": lambda pair: -(pair.sums.relative or 0.0),
     "max": lambda pair: -pair.sums.largest,
     "rms": lambda pair: -pair.sums.rms,
@@ -26,40 +26,40 @@ _HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
 _MOST_VALUES = 20
 
 
-def as_text(first: Checkpoint, second: Checkpoint, found: Differences, sort: str, by: Sequence[str], top: int) -> None:
+def as_text(first: Checkpoint, second: Checkpoint, found: Diff, sort: str, by: Sequence[str], top: int) -> None:
     """What is not there on both sides, the most changed, and all of it in one line."""
     unpaired = [pair for pair in found.pairs if pair.kind in ("missing", "added", "reshaped")]
     for pair in unpaired[:top] if top else unpaired:
-        click.echo(f"{pair.kind:>9}  {show(pair.name)} {show(pair.state)}  {show(pair.what)}")
+        click.echo(f"{pair.kind:>9}  {printable(pair.name)} {printable(pair.state)}  {printable(pair.what)}")
     if top and len(unpaired) > top:
         click.echo(f"{'':>9}  and {len(unpaired) - top} more that are not on both sides")
     differing = sorted((pair for pair in found.compared if pair.kind != "equal"), key=SORTS[sort])
     if differing:
         click.echo(_HEAD)
     for pair in differing[:top] if top else differing:
-        retyped = f"  ({show(pair.what)})" if pair.what else ""
-        click.echo(f"{_row(pair.sums)}  {show(pair.name)} {show(pair.state)}{retyped}")
+        retyped = f"  ({printable(pair.what)})" if pair.what else ""
+        click.echo(f"{_row(pair.sums)}  {printable(pair.name)} {printable(pair.state)}{retyped}")
     if top and len(differing) > top:
         click.echo(f"{'':>9} and {len(differing) - top} more (--top 0 shows all)")
     if by and differing:
         _groups(grouped(found.compared, by), sort, by, top)
     for value in found.values[:_MOST_VALUES]:
-        click.echo(show(value))
+        click.echo(printable(value))
     if len(found.values) > _MOST_VALUES:
         click.echo(f"and {len(found.values) - _MOST_VALUES} more values")
     say(_summary(first, second, found, unpaired))
 
 
-def _groups(groups: list[tuple[tuple[str, ...], Sums]], sort: str, by: Sequence[str], top: int) -> None:
+def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:
     click.echo(f"\nby {' and '.join(by)}\n{_HEAD}")
-    groups.sort(key=lambda row: SORTS[sort](Pair(" ".join(row[0]), "", "changed", "", row[1])))
+    groups.sort(key=lambda row: SORTS[sort](TensorDiff(" ".join(row[0]), "", "changed", "", row[1])))
     for key, total in groups[:top] if top else groups:
-        click.echo(f"{_row(total)}  {' '.join(map(show, key))}")
+        click.echo(f"{_row(total)}  {' '.join(map(printable, key))}")
     if top and len(groups) > top:
         click.echo(f"{'':>9} and {len(groups) - top} more (--top 0 shows all)")
 
 
-def note_differences(first: Checkpoint, second: Checkpoint, found: Differences) -> None:
+def note_differences(first: Checkpoint, second: Checkpoint, found: Diff) -> None:
     """What is to be known of the comparison."""
     if found.pairs and not found.compared:
         notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
@@ -68,9 +68,9 @@ def note_differences(first: Checkpoint, second: Checkpoint, found: Differences) 
             notes.note(f"{len(checkpoint.losses)} states of the {which} are approximate: they were coded with loss")
 
 
-def _summary(first: Checkpoint, second: Checkpoint, found: Differences, unpaired: Sequence[Pair]) -> str:
+def _summary(first: Checkpoint, second: Checkpoint, found: Diff, unpaired: Sequence[TensorDiff]) -> str:
     compared = found.compared
-    total = sum((pair.sums for pair in compared), Sums())
+    total = sum((pair.sums for pair in compared), DiffSums())
     unequal = sum(pair.kind != "equal" for pair in compared)
     steps = "" if found.same_step else f", step {first.origin.step} -> {second.origin.step}"
     if found.same:
@@ -83,7 +83,7 @@ def _summary(first: Checkpoint, second: Checkpoint, found: Differences, unpaired
     )
 
 
-def _row(sums: Sums) -> str:
+def _row(sums: DiffSums) -> str:
     share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
     cosine = "-" if sums.cosine is None else f"{sums.cosine:.7f}"
     relative = "-" if sums.relative is None else f"{sums.relative:.3g}"

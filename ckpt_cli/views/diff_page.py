@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ckpt.compare.pairs import Differences
+from ckpt.compare.pairs import Diff
 from ckpt.compare.to_json import facts, totals
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NoSpace, OutputError
@@ -46,7 +46,7 @@ def check_place(target: Path) -> None:
         raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
 
 
-def page_of(first: Checkpoint, second: Checkpoint, found: Differences) -> str:
+def page_of(first: Checkpoint, second: Checkpoint, found: Diff) -> str:
     """The page, of ASCII characters only. The same differences make the same page."""
     style = _resource("page.css")
     body = "\n".join(_resource(f"{name}.js") for name in _SCRIPTS)
@@ -56,7 +56,7 @@ def page_of(first: Checkpoint, second: Checkpoint, found: Differences) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
 
 
-def drawn(first: Checkpoint, second: Checkpoint, found: Differences) -> dict[str, Any]:
+def drawn(first: Checkpoint, second: Checkpoint, found: Diff) -> dict[str, Any]:
     """What `--json` says, and the groups of which there are pictures. Of single tensors none shows a histogram."""
     said = facts(first, second, found)
     for row in said["tensors"]:

@@ -11,10 +11,10 @@ from ckpt import sizes as savings
 from ckpt.pipeline import space_needed
 from ckpt_cli.views.report import data, say, size
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.checkpoint import Checkpoint, Parameter, Part
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Parameter
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Raw, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry import detect
 
@@ -63,12 +63,12 @@ def print_json(checkpoint: Checkpoint) -> None:
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     """The index for people, on stdout."""
     origin = checkpoint.origin
-    click.echo(f"{show(str(checkpoint.path))}: {detect(checkpoint.path).name}")
-    version = f" {show(origin.version)}" if origin.version else ""
+    click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
+    version = f" {printable(origin.version)}" if origin.version else ""
     laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
-    click.echo(f"engine      {show(origin.engine)}{version}")
+    click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
-    click.echo(f"layout      {show(laid_out) or 'one piece'}")
+    click.echo(f"layout      {printable(laid_out) or 'one piece'}")
     roles: dict[str, list[Parameter]] = {}
     for parameter in checkpoint.parameters.values():
         roles.setdefault(parameter.role, []).append(parameter)
@@ -84,23 +84,25 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
         click.echo(f"  {line}")
     for alias, name in checkpoint.aliases.items():
-        click.echo(f"  {show(alias)} is tied to {show(name)}")
+        click.echo(f"  {printable(alias)} is tied to {printable(name)}")
     if checkpoint.groups:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            click.echo(f"  {i}: {len(group.names)} parameters, {show(brief(options, 200))}")
+            click.echo(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}")
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
-            click.echo(f"  {show(key)}: {show(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
+            click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
     if any(shard.rank for shard in checkpoint.shards):
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
 
 
-def print_ranks(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
+def print_ranks(
+    checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool
+) -> None:
     """What a run would write for each rank, and where it comes from; the layout before and after."""
     if as_json:
         rows = []
@@ -116,7 +118,10 @@ def print_ranks(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, for
     click.echo("after")
     for line in grid_after(checkpoint, parts):
         click.echo(f"  {line}")
-    say(f"would write {size(space_needed(parts))} in {len(parts)} files to {show(str(target))}; nothing was written")
+    say(
+        f"would write {size(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; nothing was "
+        "written"
+    )
 
 
 def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
@@ -133,7 +138,7 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
     return _rows(rows)
 
 
-def grid_after(checkpoint: Checkpoint, parts: Sequence[Part]) -> Iterator[str]:
+def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
     """The same for files that are yet to be written: what they will hold, and how much of it comes from other ranks."""
     index: dict[Path, list[tuple[int, int, int, int]]] = {}
     for path, start, stop, first, last in _ranges(checkpoint):
@@ -154,7 +159,7 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[Part]) -> Iterator[str]:
     return _rows(rows)
 
 
-def moves(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
+def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
     """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
     ranks = {shard.path: shard.rank for shard in checkpoint.shards}
     kept = moved = 0
@@ -168,7 +173,7 @@ def moves(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
     return kept, moved
 
 
-def sources(part: Part) -> Iterator[Raw]:
+def sources(part: FilePlan) -> Iterator[FileBlob]:
     """The ranges of the source's files that a new file is made of."""
     for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
         for fragment in tensor.fragments:
@@ -212,7 +217,7 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _rank(rank: Mapping[str, int], file: str) -> str:
     said = " ".join(f"{axis} {number}" for axis, number in rank.items())
-    name = show(file.rpartition("/")[2])
+    name = printable(file.rpartition("/")[2])
     return said or (name if len(name) <= 22 else f"{name[:21]}…")
 
 
@@ -241,12 +246,12 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
             ((inner, child),) = child.items()
             label = f"{label}.{inner}"
         if isinstance(child, Parameter):
-            yield f"{indent}{show(label)}  {_leaf(child)}"
+            yield f"{indent}{printable(label)}  {_leaf(child)}"
         elif depth is not None and level + 1 >= depth:
             leaves = list(_leaves(child))
-            yield f"{indent}{show(label)}  … {_tensors(len(leaves))}, {size(sum(p.nbytes for p in leaves))}"
+            yield f"{indent}{printable(label)}  … {_tensors(len(leaves))}, {size(sum(p.nbytes for p in leaves))}"
         else:
-            yield f"{indent}{show(label)}"
+            yield f"{indent}{printable(label)}"
             yield from _lines(child, level + 1, depth)
 
 
@@ -294,7 +299,9 @@ def _said(parameter: Parameter) -> str:
     states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
     values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
     role = "" if parameter.role == "parameter" else f" ({parameter.role})"
-    return show("  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part))
+    return printable(
+        "  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part)
+    )
 
 
 def _leaves(node: Nested) -> Iterator[Parameter]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from ckpt.chains.append import Anchors
+from ckpt.chains.append import BasePolicy
 from ckpt.chains.trials import Evaluation
-from ckpt.chains.write import AUTO, Manner
-from ckpt_cli.delta_options import STANDALONE, Writing
+from ckpt.chains.write import AUTO, DeltaPolicy
+from ckpt_cli.delta_options import STANDALONE, DeltaOptions
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import PRESETS, Subspace
@@ -19,9 +19,9 @@ _DEFAULT = "balanced"
 """The preset of who only says how much may be lost."""
 
 
-def manner_of(writing: Writing, target: Path) -> Manner:
+def delta_policy(writing: DeltaOptions, target: Path) -> DeltaPolicy:
     """How states are to be coded. Nothing is lost unless an option says that it may. Raises `Unsupported`."""
-    manner = Manner.of(writing.codec, writing.exact, not writing.no_check)
+    manner = DeltaPolicy.of(writing.codec, writing.exact, not writing.no_check)
     codec = manner.codec if writing.preset is None else PRESETS[writing.preset]
     if (writing.max_abs_err, writing.rel_error, writing.max_loss_increase) != (None, None, None):
         chosen = writing.codec != AUTO or writing.preset is not None
@@ -31,14 +31,14 @@ def manner_of(writing: Writing, target: Path) -> Manner:
     return replace(manner, codec=codec, evaluation=_evaluation(writing, target))
 
 
-def anchors_of(writing: Writing) -> Anchors:
+def base_policy(writing: DeltaOptions) -> BasePolicy:
     """Which states are to stand alone."""
     if writing.preset == STANDALONE:
-        return Anchors(1, coded=True)
-    return Anchors(writing.anchor_every, writing.anchor == "coded")
+        return BasePolicy(1, coded=True)
+    return BasePolicy(writing.anchor_every, writing.anchor == "coded")
 
 
-def _bounded(codec: DeltaCodec, writing: Writing) -> Subspace:
+def _bounded(codec: DeltaCodec, writing: DeltaOptions) -> Subspace:
     if not isinstance(codec, Subspace):
         raise Unsupported(
             f"codec {codec.name} cannot be told how much to lose",
@@ -59,7 +59,7 @@ def _bounded(codec: DeltaCodec, writing: Writing) -> Subspace:
     return made
 
 
-def _evaluation(writing: Writing, target: Path) -> Evaluation | None:
+def _evaluation(writing: DeltaOptions, target: Path) -> Evaluation | None:
     if writing.max_loss_increase is None or writing.eval_cmd is None:
         return None
     return Evaluation(tuple(shlex.split(writing.eval_cmd)), writing.max_loss_increase, target.resolve())

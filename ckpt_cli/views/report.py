@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from ckpt.pipeline import Outcome, space_needed
+from ckpt.pipeline import Result, space_needed
 from ckpt.verify import Finding
 from ckpt_cli import notes
-from ckpt_formats.core.checkpoint import Checkpoint, Part, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, WritableFormat
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _MOST_ROWS = 20
 _MOST_SAID = 1000
@@ -46,7 +46,7 @@ def data(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
-def note_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+def note_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> None:
     """Note what the format has no place for, and what else is to be known of the result."""
     for loss in format.losses(checkpoint, parts):
         lost = loss if isinstance(loss, Notice) else Notice(loss)
@@ -54,7 +54,7 @@ def note_losses(format: WritableFormat, checkpoint: Checkpoint, parts: Sequence[
     notes.note(*format.remarks(checkpoint, parts), weight=Weight.UNSURE)
 
 
-def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_name: str, as_json: bool) -> None:
+def plan(checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool) -> None:
     """What a run would write."""
     if as_json:
         files = [
@@ -70,11 +70,11 @@ def plan(checkpoint: Checkpoint, parts: Sequence[Part], target: Path, format_nam
     total = sum(shard.nbytes for shard in checkpoint.shards)
     say(
         f"would read up to {size(total)} and write about {size(space_needed(parts))} in {len(parts)} files "
-        f"to {show(str(target))}; nothing was written"
+        f"to {printable(str(target))}; nothing was written"
     )
 
 
-def outcome(done: Outcome, seconds: float, as_json: bool) -> None:
+def outcome(done: Result, seconds: float, as_json: bool) -> None:
     """What a run wrote."""
     if as_json:
         data(outcome_json(done, seconds))
@@ -82,11 +82,11 @@ def outcome(done: Outcome, seconds: float, as_json: bool) -> None:
     resumed = f", {done.resumed} of them by an earlier run" if done.resumed else ""
     checked = f"; {done.checksums} checksums of the source hold" if done.checksums else "; the source has no checksums"
     rate = size(done.nbytes / seconds) if seconds else "?"
-    wrote = f"wrote {show(str(done.target))}: {size(done.nbytes)} in {done.files} files{resumed}"
+    wrote = f"wrote {printable(str(done.target))}: {size(done.nbytes)} in {done.files} files{resumed}"
     say(f"{wrote}, {seconds:.1f} s, {rate}/s{checked}")
 
 
-def outcome_json(done: Outcome, seconds: float) -> dict[str, Any]:
+def outcome_json(done: Result, seconds: float) -> dict[str, Any]:
     """What a run wrote, for programs."""
     said = {"target": str(done.target), "files": done.files, "nbytes": done.nbytes, "seconds": round(seconds, 3)}
     return said | {"resumed_files": done.resumed, "checksums_verified": done.checksums}
@@ -102,14 +102,14 @@ def findings(checkpoint: Checkpoint, found: Sequence[Finding], seconds: float, a
     _print(found)
     tensors = sum(len(parameter.states) for parameter in checkpoint.parameters.values())
     if found:
-        say(f"DAMAGED: {len(found)} finding{'s' * (len(found) > 1)} in {show(str(checkpoint.path))}")
+        say(f"DAMAGED: {len(found)} finding{'s' * (len(found) > 1)} in {printable(str(checkpoint.path))}")
     else:
         held = (
             f"{len(checkpoint.seals)} checksums over {size(read)} hold"
             if checkpoint.seals
             else "the files hold no checksums"
         )
-        say(f"ok: {show(str(checkpoint.path))}: {tensors} tensors whole, {held}, copies agree ({seconds:.1f} s)")
+        say(f"ok: {printable(str(checkpoint.path))}: {tensors} tensors whole, {held}, copies agree ({seconds:.1f} s)")
 
 
 def unreadable(path: Path, error: CkptError, found: Sequence[Finding], seconds: float, as_json: bool) -> None:
@@ -132,7 +132,7 @@ def error_lines(error: CkptError) -> None:
 
 def bounded(text: str) -> str:
     """A text that files may have a part in, as it can be printed: names there may be as long as they like."""
-    shown = show(text)
+    shown = printable(text)
     return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"
 
 
@@ -146,10 +146,11 @@ def _print(found: Sequence[Finding]) -> None:
     for finding in found:
         names = _names(finding.tensors, 5)
         click.echo(
-            f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}{f', tensors {names}' if names else ''}"
+            f"{finding.kind}: {printable(finding.what)}\n  in "
+            f"{printable(finding.where)}{f', tensors {names}' if names else ''}"
         )
 
 
 def _names(names: Sequence[str], most: int) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(show, names[:most])) + more
+    return ", ".join(map(printable, names[:most])) + more

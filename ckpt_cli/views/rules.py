@@ -9,13 +9,13 @@ import click
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.layout import Layout, Rule
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class Row:
+class RuleRow:
     """A parameter and its rule, if it has one."""
 
     parameter: Parameter
@@ -35,10 +35,10 @@ class Row:
         return "" if self.rule is None else f"{self.rule.origin}: {self.rule.pattern}"
 
 
-def rows(checkpoint: Checkpoint, layout: Layout) -> list[Row]:
+def rows(checkpoint: Checkpoint, layout: Layout) -> list[RuleRow]:
     """All parameters of the model. Raises `BadRules` for a rule whose formulas have no numbers."""
     model = (parameter for parameter in checkpoint.parameters.values() if parameter.role != "extra")
-    return [Row(one, layout.rule(one.name) if layout.matching(one.name) else None) for one in model]
+    return [RuleRow(one, layout.rule(one.name) if layout.matching(one.name) else None) for one in model]
 
 
 def show_rules(checkpoint: Checkpoint, layout: Layout, as_json: bool) -> None:
@@ -53,18 +53,18 @@ def show_rules(checkpoint: Checkpoint, layout: Layout, as_json: bool) -> None:
         key = (row.title, row.how, row.why)
         folded[key] = folded.get(key, 0) + 1
     for (title, how, why), count in folded.items():
-        click.echo(f"{show(title)}{f' ({count})' if count > 1 else ''}\n    {show(how)}")
+        click.echo(f"{printable(title)}{f' ({count})' if count > 1 else ''}\n    {printable(how)}")
         if why:
-            click.echo(f"    by {show(why)}")
+            click.echo(f"    by {printable(why)}")
     if without:
-        first = show(re.escape(without[0]))
+        first = printable(re.escape(without[0]))
         report.say(
             f"note: {len(without)} parameters have no rule; over several ranks each needs one. "
             f"For example:  [[rule]]  match = '{first}'  axis = 0"
         )
 
 
-def _json(row: Row) -> dict[str, Any]:
+def _json(row: RuleRow) -> dict[str, Any]:
     rule = row.rule
     said = None if rule is None else {"how": str(rule), "match": rule.pattern, "origin": rule.origin}
     return {"name": row.parameter.name, "shape": list(row.parameter.weight.shape), "rule": said}

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_cli.views.report import size
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.chain.states import open_steps
 from ckpt_formats.universal.gradients.segment import Segment
 
@@ -32,7 +32,7 @@ class SegmentView:
         return None if self.segment is None else self.segment.last
 
 
-def open_all(run: Path, chain: Chain, check: bool = False) -> list[SegmentView]:
+def open_all(run: Path, chain: ChainIndex, check: bool = False) -> list[SegmentView]:
     """All segments of a chain. With `check`, each stored byte is compared with its hash."""
     return [_open(run, logged, check) for logged in chain.segments]
 

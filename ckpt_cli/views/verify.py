@@ -4,19 +4,19 @@ import time
 from pathlib import Path
 
 from ckpt.chains import verify as chains
-from ckpt.pipeline import Effort
+from ckpt.pipeline import Resources
 from ckpt.sizes import is_coded
 from ckpt.survey import survey
-from ckpt.verify import amount, changed, examine
+from ckpt.verify import changed, find_problems, nbytes_to_read
 from ckpt_cli import notes, work
-from ckpt_cli.options import Reading
+from ckpt_cli.options import SourceOptions
 from ckpt_cli.progress import progress
 from ckpt_cli.views import report
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.universal.chain import file as index
 
 
-def verify(path: Path, reading: Reading, effort: Effort, replay: bool, as_json: bool) -> bool:
+def verify(path: Path, reading: SourceOptions, effort: Resources, replay: bool, as_json: bool) -> bool:
     """Check all that can be checked, with a bar, and say what was found. Is all well?
 
     With `replay`, the steps that a chain's log of gradients has are done again, and compared with what the run had.
@@ -31,14 +31,14 @@ def verify(path: Path, reading: Reading, effort: Effort, replay: bool, as_json: 
         return False
 
 
-def _verify(path: Path, reading: Reading, effort: Effort, as_json: bool) -> bool:
+def _verify(path: Path, reading: SourceOptions, effort: Resources, as_json: bool) -> bool:
     checkpoint = work.open_source(str(path), reading)
     notes.note(*checkpoint.notices)
     notes.flush()
     if is_coded(checkpoint):
         work.load_kernels()
     began = time.monotonic()
-    with progress("verifying", amount(checkpoint)) as moved:
-        findings = [*examine(checkpoint, effort, moved), *changed(checkpoint)]
+    with progress("verifying", nbytes_to_read(checkpoint)) as moved:
+        findings = [*find_problems(checkpoint, effort, moved), *changed(checkpoint)]
     report.findings(checkpoint, findings, time.monotonic() - began, as_json)
     return not findings

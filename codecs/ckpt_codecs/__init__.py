@@ -1,9 +1,9 @@
 """Pairs of pure functions between blocks of tensors and bytes. `docs/codecs.md` specifies the bytes."""
 
 from ckpt_codecs.base import Codec
-from ckpt_codecs.delta import Change, DeltaCodec, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
 from ckpt_codecs.errors import CodecError, NotApplicable
-from ckpt_codecs.lossless.candidates import best_for
+from ckpt_codecs.lossless.candidates import candidate_codecs
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossless.integers import Integers
 from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
@@ -14,7 +14,6 @@ from ckpt_codecs.registry import CODECS, DELTA_CODECS, delta_from_config, find, 
 __all__ = [
     "CODECS",
     "DELTA_CODECS",
-    "Change",
     "Codec",
     "CodecError",
     "DeltaCodec",
@@ -24,9 +23,10 @@ __all__ = [
     "Planes",
     "Rounded",
     "SecondMoment",
-    "Step",
+    "StatePair",
+    "StepInfo",
     "Zstd",
-    "best_for",
+    "candidate_codecs",
     "delta_from_config",
     "find",
     "from_config",

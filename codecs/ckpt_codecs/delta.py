@@ -9,12 +9,12 @@ from ckpt_codecs.base import Array, DType, Shape
 
 States = Mapping[str, Array]
 """A chunk of each state of one parameter, all of one shape: `fp32`, `param`, `exp_avg`, `exp_avg_sq`, ..."""
-Form = Mapping[str, DType]
+StateTypes = Mapping[str, DType]
 """The states that a chunk holds, and their types."""
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInfo:
     """What is known of the way between two states of a run.
 
     `options` are those of the optimizer's group at the later state (`lr`,
@@ -29,7 +29,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Change:
+class StatePair:
     """The same chunk of one parameter at two steps. `before` may lack states that `after` has: all, in an anchor."""
 
     before: States
@@ -48,45 +48,45 @@ class DeltaCodec(ABC):
     bit for bit, whatever the two have to do with each other.
     Law of determinism: `decode` gives the same bits on every machine, at every
     level of its kernels, so that a later delta can be coded against it.
-    Law of promises: what a lossy codec was told to keep, `broken` finds kept in all that it decodes.
+    Law of promises: what a lossy codec was told to keep, `broken_promise` finds kept in all that it decodes.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
 
-    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "DeltaCodec":
+    def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "DeltaCodec":
         """The same codec with what it must know of the whole state. Asked once for each delta, before `fit`.
 
         Of each parameter that it will be given, `samples` has the number of elements, and one chunk.
         """
         return self
 
-    def caution(self, step: Step) -> str | None:
+    def caution(self, step: StepInfo) -> str | None:
         """What the user of this codec should know about this run, if anything."""
         return None
 
-    def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "DeltaCodec":
+    def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "DeltaCodec":
         """The same codec with what it must know of one parameter. `changes` gives chunks of it, anew at each call."""
         return self
 
     @abstractmethod
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         """Bytes for a chunk. Raises `NotApplicable` if this codec cannot hold these values."""
 
     @abstractmethod
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
         """The chunk's states of the later step, or those that are wanted and no more work than they take.
 
         `data` is hostile: raises `CodecError`, never takes more memory than `shape` and `form` earn.
         """
 
-    def promised(self, state: str, form: Form) -> Mapping[str, float]:
+    def promised(self, state: str, form: StateTypes) -> Mapping[str, float]:
         """What a manifest says is promised of a state of a parameter with these states: numbers by name."""
         return {}
 
-    def broken(self, change: Change, made: States) -> str | None:
+    def broken(self, change: StatePair, made: States) -> str | None:
         """Which promise the states that came out for a chunk do not keep; None if all hold."""
         return None
 

@@ -17,16 +17,16 @@ _MOST = 32
 """Buffers that wait for a thread to take them."""
 
 
-class _Held(threading.local):
+class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
         self.named: dict[str, Array] = {}
         self.free: list[Array] = []
 
 
-_held = _Held()
+_held = _ThreadBuffers()
 
 
-def borrow(name: str, size: int) -> Array:
+def thread_buffer(name: str, size: int) -> Array:
     """A buffer of so many bytes, valid until the same thread borrows the same name again."""
     held = _held.named.get(name)
     if held is None or held.size < size:
@@ -35,16 +35,16 @@ def borrow(name: str, size: int) -> Array:
 
 
 @contextmanager
-def lent(size: int) -> Iterator[Array]:
+def temporary_buffer(size: int) -> Iterator[Array]:
     """A buffer of so many bytes that is this thread's alone until the end of the block, in which others may be lent."""
-    room = take(size)
+    room = acquire_buffer(size)
     try:
         yield room[:size]
     finally:
-        give(room)
+        release_buffer(room)
 
 
-def take(size: int) -> Array:
+def acquire_buffer(size: int) -> Array:
     """A buffer of at least so many bytes, the least of those that this thread was given back."""
     free = _held.free
     fitting = [i for i, room in enumerate(free) if room.size >= size]
@@ -55,7 +55,7 @@ def take(size: int) -> Array:
     return np.empty(max(size, _LEAST), np.uint8)
 
 
-def give(room: Array) -> None:
+def release_buffer(room: Array) -> None:
     """Give back what was taken, to be used again. Nobody may look at it any more."""
     free = _held.free
     free.append(room)

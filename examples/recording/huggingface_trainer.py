@@ -9,7 +9,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_recorder import HuggingFace, resume
+from ckpt_recorder import HuggingFaceCallback, resume
 
 chain, restored, first = sys.argv[1], sys.argv[2:], 0
 torch.manual_seed(1)
@@ -32,5 +32,5 @@ class Data(torch.utils.data.IterableDataset):
 options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "use_cpu": True, "logging_steps": 1}
 options |= {"max_steps": 12 - first, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
 arguments = TrainingArguments(tempfile.mkdtemp(), **options)
-recording = HuggingFace(chain, step=first)
+recording = HuggingFaceCallback(chain, step=first)
 Trainer(model, arguments, train_dataset=Data(), optimizers=(optimizer, scheduler), callbacks=[recording]).train()

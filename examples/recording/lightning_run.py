@@ -31,7 +31,7 @@ model = Model()
 if restored:
     first = ckpt_recorder.resume(restored[0], model, model.optimizer).step
 data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))[2 * first :]
-recording = ckpt_recorder.Lightning(chain, step=first)
+recording = ckpt_recorder.LightningCallback(chain, step=first)
 options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False}
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[recording], **options)
 trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))

@@ -10,8 +10,8 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Param
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NotFound, Unsupported
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import Decoded, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import DerivedBlob, Tensor
+from ckpt_formats.core.text import printable
 
 if TYPE_CHECKING:
     from ckpt_formats.names import Naming
@@ -40,7 +40,7 @@ def only(source: Checkpoint, keep: Sequence[str], drop: Sequence[str]) -> Checkp
     for pattern in (*keep, *drop):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in source.parameters):
-            raise NotFound(f"no parameter matches `{show(pattern)}`", hint="`ckpt inspect` lists their names.")
+            raise NotFound(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
     kept = {
         name: parameter
         for name, parameter in source.parameters.items()
@@ -79,5 +79,5 @@ def _cast(parameter: Parameter, dtype: DType) -> Parameter:
     if parameter.role == "extra" or not is_float(parameter.weight.dtype):
         return parameter
     best = parameter.states.get(MASTER, parameter.weight)
-    made = best if best.dtype == dtype else Tensor.of(Decoded(Rounded(), best, dtype))
+    made = best if best.dtype == dtype else Tensor.of(DerivedBlob(Rounded(), best, dtype))
     return replace(parameter, states={**parameter.states, MODEL: made})

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
 
-from ckpt.sizes import PLAIN, Row, kind
+from ckpt.sizes import PLAIN, StateSizes, row_name
 from ckpt_codecs import NotApplicable, Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
@@ -20,19 +20,21 @@ CHUNKS = 16
 Member = tuple[Parameter, str]
 
 
-def estimate(checkpoint: Checkpoint, coding: Coding, chunks: int = CHUNKS) -> list[Row]:
+def estimate(checkpoint: Checkpoint, coding: EncodingOptions, chunks: int = CHUNKS) -> list[StateSizes]:
     """Rows as `savings.rows` would give them of the compressed checkpoint, about."""
     kinds: dict[tuple[str, str], list[Member]] = {}
     for parameter, state, tensor in checkpoint.tensors():
         if tensor.size:
-            kinds.setdefault((kind(parameter, state), tensor.dtype.name), []).append((parameter, state))
+            kinds.setdefault((row_name(parameter, state), tensor.dtype.name), []).append((parameter, state))
     with Reader(check=False) as reader:
         transfer = Transfer(reader)
         found = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
     return sorted(found, key=lambda row: -row.raw)
 
 
-def _row(state: str, dtype: str, members: list[Member], coding: Coding, transfer: Transfer, chunks: int) -> Row:
+def _row(
+    state: str, dtype: str, members: list[Member], coding: EncodingOptions, transfer: Transfer, chunks: int
+) -> StateSizes:
     tensors = [parameter.states[name] for parameter, name in members]
     elements, raw = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     seen = kept = 0
@@ -41,7 +43,7 @@ def _row(state: str, dtype: str, members: list[Member], coding: Coding, transfer
         nbytes, codec, taken = _look(parameter, name, indices, coding, transfer)
         seen, kept = seen + nbytes, kept + taken
         codecs[codec] = None
-    return Row(state, dtype, elements, raw, round(raw * kept / seen), tuple(codecs))
+    return StateSizes(state, dtype, elements, raw, round(raw * kept / seen), tuple(codecs))
 
 
 def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple[Member, list[int]]]:
@@ -59,7 +61,7 @@ def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple
 
 
 def _look(
-    parameter: Parameter, state: str, indices: list[int], coding: Coding, transfer: Transfer
+    parameter: Parameter, state: str, indices: list[int], coding: EncodingOptions, transfer: Transfer
 ) -> tuple[int, str, int]:
     """Bytes of some chunks, the codec for them, and what they take in the file."""
     tensor = parameter.states[state]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def results(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_flight: int) -> Iterator[R]:
+def run_tasks(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_flight: int) -> Iterator[R]:
     """Apply `work` to every item, at most `in_flight` at a time; results come as they are ready.
 
     After the first error nothing more is started; what runs is waited for, then

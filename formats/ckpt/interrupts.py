@@ -14,7 +14,7 @@ from types import FrameType
 
 
 @contextmanager
-def deferred() -> Iterator[threading.Event]:
+def deferred_interrupts() -> Iterator[threading.Event]:
     """Within, SIGINT or SIGTERM only sets the event. A second one ends the process, as a crash would."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -35,19 +35,19 @@ def deferred() -> Iterator[threading.Event]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def heed(asked: threading.Event) -> None:
+def raise_if_interrupted(asked: threading.Event) -> None:
     """Raises KeyboardInterrupt if somebody asked for it."""
     if asked.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
-def heeding(moved: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+def interruptible(moved: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
     """Within, interrupts are deferred, and heeded whenever bytes are counted: by `moved`, as it gives it."""
-    with deferred() as asked:
+    with deferred_interrupts() as asked:
 
         def count(nbytes: int) -> None:
-            heed(asked)
+            raise_if_interrupted(asked)
             moved(nbytes)
 
         yield count

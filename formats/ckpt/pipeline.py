@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt import staging as points
-from ckpt.executors import results
+from ckpt.executors import run_tasks
 from ckpt.fingerprint import fingerprint
-from ckpt.interrupts import deferred, heed
+from ckpt.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.staging import Staging, check_target, staging, sweep
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, FilePlan, Goal, Receipt, WritableFormat
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, files_each, settle, unreadable
+from ckpt_formats.core.files import Reader, Seal, files_each, unreadable, verify_seals
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 
-Moved = Callable[[int], None]
+CountBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class Resources:
     """How much of the machine to use."""
 
     workers: int = 2
@@ -46,7 +46,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Result:
     """What a copy did."""
 
     target: Path
@@ -56,10 +56,10 @@ class Outcome:
     checksums: int
 
 
-def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[Part, ...]:
+def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[FilePlan, ...]:
     """Everything that can be known before the first byte is read: the parts. Raises if the copy cannot succeed."""
-    check_whole(source)
-    check_sound(source)
+    check_complete(source)
+    check_not_suspicious(source)
     for one in (source, *format.beside()):
         check_target(goal.target, one.path)
     roles = {parameter.role for parameter in source.parameters.values()}
@@ -77,10 +77,10 @@ def copy(
     format: WritableFormat,
     goal: Goal,
     choices: object,
-    effort: Effort,
-    moved: Moved = lambda n: None,
-    parts: tuple[Part, ...] | None = None,
-) -> Outcome:
+    effort: Resources,
+    moved: CountBytes = lambda n: None,
+    parts: tuple[FilePlan, ...] | None = None,
+) -> Result:
     """Write `source` again. `choices`, plain data, tells this request from another on the same files.
 
     `parts` are those of `plan`, from whoever has made it already.
@@ -88,7 +88,7 @@ def copy(
     parts, target = plan(source, format, goal) if parts is None else parts, goal.target
     identities = identities_of(source, format, goal)
     sweep(target.parent)
-    with staging(target, effort.locks) as stage, deferred() as stop:
+    with staging(target, effort.locks) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format, goal, choices))
             done = {receipt.file: receipt for receipt in stage.receipts()}
@@ -99,11 +99,11 @@ def copy(
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 points.reached("journalled")
-                heed(stop)
+                raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
             checksums = _settle(receipts, identities)
             points.reached("settled")
-            heed(stop)
+            raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
             points.reached("committed")
             check_unchanged(identities)
@@ -116,7 +116,7 @@ def copy(
             stage.discard()
             check_unchanged(identities)  # says why rather than what came of it
             raise
-    return Outcome(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, checksums)
+    return Result(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, checksums)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat, goal: Goal) -> Identities:
@@ -136,16 +136,18 @@ def _files_of(path: Path | None) -> list[Path]:
     return [file for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
 
 
-def check_whole(source: Checkpoint) -> None:
+def check_complete(source: Checkpoint) -> None:
     """Every tensor is there and covered exactly once. Raises `Incomplete`, naming the first that are not."""
-    flaws = [f"`{show(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.flaws()]
-    flaws += [f"`{show(name)}` is {show(said)}" for name, said in source.strays()]
+    flaws = [
+        f"`{printable(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.flaws()
+    ]
+    flaws += [f"`{printable(name)}` is {printable(said)}" for name, said in source.strays()]
     if flaws:
         more = f" (and {len(flaws) - 3} more)" if len(flaws) > 3 else ""
         raise Incomplete("; ".join(flaws[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
 
 
-def check_sound(source: Checkpoint) -> None:
+def check_not_suspicious(source: Checkpoint) -> None:
     """Nothing says that the values are not what was meant to be saved. Raises `Corrupt`."""
     if source.doubts:
         raise Corrupt(
@@ -156,12 +158,12 @@ def check_sound(source: Checkpoint) -> None:
         )
 
 
-def space_needed(parts: Iterable[Part]) -> int:
+def space_needed(parts: Iterable[FilePlan]) -> int:
     """A lower bound of the bytes that parts will take: a model's copy may turn out to be only its master, rounded."""
     return sum(_least(part) if part.size is None else part.size for part in parts)
 
 
-def _least(part: Part) -> int:
+def _least(part: FilePlan) -> int:
     copies = (p.states[MODEL].nbytes for p in part.parameters if {MODEL, MASTER} <= p.states.keys())
     return part.nbytes - sum(copies)
 
@@ -169,17 +171,17 @@ def _least(part: Part) -> int:
 def _write_all(
     stage: Staging,
     format: WritableFormat,
-    parts: Iterable[Part],
-    effort: Effort,
+    parts: Iterable[FilePlan],
+    effort: Resources,
     identities: Identities,
     stop: threading.Event,
-    moved: Moved,
+    moved: CountBytes,
 ) -> Iterable[Receipt]:
     def count(nbytes: int) -> None:
-        heed(stop)
+        raise_if_interrupted(stop)
         moved(nbytes)
 
-    def write(part: Part) -> Receipt:
+    def write(part: FilePlan) -> Receipt:
         with (
             Reader(most_files=effort.files, identities=identities) as reader,
             Transfer(reader, effort.slab, count) as transfer,
@@ -188,7 +190,7 @@ def _write_all(
                 receipt = format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
-                    error.where = f"tensor {', '.join(show(p.name) for p in part.parameters[:1])}"
+                    error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
         points.reached("written")
         stage.flush(receipt)  # while the other workers go on, rather than all at the end
@@ -196,7 +198,7 @@ def _write_all(
 
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
         try:
-            yield from results(pool, write, parts, 2 * effort.workers)
+            yield from run_tasks(pool, write, parts, 2 * effort.workers)
         except BaseException:
             stop.set()
             raise
@@ -205,18 +207,18 @@ def _write_all(
 def _settle(receipts: Iterable[Receipt], identities: Identities) -> int:
     """Hold what was read against every checksum that the source promised. Raises `Corrupt`."""
     evidence = [piece for receipt in receipts for piece in receipt.evidence]
-    broken = list(settle(evidence, Reader(check=False, identities=identities)))
+    broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
     if broken:
-        raise broken_seals(broken)
+        raise seals_error(broken)
     return len({piece.seal for piece in evidence})
 
 
-def broken_seals(broken: list[Seal]) -> Corrupt:
+def seals_error(broken: list[Seal]) -> Corrupt:
     """Damaged bytes, by file and by what the range is called."""
     seal = broken[0]
     others = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
     return Corrupt(
-        f"{show(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{others}",
+        f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{others}",
         where=seal.path,
         hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
     )

@@ -41,7 +41,7 @@ def renamed(
     if asked is None and config is None and format_name not in ("hf", *_MEGATRON):
         return checkpoint
     # Tables of many models: not to be imported for a copy from one format of ours to another.
-    from ckpt_formats.engines.hf.model_names import respelled
+    from ckpt_formats.engines.hf.model_names import with_model_names
     from ckpt_formats.engines.hf.side_files import config_of
     from ckpt_formats.engines.hf.write import beside_files
     from ckpt_formats.names import naming_of, to_core, to_hf, to_legacy, to_megatron
@@ -55,9 +55,9 @@ def renamed(
     if wanted == "hf":
         if now in _MEGATRON:
             return to_hf(checkpoint, said, partial=partial)
-        return respelled(checkpoint, said) if said is not None else checkpoint
+        return with_model_names(checkpoint, said) if said is not None else checkpoint
     if now not in _MEGATRON:
-        spelled = respelled(checkpoint, said) if said is not None else checkpoint
+        spelled = with_model_names(checkpoint, said) if said is not None else checkpoint
         checkpoint = to_megatron(spelled, said, partial=partial)
     return to_legacy(checkpoint) if wanted == "megatron-legacy" else to_core(checkpoint)
 

@@ -8,17 +8,17 @@ from typing import Any
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.tensor import Decoded, Tensor
-from ckpt_formats.universal.chunked import Coded
-from ckpt_formats.universal.entry import Entry
-from ckpt_formats.universal.replay import Replay, Replayed, stored_delta
+from ckpt_formats.core.tensor import DerivedBlob, Tensor
+from ckpt_formats.universal.chunked import EncodedBlob
+from ckpt_formats.universal.entry import ParameterEntry
+from ckpt_formats.universal.replay import DeltaBlob, StoredDelta, stored_delta
 
 PLAIN = "none"
 """Said for a codec where values are stored as they are."""
 
 
 @dataclass(frozen=True)
-class Row:
+class StateSizes:
     """All states of one kind and element type."""
 
     state: str
@@ -52,18 +52,18 @@ class Row:
         }
 
 
-def rows(checkpoint: Checkpoint) -> list[Row]:
+def rows(checkpoint: Checkpoint) -> list[StateSizes]:
     """Of a checkpoint as it is stored; the largest kinds first."""
     return merged(
-        Row(kind(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
+        StateSizes(row_name(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
         for parameter, state, tensor in checkpoint.tensors()
     )
 
 
-def written_rows(entries: Iterable[Entry]) -> list[Row]:
+def written_rows(entries: Iterable[ParameterEntry]) -> list[StateSizes]:
     """The same of the entries of a manifest that has no deltas."""
     return merged(
-        Row(
+        StateSizes(
             state if entry.role == "parameter" else entry.role,
             made.dtype,
             prod(made.shape),
@@ -76,20 +76,20 @@ def written_rows(entries: Iterable[Entry]) -> list[Row]:
     )
 
 
-def merged(parts: Iterable[Row]) -> list[Row]:
+def merged(parts: Iterable[StateSizes]) -> list[StateSizes]:
     """One row for all that share state and element type."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str], list[StateSizes]] = {}
     for part in parts:
         found.setdefault((part.state, part.dtype), []).append(part)
     return sorted((_sum(*key, members) for key, members in found.items()), key=lambda row: -row.raw)
 
 
-def total(parts: Iterable[Row]) -> Row:
+def total(parts: Iterable[StateSizes]) -> StateSizes:
     """All rows together."""
     return _sum("total", "", list(parts))
 
 
-def kind(parameter: Parameter, state: str) -> str:
+def row_name(parameter: Parameter, state: str) -> str:
     """What the row of a state is called: the optimizer's name for it, or what the tensor is where it is not trained."""
     return state if parameter.role == "parameter" else parameter.role
 
@@ -99,11 +99,11 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     nbytes, codecs = 0, []
     for fragment in tensor.fragments:
         blob = fragment.blob
-        if isinstance(blob, Coded):
+        if isinstance(blob, EncodedBlob):
             nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
-        elif isinstance(blob, Replayed) and (delta := stored_delta(blob)) is not None:
+        elif isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
             nbytes, name = nbytes + _share(blob, delta), f"{delta.codec.name} (delta)"
-        elif isinstance(blob, Decoded):
+        elif isinstance(blob, DerivedBlob):
             name = blob.codec.name
         else:
             nbytes, name = nbytes + fragment.box.size * tensor.dtype.itemsize, PLAIN
@@ -111,7 +111,7 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     return nbytes, tuple(dict.fromkeys(codecs))
 
 
-def _share(blob: Replayed, delta: Replay) -> int:
+def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
     """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
     whole = sum(dtype.itemsize for dtype in delta.form.values())
     return round(delta.nbytes * blob.dtype.itemsize / whole)
@@ -119,7 +119,9 @@ def _share(blob: Replayed, delta: Replay) -> int:
 
 def is_coded(checkpoint: Checkpoint) -> bool:
     """Is any state stored coded?"""
-    return any(isinstance(f.blob, (Coded, Replayed)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
+    return any(
+        isinstance(f.blob, (EncodedBlob, DeltaBlob)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments
+    )
 
 
 def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
@@ -128,7 +130,7 @@ def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
     return list({delta.codec.name: delta.codec for blob in blobs if (delta := stored_delta(blob)) is not None}.values())
 
 
-def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:
+def table(parts: list[StateSizes], sizes: str = "stored") -> Iterator[str]:
     """The rows and their total, for people."""
     from ckpt_cli.views.report import size
 
@@ -157,9 +159,9 @@ def table(parts: list[Row], sizes: str = "stored") -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _sum(state: str, dtype: str, parts: list[Row]) -> Row:
+def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:
     codecs = dict.fromkeys(name for part in parts for name in part.codecs)
-    return Row(
+    return StateSizes(
         state,
         dtype,
         sum(part.elements for part in parts),

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest
 from ckpt.publish import rename_new
 from ckpt_formats.core.checkpoint import Receipt
 from ckpt_formats.core.errors import CkptError, Locked, OutputError
-from ckpt_formats.core.files import Evidence, Reader, Seal, holds
+from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.text import PARTIAL
 
@@ -84,7 +84,11 @@ class Staging:
                 receipt = _receipt(json.loads(text))
                 path = self.data / receipt.file
                 seals = [replace(seal, path=path) for seal in receipt.seals]
-                if path.is_file() and path.stat().st_size == receipt.nbytes and all(holds(s, reader) for s in seals):
+                if (
+                    path.is_file()
+                    and path.stat().st_size == receipt.nbytes
+                    and all(seal_is_valid(s, reader) for s in seals)
+                ):
                     yield receipt
 
     def flush(self, receipt: Receipt) -> None:
@@ -139,7 +143,7 @@ class Staging:
 def staging(target: Path, locks: bool = True) -> Iterator[Staging]:
     """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
     folder = staging_folder(target)
-    with owned(folder, target, locks):
+    with locked_folder(folder, target, locks):
         yield Staging(target, folder)
 
 
@@ -149,7 +153,7 @@ def staging_folder(target: Path) -> Path:
 
 
 @contextmanager
-def owned(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
+def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
     """A folder, made if need be, that nobody else has meanwhile. Raises `Locked`, which names the target.
 
     Without `locks`, a file system that cannot lock is trusted.
@@ -172,7 +176,7 @@ def sweep(place: Path) -> None:
     for folder in place.glob(f".?*{PARTIAL}"):
         stage = Staging(place / folder.name[1 : -len(PARTIAL)], folder)
         if stage.left_over:
-            with suppress(CkptError), owned(folder, stage.target):
+            with suppress(CkptError), locked_folder(folder, stage.target):
                 if stage.left_over:
                     stage.discard()
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckpt.executors import results
-from ckpt.pipeline import Effort
+from ckpt.executors import run_tasks
+from ckpt.pipeline import Resources
 from ckpt.verify import Finding
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.safetensors import read_header
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.errors import CkptError, Corrupt
-from ckpt_formats.core.files import Reader, holds, open_regular, read_whole
+from ckpt_formats.core.files import Reader, open_regular, read_whole, seal_is_valid
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 
@@ -26,11 +26,11 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SEALED = (manifest.NAME, index.NAME)
 
 
-def survey(path: Path, error: CkptError, effort: Effort) -> list[Finding]:
+def survey(path: Path, error: CkptError, effort: Resources) -> list[Finding]:
     """Why a checkpoint cannot be opened, and what is wrong with its files, each once."""
     found = [Finding("unreadable", error.what, error.where or str(path))]
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-        for several in results(pool, _examine, _files(_root(path, error)), 2 * effort.workers):
+        for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * effort.workers):
             found += several
     first = found[0].where
     others = [one for one in found[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
@@ -101,6 +101,6 @@ def _parse(path: Path) -> None:
 def _torch(path: Path) -> Iterator[Finding]:
     with Reader(check=False) as reader:
         for seal in open_file(path).seals():
-            if not holds(seal, reader):
+            if not seal_is_valid(seal, reader):
                 what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
                 yield Finding("checksum", what, str(path))

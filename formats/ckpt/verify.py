@@ -9,19 +9,19 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from ckpt.executors import results
-from ckpt.interrupts import heeding
-from ckpt.pipeline import Effort, Moved
+from ckpt.executors import run_tasks
+from ckpt.interrupts import interruptible
+from ckpt.pipeline import CountBytes, Resources
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, holds
+from ckpt_formats.core.files import Reader, Seal, seal_is_valid
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
-from ckpt_formats.core.tensor import Array, Decoded, Tensor
+from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import flat
-from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.universal.replay import DeltaBlob
 
 Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed", "log", "replay"]
 
@@ -36,16 +36,16 @@ class Finding:
     tensors: tuple[str, ...] = ()
 
 
-def amount(checkpoint: Checkpoint) -> int:
-    """Bytes that `examine` will read."""
+def nbytes_to_read(checkpoint: Checkpoint) -> int:
+    """Bytes that `find_problems` will read."""
     decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
     sealed = sum(seal.nbytes for seal in checkpoint.seals)
     return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
 
 
-def examine(checkpoint: Checkpoint, effort: Effort, moved: Moved = lambda nbytes: None) -> list[Finding]:
+def find_problems(checkpoint: Checkpoint, effort: Resources, moved: CountBytes = lambda nbytes: None) -> list[Finding]:
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
-    with heeding(moved) as count:
+    with interruptible(moved) as count:
         return _examine(checkpoint, effort, count)
 
 
@@ -54,7 +54,7 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Finding]:
+def _examine(checkpoint: Checkpoint, effort: Resources, moved: CountBytes) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.doubts]
     damaged = {finding.tensors for finding in findings}
@@ -72,7 +72,7 @@ def _examine(checkpoint: Checkpoint, effort: Effort, moved: Moved) -> list[Findi
         for name, digests in _together(checkpoint)
     ]
     with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-        found = [f for fs in results(pool, _call, work, 2 * effort.workers) for f in fs]
+        found = [f for fs in run_tasks(pool, _call, work, 2 * effort.workers) for f in fs]
     broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
     # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
     findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
@@ -101,10 +101,10 @@ def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
     return {seal: tuple(found) for seal, found in names.items()}
 
 
-def _seal(seal: Seal, tensors: tuple[str, ...], moved: Moved) -> list[Finding]:
+def _seal(seal: Seal, tensors: tuple[str, ...], moved: CountBytes) -> list[Finding]:
     with Reader(check=False) as reader:
         try:
-            whole = holds(seal, reader)
+            whole = seal_is_valid(seal, reader)
         except CkptError as error:
             return [Finding("unreadable", error.what, str(seal.path), tensors)]
     moved(seal.nbytes)
@@ -117,12 +117,12 @@ def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
     found: dict[tuple[str, object], dict[str, int]] = {}
     for (name, state), digest in checkpoint.digests.items():
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
-        key = id(blob.replay) if isinstance(blob, Replayed) else state
+        key = id(blob.replay) if isinstance(blob, DeltaBlob) else state
         found.setdefault((name, key), {})[state] = digest
     return ((name, digests) for (name, _), digests in found.items())
 
 
-def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: Moved) -> list[Finding]:
+def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: CountBytes) -> list[Finding]:
     """Is what comes out of a codec what the checkpoint says went in?"""
     name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
     with Reader(check=False) as reader:
@@ -148,7 +148,7 @@ def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> 
     """Some states in storage order; if they are replayed, chunk by chunk, so that no chunk is replayed twice."""
     tensors = {state: parameter.states[state] for state in states}
     blob = next(iter(tensors.values())).fragments[0].blob
-    if not isinstance(blob, Replayed):
+    if not isinstance(blob, DeltaBlob):
         for state, tensor in tensors.items():
             for _, values in transfer.slabs(tensor):
                 yield state, values
@@ -175,10 +175,10 @@ def _is_copy(copy: Tensor, master: Tensor) -> bool:
 
 
 def _stored(tensor: Tensor) -> bool:
-    return not any(isinstance(fragment.blob, Decoded) for fragment in tensor.fragments)
+    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
 
 
-def _agreement(parameter: Parameter, slab: int, moved: Moved) -> list[Finding]:
+def _agreement(parameter: Parameter, slab: int, moved: CountBytes) -> list[Finding]:
     name, found = parameter.name, []
     with Reader(check=False) as reader:
         transfer = Transfer(reader, slab, moved)

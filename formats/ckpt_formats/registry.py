@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.gc_pause import gc_paused
-from ckpt_formats.core.text import PARTIAL, show
+from ckpt_formats.core.text import PARTIAL, printable
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.checkpoint import Checkpoint, Format, Options, WritableFormat
+    from ckpt_formats.core.checkpoint import Checkpoint, Format, ReadOptions, WritableFormat
     from ckpt_formats.core.notices import Notice
 
 FORMATS: dict[str, str] = {
@@ -64,7 +64,7 @@ def detect(path: Path) -> "Format":
 
 
 @gc_paused()
-def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint":
+def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkpoint":
     """The index of the checkpoint at a path, whatever its format. Reads headers only.
 
     What lies in its folder and is not read is told by its notices.
@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     from dataclasses import replace
 
     from ckpt_formats.containers.torchfile import check_repeated
-    from ckpt_formats.core.checkpoint import Options, SavedAs, identified
+    from ckpt_formats.core.checkpoint import OriginalForm, ReadOptions, identified
     from ckpt_formats.core.missing_states import check_states
     from ckpt_formats.detection.shard_alone import check_alone, check_whole_of_meta, parts_unread
     from ckpt_formats.detection.unread_files import unread
@@ -81,11 +81,11 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
         check_alone(path)
     located = _located(path)
     format = located.format
-    found = identified(lambda: _read(located, options or Options()))
+    found = identified(lambda: _read(located, options or ReadOptions()))
     _check_folders(found, located)
     check_whole_of_meta(found)
     written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
-    check_repeated(written, show(str(path)))  # here, so that every command gives the same answer
+    check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *found.notices)
     if format.name not in _OURS:
         notices = (*notices, *check_states(found.parameters, found.groups, located.path, even=format.even_states))
@@ -97,10 +97,10 @@ def open_checkpoint(path: Path, options: "Options | None" = None) -> "Checkpoint
     found = replace(found, notices=notices)
     if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
         return found
-    return replace(found, saved_as=SavedAs(format.name, path.name if is_file else None))
+    return replace(found, saved_as=OriginalForm(format.name, path.name if is_file else None))
 
 
-def _read(located: "_Located", options: "Options") -> "Checkpoint":
+def _read(located: "_Located", options: "ReadOptions") -> "Checkpoint":
     """The checkpoint, and what a trainer around its engine left beside it."""
     from ckpt_formats.engines.hf.trainer_files import with_run_around
 
@@ -195,13 +195,13 @@ def _check_there(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
-        raise NotFound("there is nothing at this path", where=show(str(path))) from None
+        raise NotFound("there is nothing at this path", where=printable(str(path))) from None
     except OSError as error:
-        raise NotFound(f"cannot be read: {error.strerror}", where=show(str(path))) from error
+        raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
     if any(part.endswith(PARTIAL) for part in path.absolute().parts):
         raise NotFound(
             "not a checkpoint yet, but what an interrupted run left behind",
-            where=show(str(path)),
+            where=printable(str(path)),
             hint="Run the same command again to go on, or remove the folder.",
         )
 
@@ -223,14 +223,14 @@ def _unknown(path: Path) -> CkptError:
 def _not_known(path: Path, held: str) -> NotFound:
     return NotFound(
         f"not a checkpoint that we know ({', '.join(FORMATS)}){held}",
-        where=show(str(path)),
+        where=printable(str(path)),
         hint="Name the folder that the engine wrote: the one of one step, or the one above that holds `latest`.",
     )
 
 
 def _listing(path: Path) -> str:
     try:
-        names = sorted(show(entry.name) for entry in path.iterdir())
+        names = sorted(printable(entry.name) for entry in path.iterdir())
     except OSError as error:
         return f"; it cannot be listed: {error.strerror}"
     return f"; it holds {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "; it is empty"

@@ -7,20 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_recorder.huggingface_callback import HuggingFace
-    from ckpt_recorder.lightning_callback import Lightning
+    from ckpt_recorder.huggingface_callback import HuggingFaceCallback
+    from ckpt_recorder.lightning_callback import LightningCallback
     from ckpt_recorder.random_states import restore_random_states
     from ckpt_recorder.recorder import Recorder, RecorderWarning
-    from ckpt_recorder.resumption import Resumed, resume
+    from ckpt_recorder.resumption import ResumeState, resume
 
-__all__ = ["HuggingFace", "Lightning", "Recorder", "RecorderWarning", "Resumed", "restore_random_states", "resume"]
+__all__ = [
+    "HuggingFaceCallback",
+    "LightningCallback",
+    "Recorder",
+    "RecorderWarning",
+    "ResumeState",
+    "restore_random_states",
+    "resume",
+]
 
 _MODULES = {
-    "HuggingFace": "huggingface_callback",
-    "Lightning": "lightning_callback",
+    "HuggingFaceCallback": "huggingface_callback",
+    "LightningCallback": "lightning_callback",
     "Recorder": "recorder",
     "RecorderWarning": "recorder",
-    "Resumed": "resumption",
+    "ResumeState": "resumption",
     "restore_random_states": "random_states",
     "resume": "resumption",
 }

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
-from ckpt_recorder.run import LocalPiece, TrackedRun, TrackedTensor, dtype_name, names_of
+from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, dtype_name, names_of
 
 
 def is_engine(model: object) -> bool:
@@ -102,10 +102,8 @@ def _stage_3(zero: Any, names: Mapping[torch.Tensor, str], rank: int) -> Iterato
         yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(pieces))
 
 
-def _piece(
-    name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int
-) -> LocalPiece:
-    return LocalPiece(name, tuple(shape), dtype_name(parameter.dtype), Box.whole(tuple(shape)), start, stop, offset)
+def _piece(name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int) -> LocalPart:
+    return LocalPart(name, tuple(shape), dtype_name(parameter.dtype), Box.whole(tuple(shape)), start, stop, offset)
 
 
 def _group_names(groups: Any, names: Mapping[torch.Tensor, str]) -> tuple[tuple[str, ...], ...]:

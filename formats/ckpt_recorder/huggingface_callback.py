@@ -6,7 +6,7 @@ from ckpt_recorder.callbacks import installed
 from ckpt_recorder.recorder import Recorder
 
 
-class HuggingFace(installed("transformers:TrainerCallback")):  # type: ignore[misc]
+class HuggingFaceCallback(installed("transformers:TrainerCallback")):  # type: ignore[misc]
     """A callback of Hugging Face's Trainer: `Trainer(..., callbacks=[HuggingFace("run.chain")])`."""
 
     def __init__(self, chain: str, **options: Any) -> None:

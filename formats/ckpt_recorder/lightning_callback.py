@@ -6,7 +6,7 @@ from ckpt_recorder.callbacks import installed
 from ckpt_recorder.recorder import Recorder
 
 
-class Lightning(installed("lightning.pytorch:Callback", "pytorch_lightning:Callback")):  # type: ignore[misc]
+class LightningCallback(installed("lightning.pytorch:Callback", "pytorch_lightning:Callback")):  # type: ignore[misc]
     """A callback of Lightning's Trainer: `Trainer(..., callbacks=[Lightning("run.chain")])`."""
 
     def __init__(self, chain: str, **options: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt_recorder.ring import Ring
-from ckpt_recorder.writer import Settings
+from ckpt_recorder.writer import WriterSettings
 
 WRITER = "ckpt_recorder.writer"
 """The module that the process runs."""
@@ -32,7 +32,7 @@ class WriterBroken(Exception):
 class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` once it has failed, is gone, or is stuck."""
 
-    def __init__(self, settings: Settings, ring: Ring, stall_seconds: float) -> None:
+    def __init__(self, settings: WriterSettings, ring: Ring, stall_seconds: float) -> None:
         """`stall_seconds`: how long the writer may send nothing while it is waited for, before it counts as stuck."""
         self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()

@@ -35,7 +35,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """How the steps of an optimizer can be done again."""
 
     type: str
@@ -82,21 +82,21 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
-def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> Probed:
+def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult:
     """How the optimizer's steps can be done again. Raises `Unsupported` if they cannot."""
     name = class_name(optimizer)
     trial = _trial(optimizer, device)
-    closest: Probed | None = None
+    closest: ProbeResult | None = None
     for method in (*METHODS, TORCH):
         for vector in _VECTORS.get(method, (1,)):
-            figures = _compare(trial, Probed(name, method, "exact", {}, vector))
+            figures = _compare(trial, ProbeResult(name, method, "exact", {}, vector))
             if figures is None:
                 continue
             if not figures["differing"]:
                 exactness: Exactness = "same library" if method == TORCH else "exact"
-                return Probed(name, method, exactness, {"values": figures["values"]}, vector)
+                return ProbeResult(name, method, exactness, {"values": figures["values"]}, vector)
             if closest is None or figures["relative"] < closest.figures["relative"]:
-                closest = Probed(name, method, "approximate", figures, vector)
+                closest = ProbeResult(name, method, "approximate", figures, vector)
     if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
         raise Unsupported(
             f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in pieces",
@@ -174,7 +174,7 @@ def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dic
     return states
 
 
-def _compare(trial: _Trial, candidate: Probed) -> dict[str, Any] | None:
+def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     """Figures of how a method differs from what the optimizer did; None if it is for another optimizer.
 
     `differing` values of `values` after all steps, `max_abs` of them, and `relative`: the norm of the weights' error
@@ -204,7 +204,7 @@ def _compare(trial: _Trial, candidate: Probed) -> dict[str, Any] | None:
     return {"differing": differing, "values": values, "max_abs": largest, "relative": relative, "steps": STEPS}
 
 
-def _apply_in_pieces(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: Probed) -> None:
+def _apply_in_pieces(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
     """In two, since a replay cuts tensors, too."""
     size = gradients.size
     for low, high in ((0, size // 3), (size // 3, size)):

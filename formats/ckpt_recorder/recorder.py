@@ -21,7 +21,7 @@ from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
 from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
 from ckpt_recorder.run import TrackedRun, count_of, plain_run
-from ckpt_recorder.writer import Settings
+from ckpt_recorder.writer import WriterSettings
 
 WhenBroken = Literal["warn", "raise"]
 
@@ -191,7 +191,7 @@ class Recorder:
     def _start(self, part: RankPart, segment: segments.NewSegment) -> str | None:
         """Have the writer write where the segment begins. Returns why it cannot be done."""
         layout, options = segment.layout.ranks[self._rank], self.options
-        settings = Settings(
+        settings = WriterSettings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
             *(options.flush, options.flush_seconds),
         )

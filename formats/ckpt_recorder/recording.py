@@ -14,21 +14,21 @@ from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.gradients.layout import (
     ALONE,
-    Layout,
     LoggedOptimizer,
     LoggedTensor,
-    Piece,
+    OptimizerVector,
     RankLayout,
-    Vector,
+    SegmentLayout,
+    VectorPart,
 )
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.link import WriterBroken, WriterLink
-from ckpt_recorder.probe import Probed, group_options
+from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.random_states import random_states
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
-    LocalPiece,
+    LocalPart,
     TrackedRun,
     content_of,
     count_of,
@@ -40,7 +40,7 @@ from ckpt_recorder.run import (
     state_of,
     whole,
 )
-from ckpt_recorder.writer import Settings
+from ckpt_recorder.writer import WriterSettings
 
 
 class UnknownTensor(Exception):
@@ -55,8 +55,8 @@ Block = tuple[str, Box]
 class RankPart:
     """What one rank contributes to a layout: plain data, sent to rank 0."""
 
-    vectors: tuple[Vector, ...]
-    pieces: tuple[tuple[int, LocalPiece, int], ...]
+    vectors: tuple[OptimizerVector, ...]
+    pieces: tuple[tuple[int, LocalPart, int], ...]
     """The number of the vector, the piece, and how many of its elements are in whole SIMD vectors."""
     weights: str
     """A hash of the weights of which each rank records a share: all ranks must have the same."""
@@ -64,7 +64,7 @@ class RankPart:
     """A hash of the weights of each shard. Whoever else has that block of the parameter must have the same."""
 
 
-def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart:
+def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> RankPart:
     """This rank's contribution. Large pieces come first; small ones share chunks."""
     pieces = []
     for number, one in enumerate(run.tensors):
@@ -73,7 +73,7 @@ def rank_part(run: TrackedRun, probed: Sequence[Probed], world: int) -> RankPart
             whole = probed[one.optimizer].whole(size, piece.offset, piece.offset + piece.size)
             pieces.append((number, piece, whole))
     pieces.sort(key=lambda item: item[1].size < ALONE)
-    vectors = tuple(Vector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
+    vectors = tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
     if world == 1:
         return RankPart(vectors, tuple(pieces), "", {})
     return RankPart(vectors, tuple(pieces), _shared_digest(run), _shard_digests(run))
@@ -99,8 +99,8 @@ def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
 
 
 def draft_layout(
-    run: TrackedRun, probed: Sequence[Probed], parts: Sequence[RankPart], name: str, first: int, codec: str
-) -> Layout:
+    run: TrackedRun, probed: Sequence[ProbeResult], parts: Sequence[RankPart], name: str, first: int, codec: str
+) -> SegmentLayout:
     """The layout of a segment, from what all ranks contribute; which state it begins with, the chain decides."""
     tensors: dict[str, LoggedTensor] = {}
     numbers: dict[str, int] = {}
@@ -110,14 +110,14 @@ def draft_layout(
         for vector, piece, in_vectors in part.pieces:
             tensors.setdefault(piece.name, LoggedTensor(piece.name, piece.dtype, piece.shape))
             number = numbers.setdefault(piece.name, len(numbers))
-            rows.append(Piece(number, vector, piece.start, piece.stop, in_vectors, piece.box))
+            rows.append(VectorPart(number, vector, piece.start, piece.stop, in_vectors, piece.box))
         layouts.append(RankLayout(part.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
         for one, groups in zip(probed, run.group_names, strict=True)
     )
     versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}
-    return Layout(
+    return SegmentLayout(
         name, first, codec, tuple(tensors.values()), optimizers, tuple(layouts), dict(run.aliases), versions, None
     )
 
@@ -130,7 +130,7 @@ class RankRecording:
         run: TrackedRun,
         part: RankPart,
         layout: RankLayout,
-        settings: Settings,
+        settings: WriterSettings,
         rank: int,
         stall_seconds: float,
     ) -> None:

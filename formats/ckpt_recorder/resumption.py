@@ -17,7 +17,7 @@ from ckpt_recorder.run import unwrap
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeState:
     """What a restored step says besides model and optimizer."""
 
     step: int
@@ -32,7 +32,7 @@ def resume(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     random_states: bool = True,
-) -> Resumed:
+) -> ResumeState:
     """Load a step that `ckpt restore CHAIN FILE --to torch` wrote.
 
     Args:
@@ -58,4 +58,4 @@ def resume(
     states = notes.pop("random_states", {}).get(f"rank-{rank_and_world()[0]:05d}")
     if random_states and states is not None:
         restore_random_states(states)
-    return Resumed(step, notes)
+    return ResumeState(step, notes)

@@ -14,7 +14,7 @@ Names = Mapping[torch.Tensor, str]
 
 
 @dataclass(frozen=True)
-class LocalPiece:
+class LocalPart:
     """Elements of a parameter that are in a tensor of the optimizer."""
 
     name: str
@@ -41,7 +41,7 @@ class TrackedTensor:
     tensor: torch.Tensor
     optimizer: int
     group: int
-    pieces: tuple[LocalPiece, ...]
+    pieces: tuple[LocalPart, ...]
     """What this rank has of it; of what all ranks have, its share."""
 
 
@@ -117,7 +117,7 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
     """A run of one process, of DDP, or of FSDP2: torch's own parameters, whole or as DTensors."""
     names, aliases = names_of(unwrap(model))
-    shared = _Shares(rank, world)
+    shared = _EqualShares(rank, world)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         for parameter in group["params"]:
             if not _is_sharded(parameter):
@@ -141,7 +141,7 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
 
 
 @dataclass
-class _Shares:
+class _EqualShares:
     """Tensors that all ranks have are recorded by each to an equal share, cut where it falls."""
 
     rank: int
@@ -161,12 +161,12 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
-def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[LocalPiece]:
+def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
     dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
     if not _is_sharded(parameter):
         start, stop = shared.take(parameter.numel())
         if start < stop:
-            yield LocalPiece(name, shape, dtype, Box.whole(shape), start, stop, start)
+            yield LocalPart(name, shape, dtype, Box.whole(shape), start, stop, start)
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -180,7 +180,7 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _Shares) -> Iterator[
         )
     box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
     if box.size:
-        yield LocalPiece(name, shape, dtype, box, 0, box.size, 0)
+        yield LocalPart(name, shape, dtype, box, 0, box.size, 0)
 
 
 def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:

@@ -14,9 +14,9 @@ from ckpt_formats.core.errors import CkptError, Incomplete, Locked, Unsupported
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.layout import Layout
+from ckpt_formats.universal.gradients.layout import SegmentLayout
 from ckpt_formats.universal.gradients.segment import FOLDER
 
 _DRAIN_SECONDS = 120.0
@@ -27,12 +27,12 @@ class NewSegment:
     """A segment that the chain does not name yet."""
 
     path: Path
-    layout: Layout
+    layout: SegmentLayout
     lock: int
     """Rank 0's descriptor of its layout, which is locked, so that nobody takes the folder for what a crash left."""
 
 
-def begin(run: Path, draft: Layout) -> NewSegment:
+def begin(run: Path, draft: SegmentLayout) -> NewSegment:
     """Make the folder and write the layout, which stands on the chain's state at its first step if there is one.
 
     What recorders that died left in the chain is removed. `publish` or `abandon` has to follow.
@@ -41,7 +41,7 @@ def begin(run: Path, draft: Layout) -> NewSegment:
     """
     _wait_for_others(run)
     with _locked(run) as chain:
-        chain = _ended(run, chain or Chain(()), draft.first)
+        chain = _ended(run, chain or ChainIndex(()), draft.first)
         folder.remove([one for one in folder.leftovers(run, chain) if index.SEGMENT_FOLDER.fullmatch(one.name)])
         parent = next((one.content for one in chain.members if one.step == draft.first), None)
         layout = replace(draft, parent=parent)
@@ -59,11 +59,11 @@ def publish(run: Path, segment: NewSegment) -> None:
     layout = segment.layout
     try:
         with _locked(run) as chain:
-            chain = _ended(run, chain or Chain(()), layout.first)
+            chain = _ended(run, chain or ChainIndex(()), layout.first)
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
             folder.flush(segment.path)
-            folder.replace(run, Chain(chain.members, (*chain.segments, line)))
+            folder.replace(run, ChainIndex(chain.members, (*chain.segments, line)))
     finally:
         os.close(segment.lock)
 
@@ -79,7 +79,7 @@ def abandon(run: Path, segment: NewSegment) -> None:
 
 
 @contextmanager
-def _locked(run: Path) -> Iterator[Chain | None]:
+def _locked(run: Path) -> Iterator[ChainIndex | None]:
     """The chain, locked. Waits for a while if another process changes it: `ckpt diff --into` may take minutes."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def _locked(run: Path) -> Iterator[Chain | None]:
         yield chain
 
 
-def _write_layout(path: Path, layout: Layout) -> int:
+def _write_layout(path: Path, layout: SegmentLayout) -> int:
     """The descriptor, locked until it is closed."""
     file = os.open(path / layouts.NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
     try:
@@ -110,7 +110,7 @@ def _write_layout(path: Path, layout: Layout) -> int:
     return file
 
 
-def _ended(run: Path, chain: Chain, first: int) -> Chain:
+def _ended(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
     """The chain, with the end of its last segment written down. Raises `Unsupported` if there are later steps."""
     last = max((member.step for member in chain.members), default=first)
     segments = chain.segments
@@ -130,12 +130,12 @@ def _ended(run: Path, chain: Chain, first: int) -> Chain:
             hint=f"To go on from step {first}, drop the later ones: `ckpt compact {run} --upto {first}`. "
             "Or record into another chain.",
         )
-    return Chain(chain.members, segments)
+    return ChainIndex(chain.members, segments)
 
 
 def _wait_for_others(run: Path) -> None:
     """Writers of a run that was killed end soon. Raises `Locked` if they do not: that run goes on."""
-    chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else Chain(())
+    chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else ChainIndex(())
     deadline = time.monotonic() + _DRAIN_SECONDS
     for segment in chain.segments[-1:]:
         while folder.is_growing(run / segment.folder):

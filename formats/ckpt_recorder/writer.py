@@ -41,7 +41,7 @@ _IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class WriterSettings:
     """What the trainer tells its writer first."""
 
     folder: str
@@ -53,7 +53,7 @@ class Settings:
     flush_seconds: float
 
 
-class RankFile:
+class LogFile:
     """A rank's file as it grows. Whatever fails, it ends with a whole record."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -143,11 +143,11 @@ def buffer_chunks(data: bytes, sizes: Sequence[tuple[int, int]]) -> Iterator[mem
         at += nbytes
 
 
-class OrdersEnd(Exception):
+class MessagesEnd(Exception):
     """No more orders come."""
 
 
-class Orders:
+class TrainerMessages:
     """What the trainer orders. They end where the trainer does, though children that it forked hold the pipe open."""
 
     def __init__(self, file: int, trainer: int) -> None:
@@ -160,7 +160,7 @@ class Orders:
     def next(self, seconds: float) -> tuple[dict[str, Any], bytes] | None:
         """An order, and the bytes that belong to it; None if none begins within so many seconds.
 
-        Raises `OrdersEnd`; what a killed trainer sent of half an order is none.
+        Raises `MessagesEnd`; what a killed trainer sent of half an order is none.
         """
         seen = 0
         while (end := self._text.find(b"\n", seen)) < 0:
@@ -180,10 +180,10 @@ class Orders:
         if not self._poll.poll(seconds * 1000):
             if os.getppid() == self._trainer or self._poll.poll(0):
                 return False
-            raise OrdersEnd
+            raise MessagesEnd
         part = os.read(self._file, 1 << 20)
         if not part:
-            raise OrdersEnd
+            raise MessagesEnd
         self._text += part
         return True
 
@@ -191,9 +191,9 @@ class Orders:
 class LogWriter:
     """Does orders until something fails; from then on it only empties slots."""
 
-    def __init__(self, settings: Settings, ring: Ring, status: int) -> None:
+    def __init__(self, settings: WriterSettings, ring: Ring, status: int) -> None:
         self._settings, self._ring, self._status = settings, ring, status
-        self._file: RankFile | None = None
+        self._file: LogFile | None = None
         self._encoder: Encoder | None = None
         self._unflushed, self._flushed_at = 0, time.monotonic()
         self._guarded(self._begin)
@@ -218,7 +218,7 @@ class LogWriter:
         self._guarded(self._flush)
 
     def _begin(self) -> None:
-        file = RankFile(Path(self._settings.folder), self._settings.rank)
+        file = LogFile(Path(self._settings.folder), self._settings.rank)
         layout = file.layout.ranks[self._settings.rank]
         self._encoder = Encoder(layout, gradient_codec(self._settings.codec), self._ring)
         self._file = file
@@ -251,14 +251,14 @@ class LogWriter:
             os.write(self._status, line.encode() + b"\n")
 
 
-def write_log(orders: Orders, ring_file: int, status: int) -> None:
+def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
     """Do all orders, until there are no more."""
     try:
         while (first := orders.next(_IDLE_SECONDS)) is None:
             pass
-        settings = Settings(**first[0])
+        settings = WriterSettings(**first[0])
         writer = LogWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status)
-    except OrdersEnd:
+    except MessagesEnd:
         return
     try:
         while True:
@@ -269,12 +269,12 @@ def write_log(orders: Orders, ring_file: int, status: int) -> None:
                 break
             else:
                 writer.do(*order)
-    except OrdersEnd:
+    except MessagesEnd:
         pass
     writer.flush()
 
 
-def _append(file: RankFile, encoder: Encoder, order: dict[str, Any], data: bytes) -> None:
+def _append(file: LogFile, encoder: Encoder, order: dict[str, Any], data: bytes) -> None:
     kind, chunks, values = Kind(order["kind"]), list[Bytes](), list[int]()
     if order.get("slot") is not None:
         chunks, values = encoder.chunks(order)
@@ -297,7 +297,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to all of a job when it ends; the writer ends after its trainer
     ring_file, status, trainer = map(int, sys.argv[1:4])
-    write_log(Orders(sys.stdin.fileno(), trainer), ring_file, status)
+    write_log(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status)
 
 
 if __name__ == "__main__":

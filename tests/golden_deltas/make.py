@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_codecs.delta import Change, States, Step
+from ckpt_codecs.delta import StatePair, States, StepInfo
 from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
@@ -27,25 +27,25 @@ def chosen() -> Iterator[Case]:
     yield "adam-bf16", *adam(shape, 1, 7, bf16=True)
     ten, way = adam(shape, 10, 7)
     rows = np.exp2(np.random.default_rng(7).normal(0, 1, (40, 1))).astype(np.float32)
-    yield "steps", Change(ten.before, {**ten.after, "exp_avg_sq": ten.after["exp_avg_sq"] * rows}), way
-    yield "anchor", Change({}, one.after), step
+    yield "steps", StatePair(ten.before, {**ten.after, "exp_avg_sq": ten.after["exp_avg_sq"] * rows}), way
+    yield "anchor", StatePair({}, one.after), step
     yield "weights", only(one, "fp32"), step
     large = [{**states, "max_exp_avg_sq": one.after["exp_avg_sq"] * 2} for states in (one.before, one.after)]
-    yield "amsgrad", Change(*large), step
+    yield "amsgrad", StatePair(*large), step
     copies = [{**states, "param": as_type(states, BF16)["fp32"]} for states in (one.before, one.after)]
     copies[1]["param"].view(np.uint16)[::7] += 1
-    yield "masters-and-copy", Change(*copies), step
+    yield "masters-and-copy", StatePair(*copies), step
     yield "momentum", *momentum(shape, 7)
     many = adam((150, 64), 1, 7)[0]
-    yield "copy", Change(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
+    yield "copy", StatePair(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
     yield "seldom", *seldom(7)
     few, many = copies_that_change()
-    yield "changes", few, Step()
-    yield "tables", many, Step()
-    yield "counters", Change({"step": np.arange(900)}, {"step": np.arange(900) + 1}), step
+    yield "changes", few, StepInfo()
+    yield "tables", many, StepInfo()
+    yield "counters", StatePair({"step": np.arange(900)}, {"step": np.arange(900) + 1}), step
 
 
-def copies_that_change() -> tuple[Change, Change]:
+def copies_that_change() -> tuple[StatePair, StatePair]:
     """Copies in 16 bits of which few values change, and of which many do, by steps of every size."""
     random = np.random.default_rng(7)
     before = random.normal(0, 0.02, (150, 64)).astype(BF16)
@@ -53,7 +53,9 @@ def copies_that_change() -> tuple[Change, Change]:
     few[random.random(few.shape) < 0.03] += 1
     steps = np.round(np.exp2(random.uniform(0, 15.5, many.shape)) * random.choice([-1, 1], many.shape)).astype(np.int64)
     many += np.where(random.random(many.shape) < 0.3, steps, 0).astype(np.uint16)
-    return Change({"param": before}, {"param": few.view(BF16)}), Change({"param": before}, {"param": many.view(BF16)})
+    return StatePair({"param": before}, {"param": few.view(BF16)}), StatePair(
+        {"param": before}, {"param": many.view(BF16)}
+    )
 
 
 def kept(side: str, states: States) -> dict[str, Array]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_codecs.delta import Change, DeltaCodec, States
+from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from ckpt_codecs.lossy import LcCheckpoint, Subspace
 from ckpt_formats.core.tensor import Array
 
@@ -20,22 +20,22 @@ sys.path.insert(0, str(HERE.parent))
 from lossy_states import BF16, training  # noqa: E402
 
 
-def chosen() -> Iterator[tuple[str, DeltaCodec, Change]]:
+def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
     """Sections of every kind, small."""
     before, after = training((40, 70), 2, 7)
-    yield "adam", Subspace(), Change(before, after)
+    yield "adam", Subspace(), StatePair(before, after)
     holed = {**after, "exp_avg_sq": after["exp_avg_sq"] * (np.arange(70) % 9 > 0)}
-    yield "holed", Subspace(step=0.01, octaves=0.5, first="coarse"), Change(before, holed)
-    yield "anchor", Subspace(first="zero"), Change({}, after)
-    yield "weights", Subspace(step=1.0), Change({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+    yield "holed", Subspace(step=0.01, octaves=0.5, first="coarse"), StatePair(before, holed)
+    yield "anchor", Subspace(first="zero"), StatePair({}, after)
+    yield "weights", Subspace(step=1.0), StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
     momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"] * np.float32(1e6)} for s in (before, after)]
-    yield "momentum", Subspace(), Change(*momentum)
-    yield "momentum-anchor", Subspace(), Change({}, momentum[1])
+    yield "momentum", Subspace(), StatePair(*momentum)
+    yield "momentum-anchor", Subspace(), StatePair({}, momentum[1])
     copies = [{n: a.astype(BF16) for n, a in s.items()} for s in (before, after)]
-    yield "bf16", Subspace(), Change(*copies)
-    yield "vector", Subspace(), Change(*training((300,), 2, 7))
-    yield "same", Subspace(first="exact"), Change(before, {**after, "fp32": before["fp32"]})
-    yield "lc", LcCheckpoint(3, coder="context"), Change(before, after)
+    yield "bf16", Subspace(), StatePair(*copies)
+    yield "vector", Subspace(), StatePair(*training((300,), 2, 7))
+    yield "same", Subspace(first="exact"), StatePair(before, {**after, "fp32": before["fp32"]})
+    yield "lc", LcCheckpoint(3, coder="context"), StatePair(before, after)
 
 
 def kept(side: str, states: States) -> dict[str, Array]:

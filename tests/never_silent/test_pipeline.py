@@ -24,8 +24,8 @@ from ckpt.edits import Edits
 from ckpt.pipeline import job_id
 from ckpt_cli.views import verify as verification
 from ckpt_formats.core import locking
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal, Options, Origin
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, Origin, ParallelDegrees, ReadOptions
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.state_dicts.keys import StateKeys
@@ -177,7 +177,7 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
 ) -> None:
     source, other = save(tmp_path / "a.pt"), save(tmp_path / "b.pt")
     place: Any = verification if command == "verify" else differences
-    name = "examine" if command == "verify" else "compare"
+    name = "find_problems" if command == "verify" else "compare"
     before = getattr(place, name)
 
     def changing(*arguments: Any) -> Any:
@@ -402,11 +402,11 @@ def test_a_lock_whose_file_was_replaced_is_no_lock(
 
 KINDS: dict[type, Any] = {
     Goal: Goal(Path("/target")),
-    Degrees: Degrees(),
-    Coding: Coding(),
+    ParallelDegrees: ParallelDegrees(),
+    EncodingOptions: EncodingOptions(),
     StateKeys: StateKeys(),
     Rule: Rule("a"),
-    Options: Options(),
+    ReadOptions: ReadOptions(),
     Edits: Edits(),
 }
 FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
@@ -416,12 +416,16 @@ FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 def test_everything_that_changes_an_output_byte_changes_the_job(kind: type, field: str) -> None:
     def id_of(one: Any) -> str:
         parts = {**KINDS, kind: one}
-        goal = replace(parts[Goal], rules=(parts[Rule],), **({"degrees": parts[Degrees]} if kind is Degrees else {}))
-        goal = replace(goal, **{Coding: {"coding": one}, StateKeys: {"keys": one}}.get(kind, {}))
+        goal = replace(
+            parts[Goal],
+            rules=(parts[Rule],),
+            **({"degrees": parts[ParallelDegrees]} if kind is ParallelDegrees else {}),
+        )
+        goal = replace(goal, **{EncodingOptions: {"coding": one}, StateKeys: {"keys": one}}.get(kind, {}))
         if kind is Goal:
             goal = one
         source = Checkpoint(Path("/source"), Origin("torch"), {})
-        return job_id(source, {}, Universal(), goal, (parts[Options], parts[Edits]))
+        return job_id(source, {}, Universal(), goal, (parts[ReadOptions], parts[Edits]))
 
     assert id_of(replace(KINDS[kind], **{field: "another"})) != id_of(KINDS[kind])
 

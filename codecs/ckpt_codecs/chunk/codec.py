@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, room
-from ckpt_codecs.chunk.frame import plain
+from ckpt_codecs.chunk.frame import decode_trivial
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 
 
-class Chunked(Codec):
+class ChunkCodec(Codec):
     """What `encode` and `decode` give is the caller's; `encode_into` and `decode_into` take no memory of their own."""
 
     def encode(self, array: Array, base: Array | None = None) -> Bytes:
@@ -28,7 +28,7 @@ class Chunked(Codec):
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
         if not (out.flags.c_contiguous and out.flags.aligned):
             out[...] = self.decode(data, out.shape, out.dtype, base)
-        elif not plain(data, out):
+        elif not decode_trivial(data, out):
             self._decode(data, out, base)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
@@ -37,7 +37,7 @@ class Chunked(Codec):
 
 
 @dataclass(frozen=True)
-class Levelled(Chunked):
+class LeveledCodec(ChunkCodec):
     """A codec with a choice of effort."""
 
     level: str = "default"

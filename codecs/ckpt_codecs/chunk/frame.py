@@ -8,12 +8,12 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk import streams
-from ckpt_codecs.chunk.streams import Effort
+from ckpt_codecs.chunk.streams import CodingLevel
 from ckpt_codecs.chunk.zstd import expand
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import ENTRY, RAW, SAME, STORED, ZSTD
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 LEAST = 16
 """Elements of a chunk that is worth a directory."""
@@ -23,7 +23,7 @@ MOST = 1 << 28
 """Elements of a chunk that is coded at all; larger ones are held raw, since sizes have 32 bits."""
 
 
-def words(array: Array) -> Array:
+def as_uints(array: Array) -> Array:
     """The bits of an array as unsigned words, flat; a complex number is two."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
@@ -34,29 +34,29 @@ def words(array: Array) -> Array:
     return bits if bits.flags.aligned else bits.copy()
 
 
-def raw(array: Array, out: Array) -> Bytes:
+def encode_raw(array: Array, out: Array) -> Bytes:
     """A chunk of the values as they are."""
     end = 1 + array.nbytes
     made = out if out.size >= end else np.empty(end, np.uint8)
     made[0] = RAW
-    made[1:end] = words(array).view(np.uint8)
+    made[1:end] = as_uints(array).view(np.uint8)
     return made[:end].data
 
 
-def same(array: Array) -> bytes | None:
+def encode_constant(array: Array) -> bytes | None:
     """A chunk of one value over and over, if it is one."""
-    bits = words(array)
+    bits = as_uints(array)
     if not bits.size or bits[0] != bits[-1] or bits[0] != bits[bits.size // 2]:
         return None
-    differs = np.not_equal(bits, bits[0], out=borrow("differs", bits.size).view(np.bool_))
+    differs = np.not_equal(bits, bits[0], out=thread_buffer("differs", bits.size).view(np.bool_))
     return None if differs.any() else bytes([SAME]) + bits[:1].tobytes()
 
 
-def plain(data: Bytes, out: Array) -> bool:
+def decode_trivial(data: Bytes, out: Array) -> bool:
     """Fill `out` from a chunk that is held in a way that every codec knows; False if this one is not."""
     if not data:
         raise CodecError("a chunk has at least one byte")
-    made = words(out)
+    made = as_uints(out)
     if data[0] == RAW:
         if len(data) - 1 != out.nbytes:
             raise CodecError(f"{len(data) - 1} raw bytes are not {out.size} values of {out.dtype}")
@@ -84,7 +84,7 @@ def begin(mode: int, streams: int, room: int, out: Array | None = None) -> Array
     return made
 
 
-class Writer:
+class ChunkWriter:
     """A chunk as it grows: a directory, then streams, first as the planes that they hold.
 
     Each plane lies where its stream begins if nothing before it is coded, so that what is stored need not be moved.
@@ -98,7 +98,7 @@ class Writer:
         self._worths: list[float] = []
         self._looks: list[bool] = []
 
-    def plane(self, size: int, effort: Effort, sure: bool = False) -> Array:
+    def plane(self, size: int, effort: CodingLevel, sure: bool = False) -> Array:
         """Room for the plane of the next stream, to be filled before `data` is asked for. `sure`: coding pays."""
         begin, self._end = self._end, self._end + size
         self._sizes.append(size)
@@ -106,7 +106,7 @@ class Writer:
         self._looks.append(effort.survey and not sure)
         return self.out[begin : self._end]
 
-    def add(self, plane: Array, effort: Effort, sure: bool = False) -> None:
+    def add(self, plane: Array, effort: CodingLevel, sure: bool = False) -> None:
         """Append the stream of a plane that lies elsewhere."""
         self.plane(plane.size, effort, sure)[:] = plane
 

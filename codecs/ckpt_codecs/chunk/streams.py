@@ -12,11 +12,11 @@ from ckpt_codecs.chunk.zstd import expand
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import DIGITS, ENTRY, HUF0, STORED
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 
 @dataclass(frozen=True)
-class Effort:
+class CodingLevel:
     """How hard an encoder tries. Bytes mean the same at every level."""
 
     worth: float
@@ -25,10 +25,10 @@ class Effort:
     """Believe a sample that says that it will not."""
 
 
-LEVELS = {"fast": Effort(0.95), "default": Effort(0.98), "max": Effort(1.0, survey=False)}
+LEVELS = {"fast": CodingLevel(0.95), "default": CodingLevel(0.98), "max": CodingLevel(1.0, survey=False)}
 
 
-def encode(plane: Array, out: Array, at: int, effort: Effort, sure: bool = False) -> tuple[int, int]:
+def encode(plane: Array, out: Array, at: int, effort: CodingLevel, sure: bool = False) -> tuple[int, int]:
     """A stream alone, to `out` from `at` on: its kind and size. Of a plane that is to be stored nothing is written."""
     begin = 1 + ENTRY
     made = np.concatenate([np.empty(begin, np.uint8), plane])
@@ -48,7 +48,7 @@ def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequ
     if any(kinds) and max(kinds) > DIGITS:
         raise CodecError(f"no stream is of kind {max(kinds)}")
     places = list(accumulate(sizes, initial=0))
-    room = borrow(scratch, places[-1] if any(kinds) else 0)
+    room = thread_buffer(scratch, places[-1] if any(kinds) else 0)
     planes = []
     for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
         stream = source[starts[i] : starts[i + 1]]

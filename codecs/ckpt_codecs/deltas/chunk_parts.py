@@ -8,12 +8,12 @@ from struct import Struct
 import numpy as np
 
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.chunk.frame import words
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States
+from ckpt_codecs.chunk.frame import as_uints
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
 from ckpt_codecs.deltas.format_ids import BEFORE, NOTHING, PARTS
 from ckpt_codecs.deltas.residuals.choose import decode_residual
-from ckpt_codecs.deltas.residuals.second_moments import SECOND, Told
-from ckpt_codecs.deltas.unpredicted import decode_plain
+from ckpt_codecs.deltas.residuals.second_moments import SECOND, SecondMoments
+from ckpt_codecs.deltas.unpredicted import decode_unpredicted
 from ckpt_codecs.errors import CodecError
 
 _SIZE = Struct("<I")
@@ -25,7 +25,7 @@ def join(parts: Mapping[str, bytes]) -> bytes:
     return b"".join([bytes([PARTS]), *(_SIZE.pack(len(part)) for part in ordered), *ordered])
 
 
-def cut(data: bytes, form: Form) -> dict[str, memoryview]:
+def cut(data: bytes, form: StateTypes) -> dict[str, memoryview]:
     """The part of each state."""
     names = sorted(form)
     at = 1 + _SIZE.size * len(names)
@@ -42,10 +42,10 @@ def cut(data: bytes, form: Form) -> dict[str, memoryview]:
     return parts
 
 
-class Reading:
+class PartDecoder:
     """A chunk as it is decoded: states are made when they are asked for, each once."""
 
-    def __init__(self, codec: "PartsCodec", data: bytes, before: States, shape: Shape, form: Form) -> None:
+    def __init__(self, codec: "PredictiveCodec", data: bytes, before: States, shape: Shape, form: StateTypes) -> None:
         self.shape, self.form, self.before = shape, form, before
         self._codec, self._parts = codec, cut(data, form)
         self._made: dict[str, Array] = {}
@@ -67,7 +67,7 @@ class Reading:
         """A state after the step, flat, which must be of float32."""
         if self.form.get(name) != np.float32:
             raise CodecError(f"a chunk needs {name} in float32, which it does not have")
-        return words(self.state(name)).view(np.float32)
+        return as_uints(self.state(name)).view(np.float32)
 
     def floats_before(self, name: str) -> Array:
         """A state before the step, flat, which must be of float32."""
@@ -82,19 +82,19 @@ class Reading:
     def _decode(self, name: str, part: memoryview) -> Array:
         dtype = self.form[name]
         if part[0] == NOTHING:
-            return decode_plain(part[1], part[2:], self.shape, dtype, self.state)
+            return decode_unpredicted(part[1], part[2:], self.shape, dtype, self.state)
         foretold, rest = self._codec.foretell(name, part, self)
         if not rest:
             raise CodecError(f"the part of {name} ends before its residuals")
         return decode_residual(rest, foretold, dtype, self.told).view(dtype).reshape(self.shape)
 
     @property
-    def told(self) -> Told:
+    def told(self) -> SecondMoments:
         """Made anew each time: kept, it would keep all that was decoded until the garbage collector comes by."""
-        return Told(lambda: self._second(self.earlier), lambda: self._second(self._later))
+        return SecondMoments(lambda: self._second(self.earlier), lambda: self._second(self._later))
 
     def _later(self, name: str) -> Array:
-        return words(self.state(name))
+        return as_uints(self.state(name))
 
     def _second(self, words_of: Callable[[str], Array]) -> Array:
         if self.form.get(SECOND) != np.float32:
@@ -106,21 +106,21 @@ class Reading:
         held = self.before.get(name)
         if held is None or held.dtype != self.form.get(name) or held.shape != self.shape:
             raise CodecError(f"a chunk was coded against another {name} than there is")
-        return words(held)
+        return as_uints(held)
 
 
 @dataclass(frozen=True)
-class PartsCodec(DeltaCodec):
+class PredictiveCodec(DeltaCodec):
     """A delta codec whose chunks are of parts."""
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        reading = Reading(self, data, before, shape, form)
+        reading = PartDecoder(self, data, before, shape, form)
         return {name: reading.state(name) for name in form if wanted is None or name in wanted}
 
     @abstractmethod
-    def foretell(self, name: str, part: memoryview, reading: Reading) -> tuple[Array, memoryview]:
+    def foretell(self, name: str, part: memoryview, reading: PartDecoder) -> tuple[Array, memoryview]:
         """What foretells the words of a state, and the bytes of the residuals. The part says how, in its first byte."""
 
 
@@ -129,22 +129,22 @@ def earlier_words(before: States, name: str, after: Array) -> Array | None:
     held = before.get(name)
     if held is None or held.dtype != after.dtype or held.shape != after.shape:
         return None
-    return words(held)
+    return as_uints(held)
 
 
-def unchanged(change: Change, name: str) -> bytes | None:
+def unchanged(change: StatePair, name: str) -> bytes | None:
     """The part of a state that is what it was, if it is."""
-    after = words(change.after[name])
+    after = as_uints(change.after[name])
     before = earlier_words(change.before, name, change.after[name])
     if before is None or not np.array_equal(before[:64], after[:64]) or not np.array_equal(before, after):
         return None
     return bytes([BEFORE, 0])
 
 
-def told_of(change: Change) -> Told:
+def second_moments_of(change: StatePair) -> SecondMoments:
     """What a change tells of the second moments."""
 
     def held(states: States) -> Array:
-        return words(states[SECOND])
+        return as_uints(states[SECOND])
 
-    return Told(lambda: held(change.before), lambda: held(change.after))
+    return SecondMoments(lambda: held(change.before), lambda: held(change.after))

@@ -5,15 +5,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.chunk.streams import LEVELS
-from ckpt_codecs.delta import Change
-from ckpt_codecs.deltas.chunk_parts import PartsCodec, Reading, earlier_words, join, told_of, unchanged
+from ckpt_codecs.delta import StatePair
+from ckpt_codecs.deltas.chunk_parts import (
+    PartDecoder,
+    PredictiveCodec,
+    earlier_words,
+    join,
+    second_moments_of,
+    unchanged,
+)
 from ckpt_codecs.deltas.format_ids import BEFORE
 from ckpt_codecs.deltas.residuals.choose import encode_residual
-from ckpt_codecs.deltas.unpredicted import encode_plain, guess_by_rows, guess_plain
+from ckpt_codecs.deltas.unpredicted import encode_unpredicted, estimate_by_rows, estimate_unpredicted
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossless.candidates import best_for
+from ckpt_codecs.lossless.candidates import candidate_codecs
 from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
 
 MARGINS = {SecondMoment.name: 0.94, FirstMoment.name: 0.985}
@@ -24,7 +31,7 @@ MARGIN = 0.99
 
 
 @dataclass(frozen=True)
-class Difference(PartsCodec):
+class Difference(PredictiveCodec):
     """Integer differences of the bits, or the plain lossless codec where that is smaller."""
 
     level: str = "default"
@@ -36,10 +43,10 @@ class Difference(PartsCodec):
         if not isinstance(self.level, str) or self.level not in LEVELS:
             raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         return join({name: self.part(name, change, change.after.get) for name in change.after})
 
-    def part(self, name: str, change: Change, context: Callable[[str], Array | None]) -> bytes:
+    def part(self, name: str, change: StatePair, context: Callable[[str], Array | None]) -> bytes:
         """The part of one state. `context` gives the other states that may tell of it."""
         same = unchanged(change, name)
         if same is not None:
@@ -49,12 +56,12 @@ class Difference(PartsCodec):
         made = (
             None
             if before is None
-            else encode_residual(before, words(values), values.dtype, self.level, told_of(change))
+            else encode_residual(before, as_uints(values), values.dtype, self.level, second_moments_of(change))
         )
         part = None if made is None else bytes([BEFORE]) + made
         return smaller(part, name, values, self.level, context)
 
-    def foretell(self, name: str, part: memoryview, reading: Reading) -> tuple[Array, memoryview]:
+    def foretell(self, name: str, part: memoryview, reading: PartDecoder) -> tuple[Array, memoryview]:
         if part[0] == BEFORE:
             return reading.earlier(name), part[1:]
         raise CodecError(f"{self.name} has no parts of kind {part[0]}")
@@ -62,10 +69,10 @@ class Difference(PartsCodec):
 
 def smaller(part: bytes | None, name: str, values: Array, level: str, context: Callable[[str], Array | None]) -> bytes:
     """The part, or what the plain codec makes of the values, if that may be smaller and is."""
-    codec = best_for("parameter", name, values.dtype, level)[0].name
-    if part is not None and level != "max" and len(part) < MARGINS.get(codec, MARGIN) * guess_plain(values):
+    codec = candidate_codecs("parameter", name, values.dtype, level)[0].name
+    if part is not None and level != "max" and len(part) < MARGINS.get(codec, MARGIN) * estimate_unpredicted(values):
         return part
-    if part is not None and level != "max" and len(part) < guess_by_rows(name, values, level, context):
+    if part is not None and level != "max" and len(part) < estimate_by_rows(name, values, level, context):
         return part
-    plain = encode_plain(name, values, level, context)
+    plain = encode_unpredicted(name, values, level, context)
     return plain if part is None or len(plain) < len(part) else part

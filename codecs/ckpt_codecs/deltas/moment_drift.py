@@ -5,8 +5,8 @@ from struct import Struct
 import numpy as np
 
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.chunk.frame import Writer, read
-from ckpt_codecs.chunk.streams import Effort
+from ckpt_codecs.chunk.frame import ChunkWriter, read
+from ckpt_codecs.chunk.streams import CodingLevel
 from ckpt_codecs.deltas.format_ids import DRIFTED
 from ckpt_codecs.deltas.residuals.choose import guess_steps
 from ckpt_codecs.errors import CodecError
@@ -19,11 +19,11 @@ FARTHEST = 127
 ASKED = 128
 """Values of a row or of a column that tell its drift."""
 _SIZE = Struct("<I")
-EFFORT = Effort(0.6)
+EFFORT = CodingLevel(0.6)
 """Drifts are few: a code of their own must save much to be worth its table."""
 
 
-def drift_of(before: Array, after: Array, shape: Shape) -> tuple[Array, Array] | None:
+def fit_drift(before: Array, after: Array, shape: Shape) -> tuple[Array, Array] | None:
     """Of each row, and then of each column, in sixteenths of an octave; None where it would gain nothing."""
     columns = columns_of(shape) if after.size else 0
     if not columns or after.size // columns < 8:
@@ -33,7 +33,7 @@ def drift_of(before: Array, after: Array, shape: Shape) -> tuple[Array, Array] |
     few = slice(None, None, max(1, rows.size // ASKED))
     by_column = np.round((_way(before, after, columns, (few,)) - rows[few, None]).mean(axis=0, dtype=np.float32))
     made = rows, np.clip(by_column, -FARTHEST, FARTHEST).astype(np.int8)
-    gained = guess_steps(before, after) - guess_steps(drifted(before, *made), after)
+    gained = guess_steps(before, after) - guess_steps(apply_drift(before, *made), after)
     return made if gained * after.size > rows.size + columns else None
 
 
@@ -45,13 +45,13 @@ def _way(before: Array, after: Array, columns: int, some: tuple[slice, ...]) -> 
     return made
 
 
-def drifted(before: Array, rows: Array, columns: Array) -> Array:
+def apply_drift(before: Array, rows: Array, columns: Array) -> Array:
     """What foretells the words."""
     return deltas.apply_drift(before, rows, columns)
 
 
 def encode_drift(rows: Array, columns: Array) -> bytes:
-    writer = Writer(DRIFTED, 2, rows.size + columns.size)
+    writer = ChunkWriter(DRIFTED, 2, rows.size + columns.size)
     for part in (rows, columns):
         writer.add(part.view(np.uint8), EFFORT)
     made = writer.data(rows.size + columns.size + 64)
@@ -68,4 +68,4 @@ def decode_drift(part: memoryview, before: Array, shape: Shape) -> tuple[Array, 
         raise CodecError("a part of drifts ends in them")
     columns = columns_of(shape)
     made = read(part[1 + _SIZE.size : end], [before.size // columns, columns], "drift")
-    return drifted(before, *(drift.view(np.int8) for drift in made)), part[end:]
+    return apply_drift(before, *(drift.view(np.int8) for drift in made)), part[end:]

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunk.frame import words
-from ckpt_codecs.delta import Change
-from ckpt_codecs.deltas.chunk_parts import told_of, unchanged
+from ckpt_codecs.chunk.frame import as_uints
+from ckpt_codecs.delta import StatePair
+from ckpt_codecs.deltas.chunk_parts import second_moments_of, unchanged
 from ckpt_codecs.deltas.difference import Difference, smaller
 from ckpt_codecs.deltas.format_ids import (
     CARRIED,
@@ -22,7 +22,7 @@ from ckpt_codecs.deltas.format_ids import (
     ROOT_BEFORE,
     ROUNDED,
 )
-from ckpt_codecs.deltas.moment_drift import drift_of, drifted, encode_drift
+from ckpt_codecs.deltas.moment_drift import apply_drift, encode_drift, fit_drift
 from ckpt_codecs.deltas.residuals.choose import encode_residual
 from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.lossless.moments import FirstMoment
@@ -30,19 +30,19 @@ from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, is_told
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
-    Rule,
+    OptimizerStep,
     adam_weights,
     bits,
-    carried_weights,
+    decayed_moment,
     descent_weights,
-    faded,
+    extrapolated_weights,
     first_moment,
     gradient,
-    halves,
-    larger,
+    gradient_bits,
+    gradients_from_bits,
     rounded,
+    running_max,
     second_moment,
-    widened,
 )
 
 SIZE = Struct("<I")
@@ -50,12 +50,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
-class Joint:
+class ReplayEncoder:
     """A chunk whose states foretell each other."""
 
-    rule: Rule
+    rule: OptimizerStep
     level: str
-    change: Change
+    change: StatePair
     weights: str
 
     def parts(self) -> dict[str, bytes]:
@@ -63,7 +63,7 @@ class Joint:
         if rule in ADAM:
             made = self._adam()
         elif rule in DESCENT:
-            made = {MOMENTUM: self._part(MOMENTUM, FADED, faded(self.rule, self._before(MOMENTUM)))}
+            made = {MOMENTUM: self._part(MOMENTUM, FADED, decayed_moment(self.rule, self._before(MOMENTUM)))}
             update = self._before(MOMENTUM), self._after(MOMENTUM)
             made[self.weights] = self._part(
                 self.weights, REPLAYED, descent_weights(self.rule, self._before(self.weights), *update)
@@ -75,7 +75,7 @@ class Joint:
             if name in made:
                 continue
             if name == "param" and self.weights == "fp32" and values.dtype.name == "bfloat16":
-                foretold = rounded(words(self.change.after["fp32"]))
+                foretold = rounded(as_uints(self.change.after["fp32"]))
                 made[name] = self._part(name, ROUNDED, foretold)
             else:
                 made[name] = plain.part(name, self.change, self._context)
@@ -85,15 +85,15 @@ class Joint:
         m0, m1, v0, v1 = self._moments()
         made = {}
         if self.rule.scale:
-            half = halves(self.rule, m0, m1)
-            g = widened(self.rule, half)
+            half = gradient_bits(self.rule, m0, m1)
+            g = gradients_from_bits(self.rule, half)
             shape = self.change.after[FIRST].shape
             held = FirstMoment(self.level).encode(half.view(BFLOAT16).reshape(shape), v0.reshape(shape))
             head = bytes([GRADIENT]) + SIZE.pack(len(held)) + held
             made[FIRST] = self._part(FIRST, head, first_moment(self.rule, m0, g), context=_nothing)
         if made.get(FIRST, b"\0")[0] != GRADIENT:
             g = gradient(self.rule, m0, m1)
-            made[FIRST] = self._part(FIRST, FADED, faded(self.rule, m0), ROOT_BEFORE, context=_nothing)
+            made[FIRST] = self._part(FIRST, FADED, decayed_moment(self.rule, m0), ROOT_BEFORE, context=_nothing)
         made[SECOND] = self._part(SECOND, REPLAYED, second_moment(self.rule, v0, g))
         if made[SECOND][0] != REPLAYED and made[FIRST][0] != GRADIENT:
             made[FIRST] = smaller(made[FIRST], FIRST, self.change.after[FIRST], self.level, self._context)
@@ -101,7 +101,7 @@ class Joint:
         if self._is_float32(LARGEST):
             under = self._after(LARGEST)
             if is_told(self.change, LARGEST, self.weights):
-                made[LARGEST] = self._part(LARGEST, REPLAYED, larger(self._before(LARGEST), v1))
+                made[LARGEST] = self._part(LARGEST, REPLAYED, running_max(self._before(LARGEST), v1))
         made[self.weights] = self._part(
             self.weights, REPLAYED, adam_weights(self.rule, self._before(self.weights), m1, under)
         )
@@ -110,13 +110,13 @@ class Joint:
     def _between(self) -> dict[str, bytes]:
         m0, m1, v0, v1 = self._moments()
         made = {}
-        drift = drift_of(bits(v0), bits(v1), self.change.after[SECOND].shape)
+        drift = fit_drift(bits(v0), bits(v1), self.change.after[SECOND].shape)
         if drift is not None:
-            made[SECOND] = self._part(SECOND, encode_drift(*drift), drifted(bits(v0), *drift).view(np.float32))
+            made[SECOND] = self._part(SECOND, encode_drift(*drift), apply_drift(bits(v0), *drift).view(np.float32))
         else:
             made[SECOND] = Difference(self.level).part(SECOND, self.change, self._context)
-        made[FIRST] = self._part(FIRST, FADED, faded(self.rule, m0), ROOT_AFTER, contexts=True)
-        foretold = carried_weights(self.rule, self._before(self.weights), m0, v0, m1, v1)
+        made[FIRST] = self._part(FIRST, FADED, decayed_moment(self.rule, m0), ROOT_AFTER, contexts=True)
+        foretold = extrapolated_weights(self.rule, self._before(self.weights), m0, v0, m1, v1)
         made[self.weights] = self._part(self.weights, CARRIED, foretold, contexts=True)
         return made
 
@@ -133,17 +133,17 @@ class Joint:
         if same is not None:
             return same
         values = self.change.after[name]
-        level, told = self.level, told_of(self.change)
-        rest = encode_residual(bits(foretold), words(values), values.dtype, level, told, source, contexts)
+        level, told = self.level, second_moments_of(self.change)
+        rest = encode_residual(bits(foretold), as_uints(values), values.dtype, level, told, source, contexts)
         start = bytes([head]) if isinstance(head, int) else head
         part = None if rest is None else start + rest
         return smaller(part, name, values, level, context or self._context)
 
     def _before(self, name: str) -> Array:
-        return words(self.change.before[name]).view(np.float32)
+        return as_uints(self.change.before[name]).view(np.float32)
 
     def _after(self, name: str) -> Array:
-        return words(self.change.after[name]).view(np.float32)
+        return as_uints(self.change.after[name]).view(np.float32)
 
     def _moments(self) -> tuple[Array, Array, Array, Array]:
         return self._before(FIRST), self._after(FIRST), self._before(SECOND), self._after(SECOND)

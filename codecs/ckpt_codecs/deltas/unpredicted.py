@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
-from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.deltas.format_ids import NOTHING
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import EXPECTED
-from ckpt_codecs.lossless.candidates import best_for
+from ckpt_codecs.lossless.candidates import candidate_codecs
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossless.integers import Integers
 from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
@@ -23,14 +23,14 @@ SHARE, LEAST_ROWS = 8, 16
 """Rows of which one is tried, and how many these must be."""
 
 
-def encode_plain(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> bytes:
+def encode_unpredicted(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> bytes:
     """A part of the first codec for such a state. `context` gives other states, or None where they must not tell."""
-    codec = best_for("parameter", state, values.dtype, level)[0]
+    codec = candidate_codecs("parameter", state, values.dtype, level)[0]
     base = None if codec.context is None else context(codec.context)
     return bytes([NOTHING, PLAIN.index(type(codec))]) + codec.encode(values, base)
 
 
-def decode_plain(number: int, data: Bytes, shape: Shape, dtype: DType, context: Callable[[str], Array]) -> Array:
+def decode_unpredicted(number: int, data: Bytes, shape: Shape, dtype: DType, context: Callable[[str], Array]) -> Array:
     if number >= len(PLAIN):
         raise CodecError(f"there is no codec of number {number}")
     codec = PLAIN[number]()
@@ -38,16 +38,16 @@ def decode_plain(number: int, data: Bytes, shape: Shape, dtype: DType, context: 
     return codec.decode(data, shape, dtype, base)
 
 
-def guess_plain(values: Array) -> float:
+def estimate_unpredicted(values: Array) -> float:
     """Bytes that planes would take, told from a sample."""
-    bits = sampled(words(values))
+    bits = sampled(as_uints(values))
     if not bits.size:
         return 0.0
     planes = lossless.split_planes(bits, values.dtype.kind in "fcV")
     return sum(map(lossless.estimate_bits, planes)) / 8 * values.size
 
 
-def guess_by_rows(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> float:
+def estimate_by_rows(state: str, values: Array, level: str, context: Callable[[str], Array | None]) -> float:
     """Bytes that the plain codec would take, told from some rows in the middle; 0 if there are too few."""
     many = values.shape[0] // SHARE if values.ndim == 2 else 0
     if many < LEAST_ROWS:
@@ -58,7 +58,7 @@ def guess_by_rows(state: str, values: Array, level: str, context: Callable[[str]
         other = context(name)
         return other[some] if other is not None and other.shape == values.shape else None
 
-    return len(encode_plain(state, values[some], level, held)) * float(values.shape[0] / many)
+    return len(encode_unpredicted(state, values[some], level, held)) * float(values.shape[0] / many)
 
 
 def sampled(bits: Array) -> Array:

@@ -7,16 +7,16 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk import streams
-from ckpt_codecs.chunk.frame import raw, same, words
+from ckpt_codecs.chunk.frame import as_uints, encode_constant, encode_raw
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import BLOCKS, ENTRY
-from ckpt_codecs.gradients.chunk import OfGradients, append, put_number, take_number
+from ckpt_codecs.gradients.chunk import GradientCodec, append, put_number, take_number
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
 from ckpt_codecs.native.gradients import BLOCK
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 1 + ENTRY
 STORED_SCALE = np.uint32(0x7FC00000)
@@ -24,7 +24,7 @@ STORED_SCALE = np.uint32(0x7FC00000)
 
 
 @dataclass(frozen=True)
-class Int8Gradients(OfGradients):
+class Int8Gradients(GradientCodec):
     """Blocks of 512 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
 
     A scale is the largest magnitude of its block over 127, rounded up to 16 significant bits, so that multiples are
@@ -36,11 +36,11 @@ class Int8Gradients(OfGradients):
     lossless: ClassVar[bool] = False
 
     def _encode(self, array: Array, out: Array) -> Bytes:
-        return same(array) or self._encode_blocks(words(array), out) or raw(array, out)
+        return encode_constant(array) or self._encode_blocks(as_uints(array), out) or encode_raw(array, out)
 
     def _encode_blocks(self, bits: Array, out: Array) -> Bytes | None:
         """A chunk of mode 10; None if it gains nothing."""
-        scales = borrow("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
+        scales = thread_buffer("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
         stored = kernels.quantise_blocks(bits, scales, out[HEAD : HEAD + bits.size])
         if 2 * stored > scales.size or not bits.size:
             return None
@@ -59,14 +59,14 @@ class Int8Gradients(OfGradients):
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         if data[0] != BLOCKS:
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
-        bits = words(out)
+        bits = as_uints(out)
         at = HEAD + take_number(data, 2)
         middle = at + 4
         end = middle + take_number(data, at)
         if end > len(data):
             raise CodecError("a chunk ends in its scales")
         source = np.frombuffer(data, np.uint8)
-        scales = borrow("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
+        scales = thread_buffer("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
         Planes().decode_into(data[middle:end], scales.view(np.float32), None)
         codes = streams.read(source, [data[1]], [HEAD, at], [bits.size], "gradients-codes")[0]
         if not kernels.restore_blocks(codes, scales, bits):

@@ -3,14 +3,14 @@
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType, room
-from ckpt_codecs.chunk.codec import Levelled
+from ckpt_codecs.chunk.codec import LeveledCodec
 from ckpt_codecs.chunk.frame import MOST
 from ckpt_codecs.errors import CodecError, NotApplicable
 
 FLOAT32 = np.dtype(np.float32)
 
 
-class OfGradients(Levelled):
+class GradientCodec(LeveledCodec):
     """A codec of float32 arrays, as chunks that `planes` or its own modes hold. No base is looked at."""
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:

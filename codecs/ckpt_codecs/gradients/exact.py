@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import plain, same, words
+from ckpt_codecs.chunk.frame import as_uints, decode_trivial, encode_constant
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
-from ckpt_codecs.gradients.chunk import OfGradients
+from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.magnitudes import decode_magnitudes, encode_magnitudes
 from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
 from ckpt_codecs.gradients.sparse import decode_sparse, encode_sparse
@@ -15,7 +15,7 @@ from ckpt_codecs.lossless.float_planes import Planes, decode_planes
 
 
 @dataclass(frozen=True)
-class ExactGradients(OfGradients):
+class ExactGradients(GradientCodec):
     """One value, few values among zeros, bfloat16 numbers times one factor, or planes: the first that holds the chunk.
 
     Equality is of bits: -0.0 is no zero, and NaNs keep their payloads.
@@ -26,12 +26,14 @@ class ExactGradients(OfGradients):
 
     def _encode(self, array: Array, out: Array) -> Bytes:
         return (
-            same(array) or encode_sparse(words(array), self.level, out, self._encode_values) or self._dense(array, out)
+            encode_constant(array)
+            or encode_sparse(as_uints(array), self.level, out, self._encode_values)
+            or self._dense(array, out)
         )
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:
         """A chunk of the values of a sparse one."""
-        chunk = same(values) or self._dense(values, out)
+        chunk = encode_constant(values) or self._dense(values, out)
         if chunk[0] not in (RAW, PLANES):
             return chunk
         other = encode_magnitudes(values, self.level)
@@ -51,16 +53,16 @@ class ExactGradients(OfGradients):
 def decode_own(name: str, data: Bytes, out: Array) -> None:
     """Fill float32 values from a chunk of a mode that is not plain. Raises `CodecError` if it is damaged."""
     if data[0] == SPARSE:
-        decode_sparse(data, words(out), lambda inner, values: _decode_inner(name, inner, values))
+        decode_sparse(data, as_uints(out), lambda inner, values: _decode_inner(name, inner, values))
     else:
         _decode_dense(name, data, out)
 
 
 def _decode_dense(name: str, data: Bytes, out: Array) -> None:
     if data[0] == MULTIPLES:
-        decode_scaled(data, words(out))
+        decode_scaled(data, as_uints(out))
     elif data[0] == MAGNITUDES:
-        decode_magnitudes(data, words(out))
+        decode_magnitudes(data, as_uints(out))
     elif data[0] == PLANES:
         decode_planes(data, out)
     else:
@@ -69,5 +71,5 @@ def _decode_dense(name: str, data: Bytes, out: Array) -> None:
 
 def _decode_inner(name: str, data: Bytes, out: Array) -> None:
     """The same of the values of a sparse chunk, which are not sparse themselves."""
-    if not plain(data, out):
+    if not decode_trivial(data, out):
         _decode_dense(name, data, out)

@@ -6,13 +6,13 @@ Within a binade smaller ones are more frequent, so the code of the exponent take
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import LEAST_FLOATS, words
+from ckpt_codecs.chunk.frame import LEAST_FLOATS, as_uints
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import MAGNITUDES
 from ckpt_codecs.lossless.float_planes import read_planes
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 3
 """The mode, the least top."""
@@ -24,7 +24,7 @@ _ONE, _BYTE, _PLACE = np.uint32(1), np.uint32(8), np.uint32(24)
 
 def encode_magnitudes(values: Array, level: str) -> Bytes | None:
     """A chunk of float32 values, in scratch of this thread; None if their magnitudes differ by more than 2**31."""
-    bits, effort = words(values), LEVELS[level]
+    bits, effort = as_uints(values), LEVELS[level]
     if bits.size < LEAST_FLOATS:
         return None
     turned = bits << _ONE | bits >> np.uint32(31)
@@ -35,7 +35,7 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
         return None
     rest = turned & _REST
     planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
-    out = borrow("gradients-magnitudes", HEAD + 20 + planes.nbytes)
+    out = thread_buffer("gradients-magnitudes", HEAD + 20 + planes.nbytes)
     area = out[HEAD - 1 :]
     end = HEAD - 1 + lossless.write_planes(planes, False, effort.worth, effort.survey, area)
     out[0] = MAGNITUDES
@@ -48,7 +48,7 @@ def decode_magnitudes(data: Bytes, out: Array) -> None:
     if len(data) < HEAD:
         raise CodecError("a chunk ends in its head")
     least = np.uint32(int.from_bytes(data[1:HEAD], "little"))
-    planes = borrow("gradients-magnitudes", out.nbytes).view(np.uint32)
+    planes = thread_buffer("gradients-magnitudes", out.nbytes).view(np.uint32)
     read_planes(data[HEAD - 1 :], planes, False)
     turned = (planes >> _PLACE) + least << _TOP | (planes >> _BYTE & np.uint32(0xFFFF)) << _LOW | planes & _LAST
     out[:] = turned >> _ONE | turned << np.uint32(31)

@@ -6,18 +6,18 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import LEAST, raw, same, words
-from ckpt_codecs.gradients.chunk import OfGradients
+from ckpt_codecs.chunk.frame import LEAST, as_uints, encode_constant, encode_raw
+from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.exact import decode_own
 from ckpt_codecs.gradients.scaled import encode_multiples, encode_scaled
 from ckpt_codecs.gradients.sparse import encode_sparse
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 
 @dataclass(frozen=True)
-class Bfloat16Gradients(OfGradients):
+class Bfloat16Gradients(GradientCodec):
     """To nearest, ties to even (IEEE 754): a number beyond the largest bfloat16 becomes infinite.
 
     A NaN stays one, without its payload. Other values that are bfloat16 numbers come back to the bit. Chunks are those
@@ -28,17 +28,17 @@ class Bfloat16Gradients(OfGradients):
     lossless: ClassVar[bool] = False
 
     def _encode(self, array: Array, out: Array) -> Bytes:
-        numbers = borrow("gradients-rounded", 2 * array.size).view(np.uint16)
-        wide = borrow("gradients-wide", 4 * array.size).view(np.uint32)
-        lossless.to_bfloat16(words(array), numbers)
+        numbers = thread_buffer("gradients-rounded", 2 * array.size).view(np.uint16)
+        wide = thread_buffer("gradients-wide", 4 * array.size).view(np.uint32)
+        lossless.to_bfloat16(as_uints(array), numbers)
         kernels.multiply_by_factor(numbers, 1.0, wide)
-        chunk = same(wide) or encode_sparse(wide, self.level, out, self._encode_values)
+        chunk = encode_constant(wide) or encode_sparse(wide, self.level, out, self._encode_values)
         if chunk is not None:
             return chunk
-        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= LEAST else raw(wide, out)
+        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= LEAST else encode_raw(wide, out)
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:
-        return same(values) or encode_scaled(values, 1.0, out, self.level) or raw(values, out)
+        return encode_constant(values) or encode_scaled(values, 1.0, out, self.level) or encode_raw(values, out)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         decode_own(self.name, data, out)

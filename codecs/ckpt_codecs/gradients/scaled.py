@@ -8,13 +8,13 @@ unknown up to powers of two, so the factor is from 1 up to 2.
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import MULTIPLES
 from ckpt_codecs.gradients.chunk import append, put_number, take_number
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.native import gradients as kernels
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 5
 _ONE, _TWO = 0x3F800000, 0x40000000
@@ -25,7 +25,7 @@ def find_factor(values: Array) -> float | None:
 
     None if there is none. Of a chunk of 2**18 values it costs a few microseconds. `encode_scaled` looks at all values.
     """
-    bits = kernels.find_factor(words(values))
+    bits = kernels.find_factor(as_uints(values))
     return _as_float(bits) if bits else None
 
 
@@ -34,8 +34,8 @@ def encode_scaled(values: Array, factor: float, out: Array, level: str = "defaul
 
     `values`: float32, any shape. `out`: uint8, `room(values.nbytes)` bytes. `level`: that of `planes`.
     """
-    bits = words(values)
-    numbers = borrow("gradients-bfloat16", 2 * bits.size).view(np.uint16)
+    bits = as_uints(values)
+    numbers = thread_buffer("gradients-bfloat16", 2 * bits.size).view(np.uint16)
     if not kernels.divide_by_factor(bits, factor, numbers):
         return None
     return encode_multiples(numbers, factor, out, level)
@@ -54,7 +54,7 @@ def decode_scaled(data: Bytes, out: Array) -> None:
     bits = take_number(data, 1)
     if not _ONE <= bits < _TWO:
         raise CodecError("a factor is not from 1 up to 2")
-    numbers = borrow("gradients-bfloat16", 2 * out.size).view(np.uint16)
+    numbers = thread_buffer("gradients-bfloat16", 2 * out.size).view(np.uint16)
     Planes().decode_into(data[HEAD:], numbers, None)
     kernels.multiply_by_factor(numbers, _as_float(bits), out)
 

@@ -13,7 +13,7 @@ from ckpt_codecs.format_ids import ENTRY, SPARSE
 from ckpt_codecs.gradients.chunk import append, put_number, take_number
 from ckpt_codecs.native import gradients as kernels
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 10
 """The mode, how many values, how many bytes of gaps, the shift."""
@@ -32,9 +32,9 @@ def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array,
     if not count or DENSE * count >= words.size:
         return None
     shift = shift_of(words.size // count)
-    values = borrow("gradients-values", 4 * count).view(np.uint32)
-    gaps = borrow("gradients-gaps", count + words.size // kernels.LONG_GAP)
-    lows = borrow("gradients-lows", kernels.lows_bytes(count, shift))
+    values = thread_buffer("gradients-values", 4 * count).view(np.uint32)
+    gaps = thread_buffer("gradients-gaps", count + words.size // kernels.LONG_GAP)
+    lows = thread_buffer("gradients-lows", kernels.lows_bytes(count, shift))
     number = kernels.split_sparse(words, shift, gaps, lows, values)
     at = _append_stream(gaps[:number], level, out) + lows.size
     out[at - lows.size : at] = lows
@@ -61,7 +61,7 @@ def decode_sparse(data: Bytes, out: Array, decode: Callable[[Bytes, Array], None
         raise CodecError("a chunk ends in its gaps")
     source = np.frombuffer(data, np.uint8)
     gaps = streams.read(source, [data[HEAD]], [begin, middle], [number], "gradients-gaps")[0]
-    values = borrow("gradients-values", 4 * count).view(np.uint32)
+    values = thread_buffer("gradients-values", 4 * count).view(np.uint32)
     decode(data[end:], values.view(np.float32))
     if not kernels.merge_sparse(gaps, shift, source[middle:end], values, out):
         raise CodecError("gaps do not fit the values between them")

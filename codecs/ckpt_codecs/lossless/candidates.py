@@ -11,7 +11,7 @@ BY_ROWS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "momentum_buffer", "exp
 """States that vary by rows and columns, by the names that optimizers give them."""
 
 
-def best_for(role: str, state: str, dtype: DType, level: str = "default") -> tuple[Codec, ...]:
+def candidate_codecs(role: str, state: str, dtype: DType, level: str = "default") -> tuple[Codec, ...]:
     """The codecs to try for a state, the best first. Each falls back by itself, chunk by chunk."""
     if level not in ZSTD_LEVELS:
         raise CodecError(f"no level is called {level!r}; there are: {', '.join(ZSTD_LEVELS)}")

@@ -6,26 +6,34 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.codec import Levelled
-from ckpt_codecs.chunk.frame import LEAST_FLOATS, MOST, begin, raw, same, with_stored_streams, words
-from ckpt_codecs.chunk.streams import LEVELS, Effort
+from ckpt_codecs.chunk.codec import LeveledCodec
+from ckpt_codecs.chunk.frame import (
+    LEAST_FLOATS,
+    MOST,
+    as_uints,
+    begin,
+    encode_constant,
+    encode_raw,
+    with_stored_streams,
+)
+from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import PLANES
 from ckpt_codecs.native import lossless
 
 
 @dataclass(frozen=True)
-class Planes(Levelled):
+class Planes(LeveledCodec):
     """Each byte of a value in a plane of its own, the exponent in one of them."""
 
     name: ClassVar[str] = "planes"
     lossless: ClassVar[bool] = True
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        bits = words(array)
+        bits = as_uints(array)
         if not LEAST_FLOATS <= bits.size <= MOST:
-            return same(array) or raw(array, out)
-        return same(array) or encode_planes(bits, LEVELS[self.level], out) or raw(array, out)
+            return encode_constant(array) or encode_raw(array, out)
+        return encode_constant(array) or encode_planes(bits, LEVELS[self.level], out) or encode_raw(array, out)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         if data[0] != PLANES:
@@ -33,16 +41,16 @@ class Planes(Levelled):
         decode_planes(data, out)
 
 
-def encode_planes(bits: Array, effort: Effort, out: Array) -> Bytes | None:
+def encode_planes(bits: Array, effort: CodingLevel, out: Array) -> Bytes | None:
     """A chunk of planes; None if it would be larger than the values."""
     return write_planes(PLANES, bits, True, effort, out)
 
 
 def decode_planes(data: Bytes, out: Array) -> None:
-    read_planes(data, words(out), True)
+    read_planes(data, as_uints(out), True)
 
 
-def write_planes(mode: int, bits: Array, floats: bool, effort: Effort, out: Array | None) -> Bytes | None:
+def write_planes(mode: int, bits: Array, floats: bool, effort: CodingLevel, out: Array | None) -> Bytes | None:
     """A chunk of a stream for each byte of a word; None if it would be larger than the words."""
     made = begin(mode, bits.itemsize, bits.nbytes, out)
     end = lossless.write_planes(bits, floats, effort.worth, effort.survey, made)

@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.codec import Levelled
-from ckpt_codecs.chunk.frame import LEAST, MOST, raw, same, words
+from ckpt_codecs.chunk.codec import LeveledCodec
+from ckpt_codecs.chunk.frame import LEAST, MOST, as_uints, encode_constant, encode_raw
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import STEPS, WORDS
@@ -16,27 +16,27 @@ from ckpt_codecs.lossless.zstd import ZSTD_LEVELS, zstd
 
 
 @dataclass(frozen=True)
-class Integers(Levelled):
+class Integers(LeveledCodec):
     """Counters, masks, tokens, positions, quantised weights, random states."""
 
     name: ClassVar[str] = "integers"
     lossless: ClassVar[bool] = True
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        bits, effort = words(array), LEVELS[self.level]
-        found = same(array)
+        bits, effort = as_uints(array), LEVELS[self.level]
+        found = encode_constant(array)
         if found is not None or not LEAST <= bits.size <= MOST:
-            return found or raw(array, out)
+            return found or encode_raw(array, out)
         tried = [write_planes(WORDS, bits, False, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
         if bits.itemsize > 1:
             tried.append(write_planes(STEPS, _steps(bits), False, effort, None))
         least = min((chunk for chunk in tried if chunk is not None), key=len)
-        return least if len(least) <= array.nbytes + 1 else raw(array, out)
+        return least if len(least) <= array.nbytes + 1 else encode_raw(array, out)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
         if data[0] not in (WORDS, STEPS):
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
-        bits = words(out)
+        bits = as_uints(out)
         read_planes(data, bits, False)
         if data[0] == STEPS:
             bits[:] = _from_steps(bits)

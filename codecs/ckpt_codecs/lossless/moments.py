@@ -7,9 +7,17 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Shape
-from ckpt_codecs.chunk.codec import Levelled
-from ckpt_codecs.chunk.frame import LEAST_FLOATS, MOST, begin, raw, same, with_stored_streams, words
-from ckpt_codecs.chunk.streams import LEVELS, Effort
+from ckpt_codecs.chunk.codec import LeveledCodec
+from ckpt_codecs.chunk.frame import (
+    LEAST_FLOATS,
+    MOST,
+    as_uints,
+    begin,
+    encode_constant,
+    encode_raw,
+    with_stored_streams,
+)
+from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import EXPECTED, PLANES, SCALED
 from ckpt_codecs.lossless.float_planes import decode_planes, encode_planes
@@ -19,28 +27,31 @@ NARROWEST = 64
 """Values in a row that has a scale of its own."""
 FEWEST = 1536
 """Values of a chunk whose scales are worth their time."""
-ROWS = Effort(0.6)
+ROWS = CodingLevel(0.6)
 """Scales are few: a code of their own must save much to be worth its table."""
 EIGHT_BITS = ("float32", "bfloat16")
 """The types whose exponents have 8 bits."""
 
 
 @dataclass(frozen=True)
-class SecondMoment(Levelled):
+class SecondMoment(LeveledCodec):
     """`exp_avg_sq`, and whatever else varies by rows and columns: exponents less their row's and their column's."""
 
     name: ClassVar[str] = "second-moment"
     lossless: ClassVar[bool] = True
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        bits, effort = words(array), LEVELS[self.level]
+        bits, effort = as_uints(array), LEVELS[self.level]
         if not LEAST_FLOATS <= bits.size <= MOST:
-            return same(array) or raw(array, out)
+            return encode_constant(array) or encode_raw(array, out)
         return (
-            same(array) or self._scaled(array, base, effort, out) or encode_planes(bits, effort, out) or raw(array, out)
+            encode_constant(array)
+            or self._scaled(array, base, effort, out)
+            or encode_planes(bits, effort, out)
+            or encode_raw(array, out)
         )
 
-    def _scaled(self, array: Array, base: Array | None, effort: Effort, out: Array) -> Bytes | None:
+    def _scaled(self, array: Array, base: Array | None, effort: CodingLevel, out: Array) -> Bytes | None:
         """A chunk of residuals; None where they would gain nothing."""
         if array.dtype.name not in EIGHT_BITS or array.size < FEWEST:
             return None
@@ -51,7 +62,7 @@ class SecondMoment(Levelled):
         mode = SCALED if expected is None else EXPECTED
         made = begin(mode, array.itemsize + 3, array.nbytes + 2 + 2 * rows, out)
         tried = effort.worth, effort.survey, ROWS.worth
-        end = lossless.write_residuals(words(array), expected, columns, *tried, made)
+        end = lossless.write_residuals(as_uints(array), expected, columns, *tried, made)
         return made[:end].data if 0 < end <= array.nbytes else None
 
     def _expected(self, base: Array | None, shape: Shape) -> Array | None:
@@ -68,7 +79,7 @@ class SecondMoment(Levelled):
         expected = None if data[0] == SCALED else self._expected(base, shape)
         if data[0] == EXPECTED and expected is None:
             raise CodecError(f"a chunk of {self.name} needs the state that it was coded against")
-        size, columns, bits = out.size, columns_of(shape), words(out)
+        size, columns, bits = out.size, columns_of(shape), as_uints(out)
         if not lossless.read_residuals(np.frombuffer(data, np.uint8), expected, columns, bits):
             sizes = [*[size] * (width - 1), 2, size // columns, size // columns, size]
             lossless.read_residuals(with_stored_streams(data, sizes), expected, columns, bits)
@@ -84,7 +95,7 @@ class FirstMoment(SecondMoment):
     def _expected(self, base: Array | None, shape: Shape) -> Array | None:
         if base is None or base.shape != shape or base.dtype.name not in EIGHT_BITS:
             return None
-        return words(base)
+        return as_uints(base)
 
 
 def columns_of(shape: Shape) -> int:

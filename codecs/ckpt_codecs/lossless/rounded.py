@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
-from ckpt_codecs.chunk.frame import words
+from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.native import lossless
 
@@ -24,7 +24,7 @@ class Rounded(Codec):
 
     def encode(self, array: Array, base: Array | None) -> Bytes:
         if base is not None and base.shape == array.shape and _is_bfloat16_copy(base.dtype, array.dtype):
-            if not lossless.is_bfloat16_of(words(base), words(array)):
+            if not lossless.is_bfloat16_of(as_uints(base), as_uints(array)):
                 raise NotApplicable("the copy is not its master, rounded, or there are NaNs")
             return b""
         if base is None or not self.holds(base, array.dtype):
@@ -57,7 +57,7 @@ class Rounded(Codec):
         if not self.rounds(base.dtype, out.dtype):
             raise CodecError(f"{base.dtype} is not rounded to {out.dtype}")
         if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous:
-            lossless.to_bfloat16(words(base), words(out))
+            lossless.to_bfloat16(as_uints(base), as_uints(out))
             return
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(out, base, casting="unsafe")

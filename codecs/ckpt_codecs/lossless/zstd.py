@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.codec import Chunked
-from ckpt_codecs.chunk.frame import MOST, raw, words
+from ckpt_codecs.chunk.codec import ChunkCodec
+from ckpt_codecs.chunk.frame import MOST, as_uints, encode_raw
 from ckpt_codecs.chunk.zstd import compress
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import ZSTD
@@ -16,7 +16,7 @@ ZSTD_LEVELS = {"fast": 1, "default": 3, "max": 19}
 
 
 @dataclass(frozen=True)
-class Zstd(Chunked):
+class Zstd(ChunkCodec):
     """One frame of zstd a chunk."""
 
     level: int = 3
@@ -30,11 +30,11 @@ class Zstd(Chunked):
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         made = zstd(array, self.level)
-        return made if made is not None and len(made) <= array.nbytes + 1 else raw(array, out)
+        return made if made is not None and len(made) <= array.nbytes + 1 else encode_raw(array, out)
 
 
 def zstd(array: Array, level: int) -> Bytes | None:
     """A chunk of one frame; None if it would be too large."""
     if array.size > MOST:
         return None
-    return bytes([ZSTD]) + compress(words(array).view(np.uint8), level)
+    return bytes([ZSTD]) + compress(as_uints(array).view(np.uint8), level)

@@ -1,10 +1,10 @@
 """Delta codecs that lose something, for those who asked for it. `docs/lossy-codecs.md` specifies the bytes."""
 
-from ckpt_codecs.lossy.error_stats import Loss, measure
+from ckpt_codecs.lossy.error_stats import ErrorStats, measure
 from ckpt_codecs.lossy.excp import Excp
 from ckpt_codecs.lossy.lc import LcCheckpoint
 from ckpt_codecs.lossy.presets import PRESETS
 from ckpt_codecs.lossy.search import coarsest
 from ckpt_codecs.lossy.subspace import Subspace
 
-__all__ = ["PRESETS", "Excp", "LcCheckpoint", "Loss", "Subspace", "coarsest", "measure"]
+__all__ = ["PRESETS", "ErrorStats", "Excp", "LcCheckpoint", "Subspace", "coarsest", "measure"]

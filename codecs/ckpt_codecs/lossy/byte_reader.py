@@ -3,7 +3,7 @@
 from ckpt_codecs.errors import CodecError
 
 
-class Pieces:
+class ByteReader:
     """Reads pieces, one after another. Raises `CodecError` where there is none."""
 
     def __init__(self, data: bytes) -> None:
@@ -13,11 +13,11 @@ class Pieces:
         end = self._at + size
         if end > len(self._data):
             raise CodecError("a lossy chunk ends too early")
-        piece, self._at = self._data[self._at : end], end
-        return piece
+        length_prefixed, self._at = self._data[self._at : end], end
+        return length_prefixed
 
     def piece(self) -> bytes:
-        """One that `piece` wrote."""
+        """One that `length_prefixed` wrote."""
         size = shift = 0
         while True:
             (byte,) = self.take(1)
@@ -33,7 +33,7 @@ class Pieces:
             raise CodecError("a lossy chunk goes on past its end")
 
 
-def piece(data: bytes) -> bytes:
+def length_prefixed(data: bytes) -> bytes:
     """A piece with its length before it: seven bits a byte, the lowest first."""
     size, head = len(data), bytearray()
     while size > 127:

@@ -6,11 +6,11 @@ from math import sqrt
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.delta import Change, States
+from ckpt_codecs.delta import StatePair, States
 
 
 @dataclass(frozen=True)
-class Loss:
+class ErrorStats:
     """Of one state. Sums of squares; the change is from the state before, 0 in an anchor, to the true one."""
 
     elements: int = 0
@@ -24,8 +24,8 @@ class Loss:
     along: float = 0.0
     """The change that was made, times the true one, summed."""
 
-    def __add__(self, other: "Loss") -> "Loss":
-        return Loss(
+    def __add__(self, other: "ErrorStats") -> "ErrorStats":
+        return ErrorStats(
             self.elements + other.elements,
             self.differing + other.differing,
             max(self.max_abs, other.max_abs),
@@ -55,12 +55,12 @@ class Loss:
         return {"max_abs": self.max_abs, "rel": self.relative, "progress": self.progress}
 
 
-def measure(change: Change, decoded: States) -> dict[str, Loss]:
+def measure(change: StatePair, decoded: States) -> dict[str, ErrorStats]:
     """The loss of each state of a chunk."""
     return {name: measured(true, decoded[name], change.before.get(name)) for name, true in change.after.items()}
 
 
-def measured(true: Array, kept: Array, before: Array | None = None) -> Loss:
+def measured(true: Array, kept: Array, before: Array | None = None) -> ErrorStats:
     """What was saved, what is kept of it, and what was kept of the step before.
 
     What is equal bit for bit loses nothing, NaNs included; what is no number counts in nothing else.
@@ -71,7 +71,7 @@ def measured(true: Array, kept: Array, before: Array | None = None) -> Loss:
         off = np.abs(made - wide) if differing else np.zeros((), np.float64)
         old = np.float64(0) if before is None else before.astype(np.float64)
         moved = _finite(wide - old)
-        return Loss(
+        return ErrorStats(
             true.size,
             differing,
             float(np.fmax.reduce(off, axis=None, initial=0.0)),

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossy import state_types as forms
-from ckpt_codecs.lossy.byte_reader import Pieces, piece
+from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 
 EXACT, CLUSTERS = 0, 1
 ITERATIONS, CAP = 25, 2.5
@@ -49,7 +49,7 @@ class Excp(DeltaCodec):
         if self.bits not in (2, 4, 8):
             raise CodecError("bits are 2, 4 or 8")
 
-    def caution(self, step: Step) -> str | None:
+    def caution(self, step: StepInfo) -> str | None:
         """What the user of this codec should know about this run."""
         betas = step.options.get("betas")
         beta2 = betas[1] if isinstance(betas, list | tuple) and len(betas) == 2 else None
@@ -61,19 +61,19 @@ class Excp(DeltaCodec):
             "training restored from it may blow up; use subspace instead"
         )
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         form = {name: array.dtype for name, array in change.after.items()}
         forms.check(form)
         kept = self._kept(change)
         made = []
         for name in forms.in_order(form):
             if name in kept:
-                made.append(bytes([CLUSTERS]) + piece(self._clustered(kept[name])))
+                made.append(bytes([CLUSTERS]) + length_prefixed(self._clustered(kept[name])))
             else:
-                made.append(bytes([EXACT]) + piece(bytes(Planes().encode(change.after[name], None))))
+                made.append(bytes([EXACT]) + length_prefixed(bytes(Planes().encode(change.after[name], None))))
         return b"".join(made)
 
-    def _kept(self, change: Change) -> dict[str, Array]:
+    def _kept(self, change: StatePair) -> dict[str, Array]:
         """Of the weights the change, of moments the values, with zeros for what is pruned. None of it if not finite."""
         name = forms.weights_of(change.after)
         if name is None or name not in change.before:
@@ -81,9 +81,9 @@ class Excp(DeltaCodec):
         states = [s for s in (name, "exp_avg", "exp_avg_sq") if s in change.after]
         if any(change.after[s].dtype.name != "float32" for s in states):
             return {}
-        values = {s: forms.wide(change.after[s]) for s in states}
+        values = {s: forms.to_float32(change.after[s]) for s in states}
         with np.errstate(over="ignore", invalid="ignore"):
-            delta = values[name] - forms.wide(change.before[name])
+            delta = values[name] - forms.to_float32(change.before[name])
         if not all(np.isfinite(x).all() for x in (*values.values(), delta)) or not delta.size:
             return {}
         threshold = CAP
@@ -118,9 +118,9 @@ class Excp(DeltaCodec):
         )
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        source, made = Pieces(data), {}
+        source, made = ByteReader(data), {}
         weights = forms.weights_of(form)
         for name in forms.in_order(form):
             (kind,), held = source.take(1), source.piece()
@@ -131,15 +131,15 @@ class Excp(DeltaCodec):
                 continue
             if kind != CLUSTERS or form[name].name != "float32" or (name == weights and name not in before):
                 raise CodecError(f"a chunk of excp holds {name} in no way that is known")
-            values = self._values(held, forms.as_matrix(shape))
+            values = self._values(held, forms.matrix_shape(shape))
             with np.errstate(over="ignore", invalid="ignore"):
-                values = forms.wide(before[name]) + values if name == weights else values
+                values = forms.to_float32(before[name]) + values if name == weights else values
             made[name] = values.reshape(shape)
         source.end()
         return {name: made[name] for name in form if name in made}
 
     def _values(self, held: bytes, matrix: tuple[int, int]) -> Array:
-        source = Pieces(held)
+        source = ByteReader(held)
         (many,) = source.take(1)
         centres = np.frombuffer(source.take(4 * many), np.float32)
         size, per = matrix[0] * matrix[1], 8 // self.bits

@@ -12,10 +12,10 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import log_levels as lattice
 from ckpt_codecs.lossy import symbol_coder as symbols
-from ckpt_codecs.lossy.byte_reader import Pieces, piece
+from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.native import lossy
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 FORETOLD, HOLED, RESIDUAL = 1, 2, 4
 """Flags: factors less those of the state before; a map of zeros; residuals."""
@@ -35,7 +35,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Foretold:
+class PredictedFactors:
     """What the state before says of the levels of rows and columns: their mean levels."""
 
     rows: Array
@@ -44,7 +44,7 @@ class Foretold:
     """Is any of it not zero?"""
 
     @classmethod
-    def by(cls, before: Array) -> "Foretold":
+    def by(cls, before: Array) -> "PredictedFactors":
         n, m = before.shape
         rows, columns = np.empty(n, np.int64), np.empty(m, np.int64)
         lossy.sum_levels(before, rows, columns)
@@ -52,11 +52,11 @@ class Foretold:
         return cls(rows // m, columns // n - total // (n * m), total != _FEWEST * n * m)
 
     @classmethod
-    def nothing(cls, shape: tuple[int, int]) -> "Foretold":
+    def nothing(cls, shape: tuple[int, int]) -> "PredictedFactors":
         return cls(np.zeros(shape[0], np.int64), np.zeros(shape[1], np.int64), False)
 
 
-def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) -> bytes:
+def encode(values: Array, foretold: PredictedFactors | None, residual: int, grain: int) -> bytes:
     """Of n x m finite, positive float32. Residuals are multiples of `residual` levels, factors of `grain`.
 
     None is off by a factor of more than 2^((residual + grain + 1) / 16), but for denormals; zeros stay zeros.
@@ -71,7 +71,7 @@ def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) 
     by_column /= n
     mean = by_row.mean()
     flags = FORETOLD if foretold is not None and foretold.something else 0
-    told = foretold if foretold is not None and flags else Foretold.nothing((n, m))
+    told = foretold if foretold is not None and flags else PredictedFactors.nothing((n, m))
     rows, columns = _levels(by_row) - told.rows, _levels(by_column / mean if mean else by_column) - told.columns
     offset = int(np.clip(np.median(np.rint(rows)), -30000, 30000))
     row_codes, column_codes = (np.rint(x / grain).astype(np.int32) for x in (rows - offset, columns))
@@ -83,23 +83,23 @@ def encode(values: Array, foretold: Foretold | None, residual: int, grain: int) 
         codes = _room(n * m).reshape(n, m)
         row_levels = (told.rows + offset + grain * row_codes).astype(np.int32)
         column_levels = (told.columns + grain * column_codes).astype(np.int32)
-        total = lossy.encode_residuals(values, row_levels, column_levels, residual, lattice.fine(), codes)
+        total = lossy.encode_residuals(values, row_levels, column_levels, residual, lattice.fine_levels(), codes)
         if total:
             flags |= RESIDUAL
             pieces.append(symbols.encode(codes, m, total))
-    return _HEAD.pack(flags, residual, grain, offset) + b"".join(map(piece, pieces))
+    return _HEAD.pack(flags, residual, grain, offset) + b"".join(map(length_prefixed, pieces))
 
 
-def decode(data: bytes, foretold: Foretold | None, out: Array) -> Factors:
+def decode(data: bytes, foretold: PredictedFactors | None, out: Array) -> Factors:
     """With values in `out`, n x m of float32. Raises `CodecError` for what is damaged."""
     n, m = out.shape
-    source = Pieces(data)
+    source = ByteReader(data)
     flags, residual, grain, offset = _HEAD.unpack(source.take(_HEAD.size))
     if not n * m:
         raise CodecError("nothing has no second moments")
     if flags & FORETOLD and foretold is None:
         raise CodecError("second moments need those before them")
-    told = foretold if foretold is not None and flags & FORETOLD else Foretold.nothing((n, m))
+    told = foretold if foretold is not None and flags & FORETOLD else PredictedFactors.nothing((n, m))
     rows = told.rows + offset + grain * symbols.decode(source.piece(), n, n).astype(np.int64)
     columns = told.columns + grain * symbols.decode(source.piece(), m, m).astype(np.int64)
     rows, columns = (np.clip(x, 2 * lattice.LOW, 2 * lattice.HIGH).astype(np.int32) for x in (rows, columns))
@@ -114,7 +114,7 @@ def decode(data: bytes, foretold: Foretold | None, out: Array) -> Factors:
 
 
 def _room(count: int) -> Array:
-    return borrow("residuals", 4 * count).view(np.int32)
+    return thread_buffer("residuals", 4 * count).view(np.int32)
 
 
 def _levels(means: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossy import quantizer as quantise
-from ckpt_codecs.lossy.quantizer import Quantiser
+from ckpt_codecs.lossy.quantizer import Quantizer
 from ckpt_codecs.native import lossy
 
 DERIVED, COARSE, ZERO, SCALED = range(4)
@@ -18,7 +18,7 @@ _FACTOR = Struct("<f")
 
 
 @dataclass(frozen=True)
-class Told:
+class MomentContext:
     """The weights, new and old, and the second moments, as they come out: n x m of float32, None if not there."""
 
     new: Array | None
@@ -29,7 +29,7 @@ class Told:
         return None if self.second is None else np.sqrt(np.abs(self.second))
 
 
-def encode(true: Array, told: Told, kind: str, fine: bool) -> bytes:
+def encode(true: Array, told: MomentContext, kind: str, fine: bool) -> bytes:
     """Of n x m float32: `kind` is `derived` (where that cannot be: coarse), `coarse` or `zero`."""
     if kind == "zero":
         return bytes([ZERO])
@@ -43,12 +43,12 @@ def encode(true: Array, told: Told, kind: str, fine: bool) -> bytes:
 def _quantised(true: Array, root: Array | None, step: float, zero: float) -> bytes:
     if root is not None:
         values = np.where(root > 0, true / np.where(root > 0, root, np.float32(1)), np.float32(0))
-        return bytes([SCALED]) + Quantiser(step, zero).encode(values)
+        return bytes([SCALED]) + Quantizer(step, zero).encode(values)
     size = float(np.sqrt(np.square(true, dtype=np.float64).mean())) if true.size else 0.0
-    return bytes([COARSE]) + Quantiser(step * size or 1.0, zero).encode(true)
+    return bytes([COARSE]) + Quantizer(step * size or 1.0, zero).encode(true)
 
 
-def decode(data: bytes, told: Told, out: Array) -> Array:
+def decode(data: bytes, told: MomentContext, out: Array) -> Array:
     """In `out`, n x m of float32. Raises `CodecError` for what is damaged."""
     kind = data[0] if data else -1
     if kind == ZERO and len(data) == 1:

@@ -9,15 +9,15 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunk import streams
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import CONSTANT, HUFFMAN, STORED
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossy import state_types as forms
 from ckpt_codecs.lossy import symbol_coder as symbols
-from ckpt_codecs.lossy.byte_reader import Pieces, piece
+from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 from ckpt_codecs.native import lossless
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 EXACT, BUCKETS = 0, 1
 CODERS = ("huffman", "packed", "context")
@@ -60,14 +60,14 @@ class LcCheckpoint(DeltaCodec):
                 raise CodecError(f"a table of lc has at most {(1 << self.bits) - 1} buckets")
             object.__setattr__(self, "table", table)
 
-    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "LcCheckpoint":
+    def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "LcCheckpoint":
         """With one table for the whole state, if that is the scope. Samples should be all chunks."""
         return self._with_table(change for _, change in samples) if self.scope == "state" else self
 
-    def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "LcCheckpoint":
+    def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "LcCheckpoint":
         return self if self.table is not None else self._with_table(changes())
 
-    def _with_table(self, changes: Iterable[Change]) -> "LcCheckpoint":
+    def _with_table(self, changes: Iterable[StatePair]) -> "LcCheckpoint":
         found: Extremes = {}
         for change in changes:
             delta = _delta(change)
@@ -80,7 +80,7 @@ class LcCheckpoint(DeltaCodec):
         best = sorted(found, key=lambda key: (-(key & 255), key >> 8))[: (1 << self.bits) - 1]
         return tuple((key, float(np.float32((found[key][0] + found[key][1]) / 2))) for key in best)
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         form = {name: array.dtype for name, array in change.after.items()}
         forms.check(form)
         delta, weights = _delta(change), forms.weights_of(form)
@@ -93,7 +93,8 @@ class LcCheckpoint(DeltaCodec):
                 data = data if np.isfinite(state).all() else None
             kind = EXACT if data is None else BUCKETS
             made.append(
-                bytes([kind]) + piece(bytes(Planes().encode(change.after[name], None)) if data is None else data)
+                bytes([kind])
+                + length_prefixed(bytes(Planes().encode(change.after[name], None)) if data is None else data)
             )
         return b"".join(made)
 
@@ -111,7 +112,7 @@ class LcCheckpoint(DeltaCodec):
     def _coded(self, plane: Array, columns: int) -> bytes:
         if self.coder == "context":
             return bytes([_CONTEXT]) + symbols.encode(plane.astype(np.int32), columns)
-        out = borrow("lc", plane.size + 64)
+        out = thread_buffer("lc", plane.size + 64)
         if self.coder == "packed":
             kind, held = streams.encode(plane, out, 0, streams.LEVELS["max"], sure=True)
         else:
@@ -120,9 +121,9 @@ class LcCheckpoint(DeltaCodec):
         return bytes([kind]) + (out[:held] if kind else plane).tobytes()
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        source, made = Pieces(data), {}
+        source, made = ByteReader(data), {}
         for name in forms.in_order(form):
             (kind,), held = source.take(1), source.piece()
             if wanted is not None and name not in wanted:
@@ -130,14 +131,14 @@ class LcCheckpoint(DeltaCodec):
             if kind == EXACT:
                 made[name] = Planes().decode(held, shape, form[name], None)
             elif kind == BUCKETS and name in before and forms.is_approximated(form[name]):
-                made[name] = self._state(held, before[name], forms.as_matrix(shape))
+                made[name] = self._state(held, before[name], forms.matrix_shape(shape))
             else:
                 raise CodecError(f"a chunk of lc holds {name} in no way that is known")
         source.end()
         return {name: made[name] for name in form if name in made}
 
     def _state(self, held: bytes, before: Array, matrix: tuple[int, int]) -> Array:
-        source = Pieces(held)
+        source = ByteReader(held)
         (many,) = source.take(1)
         table = [0.0] + [_ENTRY.unpack(source.take(_ENTRY.size))[0] for _ in range(many)]
         (kind,) = source.take(1)
@@ -149,17 +150,17 @@ class LcCheckpoint(DeltaCodec):
         if found.size and not 0 <= int(found.min()) <= int(found.max()) <= many:
             raise CodecError("a chunk of lc has a symbol without a bucket")
         with np.errstate(over="ignore", invalid="ignore"):
-            new = forms.wide(before) + np.array(table, np.float32)[found].reshape(matrix)
-        return forms.narrow(new, before.dtype, before.shape)
+            new = forms.to_float32(before) + np.array(table, np.float32)[found].reshape(matrix)
+        return forms.to_state_dtype(new, before.dtype, before.shape)
 
 
-def _delta(change: Change) -> Array | None:
+def _delta(change: StatePair) -> Array | None:
     """By how much the weights changed; None if nobody can say in finite float32."""
     name = forms.weights_of(change.after)
     if name is None or name not in change.before or not forms.is_approximated(change.after[name].dtype):
         return None
     with np.errstate(over="ignore", invalid="ignore"):
-        delta: Array = forms.wide(change.after[name]) - forms.wide(change.before[name])
+        delta: Array = forms.to_float32(change.after[name]) - forms.to_float32(change.before[name])
     return delta if delta.size and np.isfinite(delta).all() else None
 
 

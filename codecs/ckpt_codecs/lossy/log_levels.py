@@ -30,7 +30,7 @@ def power(level: Array) -> Array:
 
 
 @cache
-def fine() -> Array:
+def fine_levels() -> Array:
     """The levels of 1 + i/4096, from 1 to 2, in the encoder's fine parts."""
     made: Array = np.rint(log2(1 + np.arange(4097) / 4096) * 8 / FINE).astype(np.int32)
     return made

@@ -8,9 +8,9 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossy import symbol_coder as symbols
-from ckpt_codecs.lossy.byte_reader import Pieces
+from ckpt_codecs.lossy.byte_reader import ByteReader
 from ckpt_codecs.native import lossy
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 _HEAD = Struct("<f3B")
 _MIDDLE = 128
@@ -19,7 +19,7 @@ CENTRED = 3
 
 
 @dataclass(frozen=True)
-class Quantiser:
+class Quantizer:
     """Steps of this length. `zero`: the half width of the bin of 0 is so many steps; 0.5 is plain rounding."""
 
     step: float
@@ -40,7 +40,7 @@ class Quantiser:
 
 def decode(data: bytes, out: Array) -> Array:
     """The numbers again, in `out`, n x m of float32. Raises `CodecError` for what is damaged."""
-    source = Pieces(data)
+    source = ByteReader(data)
     step, *centres = _HEAD.unpack(source.take(_HEAD.size))
     if not (np.isfinite(step) and step > 0):
         raise CodecError("a quantiser's step is no positive number")
@@ -53,7 +53,7 @@ def decode(data: bytes, out: Array) -> Array:
 
 
 def _room(count: int) -> Array:
-    return borrow("codes", 4 * count).view(np.int32)
+    return thread_buffer("codes", 4 * count).view(np.int32)
 
 
 def _centres(sizes: Array, counts: Array) -> list[int]:

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from ckpt_codecs.base import Array, DType, Shape
-from ckpt_codecs.delta import Form
+from ckpt_codecs.delta import StateTypes
 from ckpt_codecs.errors import NotApplicable
 from ckpt_codecs.native import lossy
 
@@ -27,14 +27,14 @@ def weights_of(form: Mapping[str, object]) -> str | None:
     return next((name for name in WEIGHTS if name in form), None)
 
 
-def in_order(form: Form) -> list[str]:
+def in_order(form: StateTypes) -> list[str]:
     """The states, each after those that it is told from: second moments, weights, first moments, others."""
     weights = weights_of(form)
     ranks = {**dict.fromkeys(SECOND, 0), **({weights: 1} if weights else {}), **dict.fromkeys(FIRST, 2)}
     return sorted(form, key=lambda name: (ranks.get(name, 3), name))
 
 
-def check(form: Form) -> None:
+def check(form: StateTypes) -> None:
     """Raises `NotApplicable` for states that nobody wants approximated."""
     for name, dtype in form.items():
         if dtype.kind not in "fV" and dtype.name != "bfloat16":
@@ -46,7 +46,7 @@ def is_approximated(dtype: DType) -> bool:
     return dtype in (_FLOAT32, _FLOAT16) or dtype.name == "bfloat16"
 
 
-def as_matrix(shape: Shape) -> tuple[int, int]:
+def matrix_shape(shape: Shape) -> tuple[int, int]:
     """Rows and columns of a chunk."""
     if len(shape) == 2:
         return shape[0], shape[1]
@@ -55,14 +55,14 @@ def as_matrix(shape: Shape) -> tuple[int, int]:
     return (size // width, width) if size > NARROW and size % width == 0 else (1, size)
 
 
-def is_fine(shape: Shape) -> bool:
+def is_small(shape: Shape) -> bool:
     """Is a chunk of this shape so small that precision costs nothing: a norm, a bias?"""
-    return as_matrix(shape)[0] == 1 or prod(shape) < SMALL
+    return matrix_shape(shape)[0] == 1 or prod(shape) < SMALL
 
 
-def wide(array: Array) -> Array:
+def to_float32(array: Array) -> Array:
     """As float32, n x m."""
-    return np.ascontiguousarray(array.astype(np.float32, copy=False)).reshape(as_matrix(array.shape))
+    return np.ascontiguousarray(array.astype(np.float32, copy=False)).reshape(matrix_shape(array.shape))
 
 
 def is_finite(array: Array) -> bool:
@@ -72,7 +72,7 @@ def is_finite(array: Array) -> bool:
     return lossy.is_finite(np.ascontiguousarray(array))
 
 
-def narrow(values: Array, dtype: DType, shape: Shape) -> Array:
+def to_state_dtype(values: Array, dtype: DType, shape: Shape) -> Array:
     """Back in its own type."""
     with np.errstate(over="ignore"):
         return values.astype(dtype, copy=False).reshape(shape)

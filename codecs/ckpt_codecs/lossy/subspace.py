@@ -12,17 +12,17 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.delta import Change, DeltaCodec, Form, States, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossy import factors
 from ckpt_codecs.lossy import first_moment as first
 from ckpt_codecs.lossy import state_types as forms
 from ckpt_codecs.lossy import weight_transform as weights
-from ckpt_codecs.lossy.byte_reader import Pieces, piece
-from ckpt_codecs.lossy.chunk_context import Made
-from ckpt_codecs.lossy.quantizer import Quantiser
-from ckpt_codecs.lossy.weight_transform import Way
+from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
+from ckpt_codecs.lossy.chunk_context import ChunkContext
+from ckpt_codecs.lossy.quantizer import Quantizer
+from ckpt_codecs.lossy.weight_transform import WeightTransform
 
 EXACT, SAME, FACTORS, WEIGHTS, FIRST = range(5)
 """How a state is held in a chunk."""
@@ -78,14 +78,14 @@ class Subspace(DeltaCodec):
         if self.first not in FIRSTS:
             raise CodecError(f"first is one of {', '.join(FIRSTS)}, not {self.first!r}")
 
-    def survey(self, samples: Iterable[tuple[int, Change]], step: Step) -> "Subspace":
+    def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "Subspace":
         """The same codec with one scale for the whole state: so much of it, and a change of that."""
-        parts = [(size, *self._energy(change)) for size, change in samples if not forms.is_fine(_shape(change))]
+        parts = [(size, *self._energy(change)) for size, change in samples if not forms.is_small(_shape(change))]
         count = sum(size for size, _, some in parts if some)
         energy = sum(size * energy / some for size, energy, some in parts if some)
         return replace(self, scale=sqrt(energy / count)) if energy > 0 else self
 
-    def fit(self, changes: Callable[[], Iterator[Change]], step: Step) -> "Subspace":
+    def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "Subspace":
         if self.scale is not None:
             return self
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
@@ -94,13 +94,13 @@ class Subspace(DeltaCodec):
         """The same codec with another step, that of anchors as much longer or shorter."""
         return replace(self, step=step, anchor_step=self.anchor_step * step / self.step)
 
-    def promised(self, state: str, form: Form) -> Mapping[str, float]:
+    def promised(self, state: str, form: StateTypes) -> Mapping[str, float]:
         if state != forms.weights_of(form):
             return {}
         said = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
         return {name: value for name, value in said.items() if value is not None}
 
-    def broken(self, change: Change, made: States) -> str | None:
+    def broken(self, change: StatePair, made: States) -> str | None:
         name = forms.weights_of(change.after)
         if name is None:
             return None
@@ -109,22 +109,22 @@ class Subspace(DeltaCodec):
             return None
         if not self._keeps_bound(true, state):
             return f"a weight is off by more than {self.max_abs_err}"
-        before = Made(change.before, _shape(change)).wide_before(name)
-        near = self._is_near(forms.wide(true), state, before)
+        before = ChunkContext(change.before, _shape(change)).wide_before(name)
+        near = self._is_near(forms.to_float32(true), state, before)
         return None if near else f"the error of a chunk is more than {self.rel_error} of its change"
 
-    def encode(self, change: Change) -> bytes:
+    def encode(self, change: StatePair) -> bytes:
         form = {name: array.dtype for name, array in change.after.items()}
         forms.check(form)
         if any(array.shape != _shape(change) for array in change.after.values()):
             raise CodecError("the states of a chunk are of one shape")
-        made = Made(change.before, _shape(change), form)
+        made = ChunkContext(change.before, _shape(change), form)
         return b"".join(self._section(name, change, made) for name in forms.in_order(form))
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: Form, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        made, source = Made(before, shape, form), Pieces(data)
+        made, source = ChunkContext(before, shape, form), ByteReader(data)
         for name in forms.in_order(form):
             (kind,), held = source.take(1), source.piece()
             if wanted is None or wanted - made.states.keys():
@@ -132,7 +132,7 @@ class Subspace(DeltaCodec):
         source.end()
         return {name: made.states[name] for name in form if wanted is None or name in wanted}
 
-    def _section(self, name: str, change: Change, made: Made) -> bytes:
+    def _section(self, name: str, change: StatePair, made: ChunkContext) -> bytes:
         """A state as bytes; `made` learns what comes of them."""
         form = {n: array.dtype for n, array in change.after.items()}
         true, old = change.after[name], change.before.get(name)
@@ -149,15 +149,15 @@ class Subspace(DeltaCodec):
             if forms.is_finite(state):
                 made.states[name] = state
                 made.finite.add(name)
-                return bytes([found[0]]) + piece(found[1])
+                return bytes([found[0]]) + length_prefixed(found[1])
             made.forget(name)
             found = (EXACT, b"")
         made.states[name] = true
-        return bytes([found[0]]) + piece(bytes(Planes().encode(true, None)) if found[0] == EXACT else b"")
+        return bytes([found[0]]) + length_prefixed(bytes(Planes().encode(true, None)) if found[0] == EXACT else b"")
 
-    def _approximate(self, name: str, change: Change, made: Made) -> tuple[int, bytes]:
-        true = forms.wide(change.after[name])
-        fine = forms.is_fine(change.after[name].shape)
+    def _approximate(self, name: str, change: StatePair, made: ChunkContext) -> tuple[int, bytes]:
+        true = forms.to_float32(change.after[name])
+        fine = forms.is_small(change.after[name].shape)
         if not true.size:
             raise NotApplicable("there are no values")
         if name in forms.SECOND:
@@ -171,7 +171,7 @@ class Subspace(DeltaCodec):
             return FIRST, first.encode(true, made.told(change.after), self.first, fine)
         raise NotApplicable("such a state is held exactly")
 
-    def _weights(self, true: Array, given: Array, way: Way, fine: bool) -> bytes:
+    def _weights(self, true: Array, given: Array, way: WeightTransform, fine: bool) -> bytes:
         """As few bytes as keep what was promised."""
         bound, rank = self.max_abs_err, 0 if fine else self.rank
         if bound is not None:
@@ -181,17 +181,17 @@ class Subspace(DeltaCodec):
         if fine:
             step, zero = size * (FINE_STEP if way.before is not None else FINE_ANCHOR_STEP), 0.5
         elif way.before is not None:
-            step, zero = settled(self.step) * (self.scale or size), ZERO
+            step, zero = settled_step(self.step) * (self.scale or size), ZERO
         else:
             step, zero = self.anchor_step * size, 0.5
         if bound is not None:
             step, zero = min(2 * bound, step) if fine else 2 * bound, 0.5
         turned = way.into(values, rank)
         for _ in range(TRIES):
-            data = way.encode(turned, Quantiser(step or 1.0, zero))
+            data = way.encode(turned, Quantizer(step or 1.0, zero))
             if bound is None and self.rel_error is None:
                 return data
-            state = forms.narrow(way.back(data, np.empty(true.shape, np.float32)), given.dtype, given.shape)
+            state = forms.to_state_dtype(way.back(data, np.empty(true.shape, np.float32)), given.dtype, given.shape)
             if self._keeps_bound(given, state) and self._is_near(true, state, way.before):
                 return data
             step *= SHORTER if self.rel_error is not None else 0.99
@@ -208,10 +208,10 @@ class Subspace(DeltaCodec):
         if self.rel_error is None:
             return True
         wide = true.astype(np.float64)
-        off = np.square(wide - forms.wide(state)).sum()
+        off = np.square(wide - forms.to_float32(state)).sum()
         return bool(off <= self.rel_error**2 * np.square(wide - (0 if before is None else before)).sum())
 
-    def _state(self, kind: int, held: bytes, name: str, form: Form, made: Made) -> Array:
+    def _state(self, kind: int, held: bytes, name: str, form: StateTypes, made: ChunkContext) -> Array:
         """The state that a section holds."""
         dtype, shape = form[name], made.shape
         if kind == EXACT:
@@ -226,29 +226,29 @@ class Subspace(DeltaCodec):
         if kind == FACTORS and name in forms.SECOND:
             found = factors.decode(held, made.foretold(name), made.room())
             made.found_factors[name] = found
-            return forms.narrow(found.values, dtype, shape)
+            return forms.to_state_dtype(found.values, dtype, shape)
         if kind == WEIGHTS and name == forms.weights_of(form):
-            return forms.narrow(made.way(name).back(held, made.room()), dtype, shape)
+            return forms.to_state_dtype(made.way(name).back(held, made.room()), dtype, shape)
         if kind == FIRST and name in forms.FIRST:
-            return forms.narrow(first.decode(held, made.told(form), made.room()), dtype, shape)
+            return forms.to_state_dtype(first.decode(held, made.told(form), made.room()), dtype, shape)
         raise CodecError(f"a lossy chunk holds {name} in no way that is known")
 
-    def _energy(self, change: Change) -> tuple[float, int]:
+    def _energy(self, change: StatePair) -> tuple[float, int]:
         """The sum of squares of what is to be quantised, and of how many values."""
-        made, name = Made(change.before, _shape(change), change.after), forms.weights_of(change.after)
+        made, name = ChunkContext(change.before, _shape(change), change.after), forms.weights_of(change.after)
         if name is None or name not in change.before:
             return 0.0, 0
         for second in forms.SECOND:
             if second in change.after:
                 self._section(second, change, made)
-        true = forms.wide(change.after[name])
+        true = forms.to_float32(change.after[name])
         if not forms.is_finite(true):
             return 0.0, 0
         values, energy = made.way(name).forward(true)
         return energy, values.size
 
 
-def settled(step: float) -> float:
+def settled_step(step: float) -> float:
     """A step in units of what is to be quantised, for one in units of the true change.
 
     What is to be quantised is the true change and the error before it. Were steps a multiple of both, long ones would
@@ -258,7 +258,7 @@ def settled(step: float) -> float:
     return step / sqrt(1 + ZERO**2 / 3 * step**2)
 
 
-def _shape(change: Change) -> Shape:
+def _shape(change: StatePair) -> Shape:
     shape: Shape = next(iter(change.after.values())).shape
     return shape
 

@@ -7,7 +7,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import lossy
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 MOST_SHIFT = 24
 _SPARE = 4096
@@ -26,9 +26,9 @@ def encode(symbols: Array, columns: int, total: int | None = None) -> bytes:
     shift = _shift(total, flat.size)
     # A symbol takes a part of its group's decision, one for being zero, its sign, its low bits, and what tells `high`.
     room = flat.size * (3 + shift) + 2 * (total >> shift) + _SPARE
-    decisions = borrow("decisions", 2 * room).view(np.uint16)
+    decisions = thread_buffer("decisions", 2 * room).view(np.uint16)
     count = lossy.model_symbols(flat, columns, shift, decisions)
-    out = borrow("code", 2 * count + 4)
+    out = thread_buffer("code", 2 * count + 4)
     return bytes([shift]) + out[lossy.code_decisions(decisions, count, out) :].tobytes()
 
 

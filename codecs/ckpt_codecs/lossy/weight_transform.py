@@ -10,9 +10,9 @@ from ckpt_codecs.lossy import log_levels as lattice
 from ckpt_codecs.lossy import quantizer as quantise
 from ckpt_codecs.lossy.basis import Basis
 from ckpt_codecs.lossy.factors import Factors
-from ckpt_codecs.lossy.quantizer import Quantiser
+from ckpt_codecs.lossy.quantizer import Quantizer
 from ckpt_codecs.native import lossy
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 MOST_RANK = 255
 MOST_DIRECTION = 16.0
@@ -25,7 +25,7 @@ Scales = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class Last:
+class PreviousMoments:
     """The moments before: how weights moved that have these. n x m of float32."""
 
     first: Array
@@ -42,7 +42,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Way:
+class WeightTransform:
     """From weights to numbers that are worth quantising, and back, by what both sides know.
 
     `before`: the weights, None in an anchor; `last`: how they moved before, if that is known. All n x m of float32.
@@ -52,7 +52,7 @@ class Way:
     matrix: tuple[int, int]
     before: Array | None
     factors: Factors | None
-    last: Last | None
+    last: PreviousMoments | None
     _bases: dict[int, Basis | None] = field(default_factory=dict, compare=False)
     _known_scales: dict[int, Scales] = field(default_factory=dict, compare=False)
 
@@ -69,7 +69,7 @@ class Way:
         basis.into(values)
         return values, rank
 
-    def encode(self, turned: tuple[Array, int], quantiser: Quantiser) -> bytes:
+    def encode(self, turned: tuple[Array, int], quantiser: Quantizer) -> bytes:
         """What `into` gave: whether it is scaled, the rank of the basis, the numbers."""
         values, rank = turned
         return bytes([self.factors is not None, rank]) + quantiser.encode(values)
@@ -111,7 +111,7 @@ class Way:
 
 def _room(name: str, shape: tuple[int, ...]) -> Array:
     count = shape[0] * shape[1]
-    return borrow(name, 4 * count).view(np.float32).reshape(shape)
+    return thread_buffer(name, 4 * count).view(np.float32).reshape(shape)
 
 
 def _ones(shape: tuple[int, int]) -> Scales:

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native.library import ADDRESS, DOUBLE, FLOAT, INT, INT64, address, bind, scratch
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 _ADAM = (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, DOUBLE, DOUBLE, FLOAT, FLOAT)
 
@@ -125,7 +125,7 @@ def merge_zigzags(before: Array, planes: list[Array], out: Array) -> None:
 
 def exponent_buckets(words: Array, mantissa: int, least: int, many: int) -> Array:
     """The exponents of 16-bit floats less the least, limited to 0 and `many` - 1: (n,) uint8, this thread's scratch."""
-    out = borrow("which", words.size)
+    out = thread_buffer("which", words.size)
     kernels.exponent_buckets(
         address(words, WORD16), words.size, mantissa, least, many, address(out, BYTE, writable=True)
     )
@@ -190,7 +190,11 @@ def to_grid(predicted: Array, actual: Array, units: Array) -> tuple[Array, Array
     """Symbols, depths and bits, and `PADDING` after these: uint8, this thread's scratch."""
     n = actual.size
     _check_sizes(n, predicted, units)
-    symbols, depths, bits = borrow("symbols", n), borrow("depths", n), borrow("bits", 4 * n + 2 * PADDING)
+    symbols, depths, bits = (
+        thread_buffer("symbols", n),
+        thread_buffer("depths", n),
+        thread_buffer("bits", 4 * n + 2 * PADDING),
+    )
     count = ctypes.c_int64()
     used = kernels.to_grid(
         *(address(predicted, WORD32), address(actual, WORD32), address(units, BYTE), n),
@@ -314,7 +318,7 @@ def count_step_symbols(predicted: Array, actual: Array, which: Array, contexts: 
     symbols leave, with `PADDING`. All but the counts are this thread's scratch."""
     n = actual.size
     _check_sizes(n, predicted, which)
-    symbols, bits = borrow("told", 2 * n).view(np.uint16), borrow("bits", 2 * n + 2 * PADDING)
+    symbols, bits = thread_buffer("told", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
     counts = np.empty((contexts, STEP_SYMBOLS), np.uint32)
     used = kernels.count_step_symbols(
         *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n),
@@ -330,7 +334,7 @@ def write_ans_steps(symbols: Array, weights: Array) -> tuple[Array, Array]:
     `weights`: (contexts, 108) uint32; those of a context add up to 4096, and none of a symbol that occurs is 0.
     """
     _check_sizes(len(weights) * STEP_SYMBOLS, weights)
-    states, words = np.empty(ANS_STATES, np.uint32), borrow("words", 2 * symbols.size + 2).view(np.uint16)
+    states, words = np.empty(ANS_STATES, np.uint32), thread_buffer("words", 2 * symbols.size + 2).view(np.uint16)
     begin = kernels.write_ans_steps(
         *(address(symbols, WORD16), symbols.size, address(weights, WORD32), len(weights)),
         *(address(states, WORD32, writable=True), address(words, WORD16, writable=True), words.size),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.delta import Step
+from ckpt_codecs.delta import StepInfo
 from ckpt_codecs.optimizers.sample import Sample
 from ckpt_codecs.optimizers.state_names import LARGEST
 from ckpt_codecs.optimizers.step import (
@@ -15,16 +15,16 @@ from ckpt_codecs.optimizers.step import (
     BETWEEN,
     DESCENT,
     FORMS,
-    Rule,
+    OptimizerStep,
     adam_weights,
-    carried_weights,
     count_replayed,
     descent_weights,
+    extrapolated_weights,
     gradient,
-    halves,
+    gradient_bits,
+    gradients_from_bits,
     number,
     second_moment,
-    widened,
 )
 
 GOOD = 0.9
@@ -41,13 +41,13 @@ NEAR = 192
 """Numbers on either side of a fitted one that are tried."""
 
 
-def fit_adam(sample: Sample, step: Step) -> Rule:
+def fit_adam(sample: Sample, step: StepInfo) -> OptimizerStep:
     """The rule of one step of Adam; of several, if they are."""
     m0, v0, m1, v1 = _moments(sample)
     steps = None if step.before is None or step.after is None else step.after - step.before
     if steps in (None, 1):
         beta1, beta2 = _betas(step.options, m0, m1, v0, v1)
-        base = Rule(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
+        base = OptimizerStep(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
         tried = _compared(_adam_rules(base, step), sample)
         rule, share = max(tried, key=_share_of)
         if share < GOOD:
@@ -59,31 +59,31 @@ def fit_adam(sample: Sample, step: Step) -> Rule:
     return fit_between(sample)
 
 
-def fit_descent(sample: Sample, step: Step) -> Rule:
+def fit_descent(sample: Sample, step: StepInfo) -> OptimizerStep:
     """The rule of one step of gradient descent with momentum."""
     b0, b1 = sample.before["momentum_buffer"], sample.after["momentum_buffer"]
     momentum = number(step.options, "momentum")
-    base = Rule(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
+    base = OptimizerStep(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
     tried = _compared(_descent_rules(base, step), sample)
     rule, share = max(tried, key=_share_of)
     if share < GOOD:
         rule, share = max((rule, share), _searched(rule, sample), key=_share_of)
-    return rule if share > 0.3 else Rule(fade=base.fade)
+    return rule if share > 0.3 else OptimizerStep(fade=base.fade)
 
 
-def fit_between(sample: Sample) -> Rule:
+def fit_between(sample: Sample) -> OptimizerStep:
     """Least squares: how much of the way the first and the last update tell."""
     m0, v0, m1, v1 = _moments(sample)
     tiny = np.float32(1e-12)
     known = np.stack([m0 / (np.sqrt(v0) + tiny), m1 / (np.sqrt(v1) + tiny), sample.w0], 1).astype(np.float64)
     way = sample.w1.astype(np.float64) - sample.w0
     found = _least_squares(known, way)
-    rule = Rule(BETWEEN, early=found[0], late=found[1], decay=1 + found[2], fade=_slope(m0, m1))
-    far = [_usual(np.abs(sample.w1 - w)) for w in (carried_weights(rule, sample.w0, m0, v0, m1, v1), sample.w0)]
+    rule = OptimizerStep(BETWEEN, early=found[0], late=found[1], decay=1 + found[2], fade=_slope(m0, m1))
+    far = [_usual(np.abs(sample.w1 - w)) for w in (extrapolated_weights(rule, sample.w0, m0, v0, m1, v1), sample.w0)]
     return rule if far[0] <= far[1] else replace(rule, early=0.0, late=0.0, decay=1.0)
 
 
-def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
+def fit_scale(rule: OptimizerStep, m0: Array, m1: Array) -> OptimizerStep:
     """Were gradients in bfloat16, times one number? Then all of them are near its multiples by 8-bit numbers."""
     g = gradient(rule, m0, m1).astype(np.float64)
     clear = np.abs(g) / (np.abs(m0) + np.abs(m1))
@@ -116,9 +116,9 @@ def fit_scale(rule: Rule, m0: Array, m1: Array) -> Rule:
     return replace(rule, scale=scale, first_form=form) if share > 0.5 else rule
 
 
-def fit_forms(rule: Rule, m0: Array, m1: Array, v0: Array, v1: Array) -> Rule:
+def fit_forms(rule: OptimizerStep, m0: Array, m1: Array, v0: Array, v1: Array) -> OptimizerStep:
     """The order of operations of the second moment, and of the first where gradients are known."""
-    g = widened(rule, halves(rule, m0, m1)) if rule.scale else gradient(rule, m0, m1)
+    g = gradients_from_bits(rule, gradient_bits(rule, m0, m1)) if rule.scale else gradient(rule, m0, m1)
     forms = [replace(rule, second_form=form) for form in range(FORMS)]
     return max(forms, key=lambda one: _share(second_moment(one, v0, g), v1))
 
@@ -140,7 +140,7 @@ def _betas(options: Mapping[str, Any], m0: Array, m1: Array, v0: Array, v1: Arra
     )
 
     def far(betas: tuple[float, float]) -> float:
-        rule = Rule("torch", beta1=betas[0], beta2=betas[1])
+        rule = OptimizerStep("torch", beta1=betas[0], beta2=betas[1])
         made = second_moment(rule, v0, gradient(rule, m0, m1))
         return _usual(np.abs(made.astype(np.float64) / v1 - 1))
 
@@ -149,7 +149,7 @@ def _betas(options: Mapping[str, Any], m0: Array, m1: Array, v0: Array, v1: Arra
     return min([*asked, *BETAS], key=far)
 
 
-def _adam_rules(base: Rule, step: Step) -> Iterator[Rule]:
+def _adam_rules(base: OptimizerStep, step: StepInfo) -> Iterator[OptimizerStep]:
     """Every order of operations, with and without decay of the weights and corrections of the bias."""
     options = step.options
     rate, eps = number(options, "lr"), number(options, "eps")
@@ -169,7 +169,7 @@ def _adam_rules(base: Rule, step: Step) -> Iterator[Rule]:
             yield replace(numbers, root=_single(c2), correction=_single(c1))
 
 
-def _descent_rules(base: Rule, step: Step) -> Iterator[Rule]:
+def _descent_rules(base: OptimizerStep, step: StepInfo) -> Iterator[OptimizerStep]:
     rate = number(step.options, "lr")
     rate = 0.1 if rate is None else rate
     pull = number(step.options, "weight_decay") or 0.0
@@ -178,7 +178,7 @@ def _descent_rules(base: Rule, step: Step) -> Iterator[Rule]:
             yield replace(base, rule=order, step=_single(-rate), decay=decay)
 
 
-def _least(rule: Rule, sample: Sample) -> Rule:
+def _least(rule: OptimizerStep, sample: Sample) -> OptimizerStep:
     """The rule with step and decay by least squares."""
     unit = _weights(replace(rule, step=1.0, decay=0.0), sample)
     known = np.stack([unit, sample.w0], 1).astype(np.float64)
@@ -186,11 +186,11 @@ def _least(rule: Rule, sample: Sample) -> Rule:
     return replace(rule, step=_single(found[0]), decay=_single(1 + found[1]))
 
 
-def _distance(rule: Rule, sample: Sample) -> float:
+def _distance(rule: OptimizerStep, sample: Sample) -> float:
     return _usual(np.abs(_weights(rule, sample).astype(np.float64) - sample.w1))
 
 
-def _searched(rule: Rule, sample: Sample) -> tuple[Rule, float]:
+def _searched(rule: OptimizerStep, sample: Sample) -> tuple[OptimizerStep, float]:
     """Step and decay from the weights themselves: least squares, then every number near by."""
     fitted = _least(rule, sample)
     few = sample.part(4096)
@@ -206,7 +206,7 @@ def _searched(rule: Rule, sample: Sample) -> tuple[Rule, float]:
     return best, _matches(best, sample)
 
 
-def _weights(rule: Rule, sample: Sample) -> Array:
+def _weights(rule: OptimizerStep, sample: Sample) -> Array:
     if rule.rule in DESCENT:
         return descent_weights(rule, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
     return adam_weights(rule, sample.w0, sample.after["exp_avg"], _under(sample))
@@ -216,7 +216,7 @@ def _under(sample: Sample) -> Array:
     return sample.after.get(LARGEST, sample.after["exp_avg_sq"])
 
 
-def _compared(rules: Iterator[Rule], sample: Sample) -> list[tuple[Rule, float]]:
+def _compared(rules: Iterator[OptimizerStep], sample: Sample) -> list[tuple[OptimizerStep, float]]:
     """Rules and the shares of weights that come out bit for bit: those that may be the best, by all of the sample."""
     few = sample.part(FEW)
     tried = [(rule, _matches(rule, few)) for rule in rules]
@@ -224,7 +224,7 @@ def _compared(rules: Iterator[Rule], sample: Sample) -> list[tuple[Rule, float]]
     return [(rule, _matches(rule, sample) if share > best - CLOSE else share) for rule, share in tried]
 
 
-def _matches(rule: Rule, sample: Sample) -> float:
+def _matches(rule: OptimizerStep, sample: Sample) -> float:
     """The share of weights that come out bit for bit."""
     return _share(_weights(rule, sample), sample.w1)
 
@@ -237,7 +237,7 @@ def _greatest(values: Array, count: int) -> Array:
     return places[np.argsort(-values[places], kind="stable")[:count]]
 
 
-def _share_of(pair: tuple[Rule, float]) -> float:
+def _share_of(pair: tuple[OptimizerStep, float]) -> float:
     return pair[1]
 
 

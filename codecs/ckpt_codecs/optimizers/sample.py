@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunk.frame import words
-from ckpt_codecs.delta import Change
+from ckpt_codecs.chunk.frame import as_uints
+from ckpt_codecs.delta import StatePair
 from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_all, is_told, weights_of
 from ckpt_codecs.optimizers.step import BETWEEN, DESCENT
@@ -35,7 +35,7 @@ class Sample:
         return Sample(cut[0], cut[1], some(self.before), some(self.after))
 
 
-def sample(changes: Iterator[Change]) -> Sample | None:
+def sample(changes: Iterator[StatePair]) -> Sample | None:
     """Values from chunks, laid end to end; None if they do not have what a rule works with."""
     whole = []
     for change in changes:
@@ -53,7 +53,7 @@ def sample(changes: Iterator[Change]) -> Sample | None:
     most = SAMPLED // len(whole)
 
     def flat(arrays: list[Array]) -> Array:
-        return np.concatenate([words(array)[:: max(1, array.size // most)] for array in arrays]).view(np.float32)
+        return np.concatenate([as_uints(array)[:: max(1, array.size // most)] for array in arrays]).view(np.float32)
 
     return Sample(
         flat([change.before[weights] for weights, change in whole]),

@@ -21,7 +21,7 @@ FORMS = 3
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptimizerStep:
     """The numbers of one step of one parameter; docs/delta-codecs.md has what is done with them."""
 
     rule: str = ""
@@ -53,7 +53,7 @@ class Rule:
             raise CodecError("nothing can be divided by zero: beta1 is not 1, root and correction are not 0")
 
 
-def adam_weights(rule: Rule, w: Array, m: Array, v: Array) -> Array:
+def adam_weights(rule: OptimizerStep, w: Array, m: Array, v: Array) -> Array:
     """Weights after a step, from those before it and the moments after it."""
     out = np.empty_like(w)
     numbers = (rule.decay, rule.step, rule.root, rule.eps)
@@ -68,7 +68,7 @@ def adam_weights(rule: Rule, w: Array, m: Array, v: Array) -> Array:
     return out
 
 
-def descent_weights(rule: Rule, w: Array, b0: Array, b1: Array) -> Array:
+def descent_weights(rule: OptimizerStep, w: Array, b0: Array, b1: Array) -> Array:
     """The same of gradient descent, from the momentum before and after the step."""
     out = np.empty_like(w)
     if rule.rule == "nesterov":
@@ -79,57 +79,57 @@ def descent_weights(rule: Rule, w: Array, b0: Array, b1: Array) -> Array:
     return out
 
 
-def carried_weights(rule: Rule, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
+def extrapolated_weights(rule: OptimizerStep, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
     out = np.empty_like(w)
     deltas.extrapolate_weights(w, m0, v0, m1, v1, rule.decay, rule.early, rule.late, out)
     return out
 
 
-def gradient(rule: Rule, m0: Array, m1: Array) -> Array:
+def gradient(rule: OptimizerStep, m0: Array, m1: Array) -> Array:
     """What the first moments say of it."""
     out = np.empty_like(m0)
     deltas.infer_gradients(m0, m1, 1 - rule.beta1, out)
     return out
 
 
-def first_moment(rule: Rule, m: Array, g: Array) -> Array:
+def first_moment(rule: OptimizerStep, m: Array, g: Array) -> Array:
     out = np.empty_like(m)
     deltas.step_first_moments(m, g, rule.beta1, 1 - rule.beta1, rule.first_form, out)
     return out
 
 
-def second_moment(rule: Rule, v: Array, g: Array) -> Array:
+def second_moment(rule: OptimizerStep, v: Array, g: Array) -> Array:
     out = np.empty_like(v)
     deltas.step_second_moments(v, g, rule.beta2, 1 - rule.beta2, rule.second_form, out)
     return out
 
 
-def halves(rule: Rule, m0: Array, m1: Array) -> Array:
+def gradient_bits(rule: OptimizerStep, m0: Array, m1: Array) -> Array:
     """The gradients in bfloat16, as words."""
     out = np.empty(m0.size, np.uint16)
     deltas.infer_bfloat16_gradients(m0, m1, rule.scale, rule.beta1, 1 - rule.beta1, rule.first_form, out)
     return out
 
 
-def count_replayed(rule: Rule, scale: float, form: int, m0: Array, m1: Array) -> int:
+def count_replayed(rule: OptimizerStep, scale: float, form: int, m0: Array, m1: Array) -> int:
     """How many first moments come out to the bit with gradients in bfloat16, times this scale, in this form."""
     return deltas.count_bfloat16_matches(m0, m1, scale, rule.beta1, 1 - rule.beta1, form)
 
 
-def widened(rule: Rule, half: Array) -> Array:
+def gradients_from_bits(rule: OptimizerStep, half: Array) -> Array:
     """Gradients as the optimizer got them."""
     out = np.empty(half.size, np.float32)
     deltas.scale((half.astype(np.uint32) << np.uint32(16)).view(np.float32), rule.scale, out)
     return out
 
 
-def faded(rule: Rule, m: Array) -> Array:
+def decayed_moment(rule: OptimizerStep, m: Array) -> Array:
     out = np.empty_like(m)
     deltas.scale(m, rule.fade, out)
     return out
 
 
-def larger(before: Array, after: Array) -> Array:
+def running_max(before: Array, after: Array) -> Array:
     """The largest second moments so far."""
     return np.where(after > before, after, before)
 

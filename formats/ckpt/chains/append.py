@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.chains.write import Manner, Written, write_base, write_delta
-from ckpt.pipeline import Effort, check_sound, check_whole
+from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
+from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_cli import notes
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.notices import Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import Chain, Kind
+from ckpt_formats.universal.chain.file import ChainIndex, Kind
 from ckpt_formats.universal.chain.members import open_member
 
 
 @dataclass(frozen=True)
-class Anchors:
+class BasePolicy:
     """Which states stand alone."""
 
     every: int | None = None
@@ -24,7 +24,7 @@ class Anchors:
     coded: bool = False
     """By the codec of the deltas too, which may lose what it may lose."""
 
-    def due(self, chain: Chain | None) -> bool:
+    def due(self, chain: ChainIndex | None) -> bool:
         """Is the next member to stand alone?"""
         if chain is None or not chain.members:
             return True
@@ -33,15 +33,15 @@ class Anchors:
 
 
 def append(
-    run: Path, source: Checkpoint, step: int | None, manner: Manner, anchors: Anchors, effort: Effort
-) -> Written:
+    run: Path, source: Checkpoint, step: int | None, manner: DeltaPolicy, anchors: BasePolicy, effort: Resources
+) -> AppendResult:
     """Write a state into a chain, which then has it or is as it was. The first one begins the chain."""
-    check_whole(source)
-    check_sound(source)
+    check_complete(source)
+    check_not_suspicious(source)
     with folder.locked(run, create=True, locks=effort.locks) as chain:
         step = _step(source, step, chain, run)
         name = folder_name(step)
-        sweep(run, chain, name)
+        remove_leftovers(run, chain, name)
         if chain is None or anchors.due(chain):
             written = write_base(source, run / name, step, anchors.coded, manner, effort)
         else:
@@ -50,17 +50,19 @@ def append(
             written = write_delta(source, run / name, step, earlier, run / last.folder, manner, effort)
             if written.member.kind == "base":
                 notes.note(f"nothing is less as a delta on step {last.step}: the state stands alone")
-        before = chain or Chain(())
-        longer = Chain((*before.members, written.member), before.segments)
+        before = chain or ChainIndex(())
+        longer = ChainIndex((*before.members, written.member), before.segments)
         open_member(run, longer, written.member)  # what cannot be opened is not named
         folder.replace(run, longer)
     return written
 
 
-def foretell(run: Path, source: Checkpoint, step: int | None, anchors: Anchors) -> tuple[int, Kind, Checkpoint | None]:
+def plan_append(
+    run: Path, source: Checkpoint, step: int | None, anchors: BasePolicy
+) -> tuple[int, Kind, Checkpoint | None]:
     """The step that would be appended, how, and against which state. Raises what `append` would, before it writes."""
-    check_whole(source)
-    check_sound(source)
+    check_complete(source)
+    check_not_suspicious(source)
     chain = folder.peek(run)
     step = _step(source, step, chain, run)
     if chain is None or anchors.due(chain):
@@ -68,19 +70,19 @@ def foretell(run: Path, source: Checkpoint, step: int | None, anchors: Anchors) 
     return step, "delta", open_member(run, chain, chain.members[-1])
 
 
-def sweep(run: Path, chain: Chain | None, going_on: str | None = None) -> None:
+def remove_leftovers(run: Path, chain: ChainIndex | None, going_on: str | None = None) -> None:
     """Remove what interrupted runs left behind, and say so."""
     found = folder.leftovers(run, chain, going_on)
     folder.remove(found)
     for path in found:
-        notes.note(f"removed {show(path.name)}, which an interrupted run left behind")
+        notes.note(f"removed {printable(path.name)}, which an interrupted run left behind")
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def _step(source: Checkpoint, told: int | None, chain: Chain | None, run: Path) -> int:
+def _step(source: Checkpoint, told: int | None, chain: ChainIndex | None, run: Path) -> int:
     step = source.origin.step if told is None else told
     if step is None:
         raise Unsupported("the checkpoint does not say its step", where=source.path, hint="Say it: --step N.")

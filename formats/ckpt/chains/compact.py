@@ -8,14 +8,14 @@ from pathlib import Path
 
 import click
 
-from ckpt.chains.append import Anchors, folder_name, sweep
-from ckpt.chains.write import Manner, write_base, write_delta
-from ckpt.pipeline import Effort
+from ckpt.chains.append import BasePolicy, folder_name, remove_leftovers
+from ckpt.chains.write import DeltaPolicy, write_base, write_delta
+from ckpt.pipeline import Resources
 from ckpt_cli.views import report
 from ckpt_cli.views.report import size
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps, Member
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
 
@@ -41,7 +41,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptMember:
     """A state that stays, and what becomes of it."""
 
     step: int
@@ -52,19 +52,19 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompactPlan:
     """What a chain is to become."""
 
-    states: tuple[Kept, ...]
+    states: tuple[KeptMember, ...]
     segments: tuple[LoggedSteps, ...]
 
 
 @dataclass(frozen=True)
-class Compacted:
+class CompactResult:
     """What was done."""
 
-    before: Chain
-    after: Chain
+    before: ChainIndex
+    after: ChainIndex
 
     @property
     def freed(self) -> int:
@@ -73,7 +73,7 @@ class Compacted:
         return stored[0] - stored[1]
 
 
-def plan(run: Path, chain: Chain, retention: Retention, anchors: Anchors) -> Plan:
+def plan(run: Path, chain: ChainIndex, retention: Retention, anchors: BasePolicy) -> CompactPlan:
     """Which states and segments stay, and how. The last state always does.
 
     Raises `NotFound` for a step that is not there.
@@ -88,7 +88,7 @@ def plan(run: Path, chain: Chain, retention: Retention, anchors: Anchors) -> Pla
         steps.add(chain.members[-1].step)
     steps |= {one.first for one in segments if one.parent is not None}  # they are replayed from these
     members = {member.step: member for member in chain.members}
-    kept: list[Kept] = []
+    kept: list[KeptMember] = []
     since = 0
     for step in sorted(steps):
         member = members.get(step)
@@ -102,29 +102,31 @@ def plan(run: Path, chain: Chain, retention: Retention, anchors: Anchors) -> Pla
             above = kept[-1].member
             how = "as it is" if above is not None and above.content == member.parent else "delta"
         since = since + 1 if how == "delta" or (how == "as it is" and member and member.kind == "delta") else 1
-        kept.append(Kept(step, member, how))
-    return Plan(tuple(kept), segments)
+        kept.append(KeptMember(step, member, how))
+    return CompactPlan(tuple(kept), segments)
 
 
-def compact(run: Path, retention: Retention, anchors: Anchors, manner: Manner, effort: Effort) -> Compacted:
+def compact(
+    run: Path, retention: Retention, anchors: BasePolicy, manner: DeltaPolicy, effort: Resources
+) -> CompactResult:
     """Write anew what would lose its parent, then replace the list, then remove what it no longer names."""
     with folder.locked(run, locks=effort.locks) as chain:
         assert chain is not None  # it was to be there
-        sweep(run, chain)
+        remove_leftovers(run, chain)
         found = plan(run, chain, retention, anchors)
         members: list[Member] = []
         for kept in found.states:
             stays = kept.member if kept.how == "as it is" else None
             members.append(stays or _rewritten(run, chain, kept, members, manner, effort))
-        after = Chain(tuple(members), found.segments)
+        after = ChainIndex(tuple(members), found.segments)
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))
             _drop_later_records(run, after)
-    return Compacted(chain, after)
+    return CompactResult(chain, after)
 
 
-def _drop_later_records(run: Path, chain: Chain) -> None:
+def _drop_later_records(run: Path, chain: ChainIndex) -> None:
     """Free what follows the end of a segment. The list says already that it does not count."""
     for one in chain.segments:
         if one.step is not None:
@@ -134,7 +136,7 @@ def _drop_later_records(run: Path, chain: Chain) -> None:
                     os.truncate(log.path, segment.nbytes_upto(rank, one.step))
 
 
-def _cut(run: Path, chain: Chain, upto: int | None) -> Chain:
+def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
     """The chain without what comes after a step. Raises `NotFound` if it has no such step."""
     if upto is None:
         return chain
@@ -147,7 +149,7 @@ def _cut(run: Path, chain: Chain, upto: int | None) -> Chain:
         if one.first < upto or (one.first == upto and not held):
             end = open_steps(run, one).last
             segments.append(replace(one, step=min(end, upto)) if end >= upto or one.step is None else one)
-    return Chain(members, tuple(segments))
+    return ChainIndex(members, tuple(segments))
 
 
 def _reaches(run: Path, logged: LoggedSteps, step: int) -> bool:
@@ -159,7 +161,7 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
     return segments[len(segments) - count :] if count < len(segments) else segments
 
 
-def say_plan(chain: Chain, found: Plan, as_json: bool) -> None:
+def say_plan(chain: ChainIndex, found: CompactPlan, as_json: bool) -> None:
     """What would become of each state, and of each segment of the log."""
     how = {one.step: one.how for one in found.states}
     fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
@@ -188,7 +190,7 @@ def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
     return "as it is" if ends[logged.folder] == logged.step else "cut"
 
 
-def say(done: Compacted, as_json: bool) -> None:
+def say(done: CompactResult, as_json: bool) -> None:
     """What was done."""
     before, after = ({member.step for member in chain.members} for chain in (done.before, done.after))
     removed, added = len(before - after), len(after - before)
@@ -203,7 +205,9 @@ def say(done: Compacted, as_json: bool) -> None:
     report.say(f"{len(done.after.members)} states stay{from_log}, {removed} removed, {freed}")
 
 
-def _rewritten(run: Path, chain: Chain, kept: Kept, before: list[Member], manner: Manner, effort: Effort) -> Member:
+def _rewritten(
+    run: Path, chain: ChainIndex, kept: KeptMember, before: list[Member], manner: DeltaPolicy, effort: Resources
+) -> Member:
     """The same state, bit for bit, in a folder of its own: as a base, or against the last that is kept."""
     member, target = kept.member, _free(run, kept.step)
     if member is None:
@@ -219,7 +223,7 @@ def _rewritten(run: Path, chain: Chain, kept: Kept, before: list[Member], manner
     return replace(written.member, time=member.time, losses=member.losses)
 
 
-def _opened(run: Path, chain: Chain, member: Member) -> Checkpoint:
+def _opened(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     """A state that stays: as the chain has it, or as it was just written from the log."""
     stored = any(one.step == member.step for one in chain.members)
     known = member_at(run, chain, member.step) if stored else member
@@ -233,7 +237,7 @@ def _free(run: Path, step: int) -> Path:
     return run / name
 
 
-def _steps(run: Path, chain: Chain, keep: str) -> set[int]:
+def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:
     steps = [member.step for member in chain.members]
     if keep == "all":
         return set(steps)

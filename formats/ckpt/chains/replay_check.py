@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.executors import results
-from ckpt.pipeline import Effort, Moved
+from ckpt.executors import run_tasks
+from ckpt.pipeline import CountBytes, Resources
 from ckpt.verify import Finding
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.universal.chain.file import Chain
+from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.chain.states import open_steps
-from ckpt_formats.universal.gradients.replay import SegmentReplay, Start
+from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import Segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at, replay_to
 
@@ -25,12 +25,12 @@ _SIZE = 4
 
 
 @dataclass(frozen=True)
-class Course:
+class SegmentCourse:
     """A segment, the state where it begins, and the states that the chain stores on its way."""
 
     segment: Segment
-    start: Start
-    stops: tuple[Start, ...]
+    start: StartState
+    stops: tuple[StartState, ...]
 
     @property
     def nbytes(self) -> int:
@@ -38,29 +38,29 @@ class Course:
         return (self.segment.last - self.start.step) * self.segment.layout.numel * _SIZE
 
 
-def courses(run: Path, chain: Chain) -> Iterator[Course]:
+def courses(run: Path, chain: ChainIndex) -> Iterator[SegmentCourse]:
     """All segments with their states. Raises as `open_steps`."""
     for number, logged in enumerate(chain.segments):
         segment = open_steps(run, logged)
-        stops: dict[int, Start] = {}
+        stops: dict[int, StartState] = {}
         for member in chain.members:
             if segment.first < member.step <= segment.last and member.exact:
-                stops[member.step] = Start(member.step, open_member(run, chain, member).parameters)
+                stops[member.step] = StartState(member.step, open_member(run, chain, member).parameters)
         following = chain.segments[number + 1] if number + 1 < len(chain.segments) else None
         if following is not None and following.parent is None and segment.first < following.first <= segment.last:
-            stops.setdefault(following.first, Start(following.first, _own_start(open_steps(run, following))))
+            stops.setdefault(following.first, StartState(following.first, _own_start(open_steps(run, following))))
         base: Base | None = None
         if logged.parent is not None:
             base = Base(logged.first, open_member(run, chain, member_at(run, chain, logged.first)))
         start = replay_to(segment, segment.first, base).start
-        yield Course(segment, start, tuple(stop for _, stop in sorted(stops.items())))
+        yield SegmentCourse(segment, start, tuple(stop for _, stop in sorted(stops.items())))
 
 
 def _own_start(segment: Segment) -> dict[str, Parameter]:
     return dict(checkpoint_at(segment, segment.first, None).parameters)
 
 
-def check(course: Course, effort: Effort, moved: Moved) -> list[Finding]:
+def check(course: SegmentCourse, effort: Resources, moved: CountBytes) -> list[Finding]:
     """Do all steps of a segment again, and compare with its fingerprints and with the states on its way.
 
     A state that is as the log has it is where the next steps begin; from any other nothing follows.
@@ -74,7 +74,9 @@ def check(course: Course, effort: Effort, moved: Moved) -> list[Finding]:
     return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, effort, moved)
 
 
-def _check_leg(replay: SegmentReplay, arrival: Start | None, effort: Effort, moved: Moved) -> list[Finding]:
+def _check_leg(
+    replay: SegmentReplay, arrival: StartState | None, effort: Resources, moved: CountBytes
+) -> list[Finding]:
     layout = replay.segment.layout
     chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
     stored = None if arrival is None else SegmentReplay(replay.segment, replay.step, arrival)
@@ -87,7 +89,7 @@ def _check_leg(replay: SegmentReplay, arrival: Start | None, effort: Effort, mov
         return finding
 
     with ThreadPoolExecutor(effort.workers) as pool:
-        found = list(results(pool, check_chunk, chunks, 2 * effort.workers))
+        found = list(run_tasks(pool, check_chunk, chunks, 2 * effort.workers))
     return list(dict.fromkeys(finding for finding in found if finding is not None))
 
 

@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt import pipeline
-from ckpt.pipeline import Effort, Outcome
+from ckpt.pipeline import Resources, Result
 from ckpt.staging import check_target, staging_folder
 from ckpt_cli import notes, work
 from ckpt_cli.views import report
 from ckpt_cli.views.report import size
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, ReadOptions, WritableFormat
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import address, members, states
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import Chain, Member
-from ckpt_formats.universal.write_replayed import replay_of
+from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.write_replayed import stored_delta_of
 
 
 @dataclass(frozen=True)
-class State:
+class ChainState:
     """What is to be restored; `member` and `chain` only where it is of one."""
 
     checkpoint: Checkpoint
     run: Path
-    chain: Chain | None = None
+    chain: ChainIndex | None = None
     member: Member | None = None
 
 
-def open_step(path: Path, step: int | None, options: Options) -> State:
+def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
     """The state of a step of a chain; or any checkpoint, where there is but one step to take."""
     named = address.parse(path)
     if named is not None:
@@ -43,32 +43,34 @@ def open_step(path: Path, step: int | None, options: Options) -> State:
             checkpoint = open_checkpoint(path, options)
         if step is not None and checkpoint.origin.step != step:
             raise NotFound(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
-        return State(checkpoint, path)
+        return ChainState(checkpoint, path)
     chain = index.load(path / index.NAME)
     if chain.segments:
         with work.reading_headers(path):
             step = states.last_step(path, chain) if step is None else step
             if all(member.step != step for member in chain.members):
-                return State(states.open_state(path, chain, step), path)
+                return ChainState(states.open_state(path, chain, step), path)
     member = members.member_at(path, chain, step)
     with work.reading_headers(path):
-        return State(members.open_member(path, chain, member), path, chain, member)
+        return ChainState(members.open_member(path, chain, member), path, chain, member)
 
 
-def write(state: State, format: WritableFormat, goal: Goal, choices: object, effort: Effort) -> tuple[Outcome, float]:
+def write(
+    state: ChainState, format: WritableFormat, goal: Goal, choices: object, effort: Resources
+) -> tuple[Result, float]:
     """Write the state. An error names the last good step where there is one."""
     check_target(goal.target, state.run)
     try:
         return _write(state.checkpoint, format, goal, choices, effort)
     except CkptError as error:
         if state.chain is not None and state.member is not None:
-            members.advise(state.run, state.chain, state.member, error)
+            members.add_hint(state.run, state.chain, state.member, error)
         raise
 
 
 def _write(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Effort
-) -> tuple[Outcome, float]:
+    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Resources
+) -> tuple[Result, float]:
     """What other formats would read state after state is replayed once, into a folder that goes with the staged one."""
     if isinstance(format, Universal):
         return work.write(source, _again(source), goal, choices, effort, "restoring")
@@ -84,7 +86,7 @@ def _write(
         raise
 
 
-def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effort: Effort) -> Checkpoint:
+def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effort: Resources) -> Checkpoint:
     """The state, whole, in the folder where the target is to grow, so that both go together. Goes on where it is begun.
 
     Raises `NoSpace` unless there is room for it, and for `more` bytes that the target takes.
@@ -102,7 +104,7 @@ def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effo
             with suppress(OSError):
                 stage.rmdir()  # unless there is something to go on with
             raise
-    return Universal().read(folder, Options())
+    return Universal().read(folder, ReadOptions())
 
 
 def _name_of(source: Checkpoint) -> str:
@@ -148,5 +150,5 @@ def _again(source: Checkpoint) -> Universal:
 
 
 def _replays(source: Checkpoint) -> list[bool]:
-    found = (replay_of(parameter) for parameter in source.parameters.values())
+    found = (stored_delta_of(parameter) for parameter in source.parameters.values())
     return [True for replay in found if replay is not None and replay.count > 1]

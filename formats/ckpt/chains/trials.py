@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from pathlib import Path
 
-from ckpt.pipeline import Effort
-from ckpt.staging import owned
+from ckpt.pipeline import Resources
+from ckpt.staging import locked_folder
 from ckpt_cli import work
 from ckpt_cli.views import report
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, ReadOptions
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
 
 PLACE = "{}"
@@ -39,7 +39,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedStep:
     """What was found: the quantiser's step, and the losses of its state and of the exact one."""
 
     step: float
@@ -47,13 +47,13 @@ class Accepted:
     exact: float
 
 
-def settle(
+def search_step(
     codec: Subspace,
     evaluation: Evaluation,
     source: Checkpoint,
     write: Callable[[DeltaCodec, Path], object],
-    effort: Effort,
-) -> tuple[Subspace, Accepted]:
+    effort: Resources,
+) -> tuple[Subspace, AcceptedStep]:
     """The codec at the coarsest step that is accepted. `write` writes the source, with a codec, as a folder.
 
     Raises `Unsupported` if no step is, or if the command fails.
@@ -68,7 +68,7 @@ def settle(
         def increase(step: float) -> float:
             write(codec.at(step), folder / "coded")
             content = manifest.load(folder / "coded" / manifest.NAME).content
-            coded = Universal().read(folder / "coded", Options())
+            coded = Universal().read(folder / "coded", ReadOptions())
             losses[step] = _loss_of(coded, Universal.again(content), evaluation, folder, effort)
             shutil.rmtree(folder / "coded")
             report.say(f"trial: step {step:.3g}, loss {losses[step]:.6g}, {losses[step] - exact:+.3g}")
@@ -82,7 +82,7 @@ def settle(
             f"by more than {evaluation.most:g}",
             hint="Allow more with --max-loss-increase; or leave it out, and nothing is lost.",
         )
-    return codec.at(step), Accepted(step, losses[step], exact)
+    return codec.at(step), AcceptedStep(step, losses[step], exact)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _beside(target: Path, locks: bool) -> Iterator[Path]:
     Raises `Locked` if another process tries something for the same target.
     """
     folder = target.parent / f".{target.name}{_TRIAL}"
-    with owned(folder, target, locks):
+    with locked_folder(folder, target, locks):
         try:
             for left in folder.iterdir():
                 if left.is_dir():
@@ -102,7 +102,7 @@ def _beside(target: Path, locks: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _loss_of(state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, effort: Effort) -> float:
+def _loss_of(state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, effort: Resources) -> float:
     """What the command says of a state, which is written for it and removed."""
     target = folder / "state"
     work.write(state, format, Goal(target), "trial", effort, "writing a trial")
@@ -136,6 +136,6 @@ def _run(evaluation: Evaluation, state: Path) -> float:
 
 def _refused(evaluation: Evaluation, what: str) -> Unsupported:
     return Unsupported(
-        f"--eval-cmd: {show(evaluation.command[0])} {what}",
+        f"--eval-cmd: {printable(evaluation.command[0])} {what}",
         hint=f"It gets the path of a universal checkpoint for {PLACE}; the last line it prints is the loss, a number.",
     )

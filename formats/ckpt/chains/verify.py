@@ -10,7 +10,7 @@ import click
 
 from ckpt import verify as checks
 from ckpt.chains import replay_check as replaying
-from ckpt.pipeline import Effort, Moved
+from ckpt.pipeline import CountBytes, Resources
 from ckpt.verify import Finding
 from ckpt_cli import notes, work
 from ckpt_cli.progress import progress
@@ -21,11 +21,11 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Blob
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import Chain
+from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.chain.members import open_member
-from ckpt_formats.universal.chunked import Coded
+from ckpt_formats.universal.chunked import EncodedBlob
 from ckpt_formats.universal.replay import stored_delta
 
 _MOST_STEPS = 10
@@ -33,13 +33,13 @@ _Place = tuple[Path, int]
 """A file, and where in it chunks begin."""
 
 
-def verify(run: Path, effort: Effort, replay: bool, as_json: bool) -> bool:
+def verify(run: Path, effort: Resources, replay: bool, as_json: bool) -> bool:
     """Check all of a chain, with a bar, and say what was found. Is all well? With `replay`, its logged steps, too."""
     chain = index.read(run)
     opened, findings = open_all(run, chain)
     work.load_kernels()
     began = time.monotonic()
-    with progress("verifying", sum(map(checks.amount, opened))) as moved:
+    with progress("verifying", sum(map(checks.nbytes_to_read, opened))) as moved:
         findings += examine(opened, effort, moved)
     views = segments.open_all(run, chain, check=True)
     findings += _of_segments(views)
@@ -54,7 +54,7 @@ def verify(run: Path, effort: Effort, replay: bool, as_json: bool) -> bool:
         report.data(_json(run, chain, findings, bad, seconds))
     else:
         for finding in findings:
-            click.echo(f"{finding.kind}: {show(finding.what)}\n  in {show(finding.where)}")
+            click.echo(f"{finding.kind}: {printable(finding.what)}\n  in {printable(finding.where)}")
         checksums = sum(len(one.seals) for one in opened)
         facts = [f"{len(chain.members)} states whole, {checksums} checksums hold"] if chain.members else []
         if views:
@@ -63,7 +63,7 @@ def verify(run: Path, effort: Effort, replay: bool, as_json: bool) -> bool:
         whole = f"{', '.join(facts)} ({seconds:.1f} s)"
         steps = _listed(bad)
         wrong = f"{len(findings)} findings" + (f"; steps that cannot be restored: {steps}" if bad else "")
-        report.say(f"DAMAGED: {show(str(run))}: {wrong}" if findings else f"ok: {show(str(run))}: {whole}")
+        report.say(f"DAMAGED: {printable(str(run))}: {wrong}" if findings else f"ok: {printable(str(run))}: {whole}")
     return not findings
 
 
@@ -89,7 +89,7 @@ def _note_torn(views: list[SegmentView]) -> None:
                 notes.note(f"{path.name}: what follows step {view.segment.last} does not count: {reason}")
 
 
-def _replayed(run: Path, chain: Chain, effort: Effort) -> list[Finding]:
+def _replayed(run: Path, chain: ChainIndex, effort: Resources) -> list[Finding]:
     try:
         courses = list(replaying.courses(run, chain))
     except CkptError as error:
@@ -98,7 +98,7 @@ def _replayed(run: Path, chain: Chain, effort: Effort) -> list[Finding]:
         return [finding for course in courses for finding in replaying.check(course, effort, moved)]
 
 
-def _note_approximate(chain: Chain) -> None:
+def _note_approximate(chain: ChainIndex) -> None:
     lossy = tuple(str(member.step) for member in chain.members if not member.exact)
     if lossy:
         notes.note(Notice(f"{len(lossy)} of {len(chain.members)} states are approximate, of steps", lossy))
@@ -108,7 +108,7 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps[:_MOST_STEPS])) + ("…" if len(steps) > _MOST_STEPS else "")
 
 
-def open_all(run: Path, chain: Chain) -> tuple[list[Checkpoint], list[Finding]]:
+def open_all(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding]]:
     """Every state that can be opened, the last first, and why the others cannot.
 
     Of each, only what those after it do not stand on: what is replayed for a later state has been checked on the way.
@@ -129,9 +129,9 @@ def open_all(run: Path, chain: Chain) -> tuple[list[Checkpoint], list[Finding]]:
     return opened, findings
 
 
-def examine(opened: list[Checkpoint], effort: Effort, moved: Moved) -> list[Finding]:
+def examine(opened: list[Checkpoint], effort: Resources, moved: CountBytes) -> list[Finding]:
     """Everything that is wrong with them, each thing once."""
-    found = dict.fromkeys(finding for one in opened for finding in checks.examine(one, effort, moved))
+    found = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, effort, moved))
     broken = {finding.where for finding in found if finding.kind == "checksum"}
     # What cannot be decoded since its bytes, or those of an ancestor, are damaged is no finding of its own.
     return [f for f in found if f.kind != "values" or not broken & set(f.where.split(", "))]
@@ -150,7 +150,7 @@ def _own(blob: Blob) -> Iterator[_Place]:
     """Where a blob's chunks are."""
     if (delta := stored_delta(blob)) is not None:
         yield delta.path, delta.offset
-    if isinstance(blob, Coded):
+    if isinstance(blob, EncodedBlob):
         yield blob.store.path, blob.store.offset
 
 
@@ -163,14 +163,14 @@ def _places(blob: Blob) -> Iterator[_Place]:
                 yield from _own(before)
 
 
-def _bad_steps(run: Path, chain: Chain, findings: list[Finding]) -> list[int]:
+def _bad_steps(run: Path, chain: ChainIndex, findings: list[Finding]) -> list[int]:
     """The steps that stand on what is damaged."""
     where = [Path(one) for finding in findings for one in finding.where.split(", ")]
     bad = {m.folder for m in chain.members if any(p == run / m.folder or run / m.folder in p.parents for p in where)}
     return [m.step for m in chain.members if any(one.folder in bad for one in chain.upto(m.step))]
 
 
-def _json(run: Path, chain: Chain, findings: list[Finding], bad: list[int], seconds: float) -> dict[str, Any]:
+def _json(run: Path, chain: ChainIndex, findings: list[Finding], bad: list[int], seconds: float) -> dict[str, Any]:
     rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in findings]
     said = {"path": str(run), "ok": not findings, "findings": rows, "seconds": round(seconds, 3)}
     steps = {

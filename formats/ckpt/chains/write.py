@@ -9,23 +9,23 @@ from math import prod
 from pathlib import Path
 
 from ckpt import pipeline
-from ckpt.chains.trials import Accepted, Evaluation, settle
-from ckpt.pipeline import Effort, Outcome
+from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
+from ckpt.pipeline import Resources, Result
 from ckpt_cli import notes, work
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Loss, Parameter, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Goal, Parameter, WritableFormat
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader, read_whole
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import Member
-from ckpt_formats.universal.delta_format import Delta, surveyed
+from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
 
@@ -33,7 +33,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Manner:
+class DeltaPolicy:
     """How states are to be coded."""
 
     codec: DeltaCodec
@@ -44,7 +44,7 @@ class Manner:
     """What is to say how much may be lost."""
 
     @classmethod
-    def of(cls, codec: str = AUTO, exact: Sequence[str] = (), check: bool = True) -> "Manner":
+    def of(cls, codec: str = AUTO, exact: Sequence[str] = (), check: bool = True) -> "DeltaPolicy":
         """As the user typed it. Raises `Unsupported` for a codec that is not there."""
         try:
             for pattern in exact:
@@ -54,9 +54,9 @@ class Manner:
             raise Unsupported(f"--codec: {error}", hint="Leave it out, and nothing is lost.") from None
 
     @property
-    def coding(self) -> Coding:
+    def coding(self) -> EncodingOptions:
         """Of what is stored alone."""
-        return Coding(check=self.check)
+        return EncodingOptions(check=self.check)
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
         """The codec of each parameter. What is not trained, and all that the user names, stays exact."""
@@ -79,13 +79,13 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Written:
+class AppendResult:
     """What became of a state."""
 
     member: Member
-    outcome: Outcome
+    outcome: Result
     seconds: float
-    accepted: Accepted | None = None
+    accepted: AcceptedStep | None = None
     """What the user's evaluation said, if it was asked."""
 
 
@@ -94,10 +94,10 @@ def write_base(
     target: Path,
     step: int,
     coded: bool,
-    manner: Manner,
-    effort: Effort,
+    manner: DeltaPolicy,
+    effort: Resources,
     content: str | None = None,
-) -> Written:
+) -> AppendResult:
     """A state that stands alone: exact, or coded by the manner's own codec. `content` is what is to come out."""
     if coded:
         return _write_coded(source, target, step, None, None, manner, effort, ["base", coded])
@@ -113,10 +113,10 @@ def write_delta(
     step: int,
     earlier: Checkpoint,
     parent: Path,
-    manner: Manner,
-    effort: Effort,
+    manner: DeltaPolicy,
+    effort: Resources,
     content: str | None = None,
-) -> Written:
+) -> AppendResult:
     """A state against an earlier one, of which `parent` is the folder. `content` is what is to come out."""
     stands_on = _parent(parent, target)
     choices: list[object] = ["delta", stands_on.content, stands_on.path]
@@ -129,14 +129,14 @@ def _write_coded(
     step: int,
     earlier: Checkpoint | None,
     parent: Path | None,
-    manner: Manner,
-    effort: Effort,
+    manner: DeltaPolicy,
+    effort: Resources,
     choices: list[object],
     content: str | None = None,
-) -> Written:
+) -> AppendResult:
     """By the manner's codec, once it knows what it must know of the state, and how much it may lose."""
 
-    def write(manner: Manner, folder: Path, said: list[object]) -> Written:
+    def write(manner: DeltaPolicy, folder: Path, said: list[object]) -> AppendResult:
         of = None if parent is None else _parent(parent, folder)
         return _write(source, Delta(earlier, of, manner.codecs(source), content), folder, step, manner, effort, said)
 
@@ -144,11 +144,11 @@ def _write_coded(
         return write(manner, target, choices)
     pipeline.plan(source, Universal(), Goal(target))  # refuses what cannot be done, before anything is read
     with Reader(most_files=effort.files) as reader:
-        known = surveyed(manner.codec, manner.own(source), source, earlier, Transfer(reader, effort.slab))
+        known = fitted_to_checkpoint(manner.codec, manner.own(source), source, earlier, Transfer(reader, effort.slab))
     manner = replace(manner, codec=known)
     if manner.evaluation is None or not isinstance(known, Subspace):
         return write(manner, target, choices)
-    codec, accepted = settle(
+    codec, accepted = search_step(
         known,
         manner.evaluation,
         source,
@@ -168,16 +168,16 @@ def _write(
     format: WritableFormat,
     target: Path,
     step: int,
-    manner: Manner,
-    effort: Effort,
+    manner: DeltaPolicy,
+    effort: Resources,
     choices: list[object],
-) -> Written:
+) -> AppendResult:
     goal = Goal(target, coding=manner.coding)
     outcome, seconds = work.write(
         source, format, goal, (choices, step, manner.choices()), effort, f"writing step {step}"
     )
     said = manifest.load(target / manifest.NAME)
-    return Written(_member(target, said, step), outcome, seconds)
+    return AppendResult(_member(target, said, step), outcome, seconds)
 
 
 def _member(folder: Path, said: Manifest, step: int) -> Member:
@@ -203,8 +203,8 @@ def _member(folder: Path, said: Manifest, step: int) -> Member:
     )
 
 
-def _losses(said: Manifest) -> Mapping[str, Loss]:
-    found: dict[str, list[Loss]] = {}
+def _losses(said: Manifest) -> Mapping[str, ErrorFigures]:
+    found: dict[str, list[ErrorFigures]] = {}
     for entry in said.entries:
         for name, state in entry.states.items():
             if state.loss is not None:

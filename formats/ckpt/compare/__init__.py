@@ -5,8 +5,19 @@ tensors and `values` of all else. `groups` adds up, `facts` says it all as plain
 data; `report` prints it, `page` draws it.
 """
 
-from ckpt.compare.pairs import Differences, Pair, Paired, compare, paired
-from ckpt.compare.select import Choice, chosen
-from ckpt.compare.sums import Histogram, Sums, sums_of
+from ckpt.compare.pairs import Diff, TensorDiff, TensorPairs, compare, pair_tensors
+from ckpt.compare.select import Selection, select_both
+from ckpt.compare.sums import DiffSums, Histogram, diff_sums
 
-__all__ = ["Choice", "Differences", "Histogram", "Pair", "Paired", "Sums", "chosen", "compare", "paired", "sums_of"]
+__all__ = [
+    "Diff",
+    "DiffSums",
+    "Histogram",
+    "Selection",
+    "TensorDiff",
+    "TensorPairs",
+    "compare",
+    "diff_sums",
+    "pair_tensors",
+    "select_both",
+]

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt.compare.pairs import Pair
-from ckpt.compare.sums import Sums
+from ckpt.compare.pairs import TensorDiff
+from ckpt.compare.sums import DiffSums
 
-GROUPINGS: dict[str, Callable[[Pair], str]] = {
+GROUPINGS: dict[str, Callable[[TensorDiff], str]] = {
     "layer": lambda pair: layer_of(pair.name),
     "role": lambda pair: role_of(pair.name),
     "state": lambda pair: pair.state,
@@ -39,10 +39,10 @@ def role_of(name: str) -> str:
     return _NUMBER.sub("*", name[found.end() :]) if found else name
 
 
-def grouped(pairs: Iterable[Pair], by: Sequence[str]) -> list[tuple[tuple[str, ...], Sums]]:
+def grouped(pairs: Iterable[TensorDiff], by: Sequence[str]) -> list[tuple[tuple[str, ...], DiffSums]]:
     """Pairs added up by all that `by` says together: norms and cosines are those of all tensors of a group as one."""
-    totals: dict[tuple[str, ...], Sums] = {}
+    totals: dict[tuple[str, ...], DiffSums] = {}
     for pair in pairs:
         key = tuple(GROUPINGS[how](pair) for how in by)
-        totals[key] = totals.get(key, Sums()) + pair.sums
+        totals[key] = totals.get(key, DiffSums()) + pair.sums
     return list(totals.items())

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from ckpt.compare.sums import Sums, sums_of
+from ckpt.compare.sums import DiffSums, diff_sums
 from ckpt.compare.values import values
-from ckpt.executors import results
-from ckpt.interrupts import heeding
-from ckpt.pipeline import Effort, Moved
+from ckpt.executors import run_tasks
+from ckpt.interrupts import interruptible
+from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 
 Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
@@ -35,7 +35,7 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class Paired:
+class TensorPairs:
     """Two checkpoints, and the tensors of each that are to be compared."""
 
     first: Checkpoint
@@ -51,21 +51,21 @@ class Paired:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorDiff:
     """One state of one parameter, in either checkpoint or both."""
 
     name: str
     state: str
     kind: Kind
     what: str = ""
-    sums: Sums = field(default_factory=Sums)
+    sums: DiffSums = field(default_factory=DiffSums)
 
 
 @dataclass(frozen=True)
-class Differences:
+class Diff:
     """All that was compared, and what else differs."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[TensorDiff, ...]
     values: tuple[str, ...] = ()
     """Numbers kept of single parameters, options of groups and their members, and extras, in words."""
     same_step: bool = True
@@ -78,41 +78,41 @@ class Differences:
         return not self.values and self.same_step and all(pair.kind == "equal" for pair in self.pairs)
 
     @property
-    def compared(self) -> tuple[Pair, ...]:
+    def compared(self) -> tuple[TensorDiff, ...]:
         """Those of which there are numbers."""
         return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
 
 
-def paired(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> Paired:
+def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:
     """The tensors of both, all or those of some states. Raises `NotFound` for a state that neither has."""
     ours, theirs = _tensors(first), _tensors(second)
     known = {state for _, state in (*ours, *theirs)}
     for state in states:
         if state not in known:
-            hint = f"There are: {', '.join(map(show, sorted(known)))}."
-            raise NotFound(f"no tensor has the state `{show(state)}`", hint=hint)
+            hint = f"There are: {', '.join(map(printable, sorted(known)))}."
+            raise NotFound(f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
         ours, theirs = ({key: t for key, t in tensors.items() if key[1] in states} for tensors in (ours, theirs))
-    return Paired(first, second, ours, theirs)
+    return TensorPairs(first, second, ours, theirs)
 
 
 def compare(
-    both: Paired, effort: Effort, moved: Moved = lambda nbytes: None, tensors_only: bool = False
-) -> Differences:
+    both: TensorPairs, effort: Resources, moved: CountBytes = lambda nbytes: None, tensors_only: bool = False
+) -> Diff:
     """Everything that differs. Reads each byte of both once."""
     ours, theirs = both.ours, both.theirs
-    pairs = [Pair(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
-    pairs += [Pair(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
-    with heeding(moved) as count:
+    pairs = [TensorDiff(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
+    pairs += [TensorDiff(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
+    with interruptible(moved) as count:
         work = [partial(_pair, *key, a, theirs[key], effort, count) for key, a in ours.items() if key in theirs]
         with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-            pairs += results(pool, lambda job: job(), work, 2 * effort.workers)
+            pairs += run_tasks(pool, lambda job: job(), work, 2 * effort.workers)
     order = {key: number for number, key in enumerate(dict.fromkeys((*ours, *theirs)))}
     pairs.sort(key=lambda pair: order[pair.name, pair.state])
     if tensors_only:
-        return Differences(tuple(pairs), tensors_only=True)
+        return Diff(tuple(pairs), tensors_only=True)
     same_step = both.first.origin.step == both.second.origin.step
-    return Differences(tuple(pairs), tuple(values(both.first, both.second)), same_step)
+    return Diff(tuple(pairs), tuple(values(both.first, both.second)), same_step)
 
 
 def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
@@ -144,14 +144,14 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _pair(name: str, state: str, a: Tensor, b: Tensor, effort: Effort, moved: Moved) -> Pair:
+def _pair(name: str, state: str, a: Tensor, b: Tensor, effort: Resources, moved: CountBytes) -> TensorDiff:
     if a.shape != b.shape:
-        return Pair(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
-    total = Sums()
+        return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
+    total = DiffSums()
     with Reader(check=False, most_files=effort.files) as reader:
         transfer = Transfer(reader, effort.slab, moved)
         for box in transfer.boxes(a):
-            total += sums_of(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
+            total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
     if a.dtype != b.dtype:
-        return Pair(name, state, "retyped", f"{a.dtype.name} -> {b.dtype.name}", total)
-    return Pair(name, state, "changed" if total.changed else "equal", "", total)
+        return TensorDiff(name, state, "retyped", f"{a.dtype.name} -> {b.dtype.name}", total)
+    return TensorDiff(name, state, "changed" if total.changed else "equal", "", total)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """Parameters whose names match one of `keep` (all, if empty) and none of `drop`.
 
     Patterns are regular expressions, found anywhere in a name.
@@ -28,17 +28,17 @@ class Choice:
         return kept and not any(re.search(pattern, name) for pattern in self.drop)
 
 
-def chosen(first: Checkpoint, second: Checkpoint, choice: Choice) -> tuple[Checkpoint, Checkpoint]:
+def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
     """Both with what is chosen. Raises `NotFound` for a pattern that matches in neither: it is mistyped."""
     names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
     for pattern in (*choice.keep, *choice.drop):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in names):
-            raise NotFound(f"no parameter matches `{show(pattern)}`", hint="`ckpt inspect` lists their names.")
+            raise NotFound(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
     return _chosen(first, choice), _chosen(second, choice)
 
 
-def _chosen(source: Checkpoint, choice: Choice) -> Checkpoint:
+def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
     """Of tied names, the first that is chosen holds the values, though in the source another may."""
     kept: dict[str, Parameter] = {}
     aliases: dict[str, str] = {}

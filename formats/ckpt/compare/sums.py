@@ -36,7 +36,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Sums:
+class DiffSums:
     """What adds up over the blocks of a pair. An element that is not finite on both sides is only counted."""
 
     elements: int = 0
@@ -52,8 +52,8 @@ class Sums:
     histogram: Histogram = Histogram()
     """Of the differences, without their signs."""
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(
+    def __add__(self, other: "DiffSums") -> "DiffSums":
+        return DiffSums(
             self.elements + other.elements,
             self.changed + other.changed,
             max(self.largest, other.largest),
@@ -84,10 +84,10 @@ class Sums:
         return max(-1.0, min(1.0, self.product / norm)) if norm else None
 
 
-def sums_of(a: Array, b: Array) -> Sums:
+def diff_sums(a: Array, b: Array) -> DiffSums:
     """Compare two blocks of one shape: bit for bit if they have one type, else by value."""
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    total, counts = Sums(), np.zeros(_EXPONENTS, np.int64)
+    total, counts = DiffSums(), np.zeros(_EXPONENTS, np.int64)
     with np.errstate(over="ignore", invalid="ignore"):
         for at in range(0, a.size, _PIECE):
             total += _sums_of(a[at : at + _PIECE], b[at : at + _PIECE], counts)
@@ -98,7 +98,7 @@ def sums_of(a: Array, b: Array) -> Sums:
     return replace(total, histogram=Histogram(lowest - _BIAS, tuple(counts[lowest : highest + 1].tolist())))
 
 
-def _sums_of(a: Array, b: Array, counts: Array) -> Sums:
+def _sums_of(a: Array, b: Array, counts: Array) -> DiffSums:
     """All but the histogram; differences are added to `counts`, by their exponents."""
     x, y = _numbers(a), _numbers(b)
     changed = _unequal_bits(a, b) if a.dtype == b.dtype else _unequal_values(x, y)
@@ -108,13 +108,13 @@ def _sums_of(a: Array, b: Array, counts: Array) -> Sums:
         x, y = x[finite], y[finite]
     first = float(np.vdot(x, x).real)
     if not changed:
-        return Sums(a.size, 0, 0.0, 0.0, first, first, first, strange)
+        return DiffSums(a.size, 0, 0.0, 0.0, first, first, first, strange)
     off = np.abs(y - x)
     sums = float(np.vdot(off, off)), first, float(np.vdot(y, y).real), float(np.vdot(x, y).real)
     # A float64 that is not negative begins with its exponent.
     counts += np.bincount(off.view(np.int64) >> 52, minlength=_EXPONENTS)
     counts[0] -= off.size - np.count_nonzero(off)
-    return Sums(a.size, changed, float(off.max(initial=0.0)), *sums, strange)
+    return DiffSums(a.size, changed, float(off.max(initial=0.0)), *sums, strange)
 
 
 def _unequal_bits(a: Array, b: Array) -> int:

@@ -5,13 +5,13 @@ from math import isfinite
 from typing import Any
 
 from ckpt.compare.groups import grouped, layer_of, role_of
-from ckpt.compare.pairs import Differences, Pair
-from ckpt.compare.sums import Sums
+from ckpt.compare.pairs import Diff, TensorDiff
+from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import detect
 
 
-def facts(first: Checkpoint, second: Checkpoint, found: Differences, by: Sequence[str] = ()) -> dict[str, Any]:
+def facts(first: Checkpoint, second: Checkpoint, found: Diff, by: Sequence[str] = ()) -> dict[str, Any]:
     """Everything, in the first checkpoint's order. `docs/diff.md` says what each of it is."""
     both = (first, second)
     said: dict[str, Any] = {
@@ -24,7 +24,7 @@ def facts(first: Checkpoint, second: Checkpoint, found: Differences, by: Sequenc
         "versions": [c.origin.version for c in both],
         "layouts": [_layout(c) for c in both],
         "approximate": [len(c.losses) for c in both],
-        "total": numbers(sum((pair.sums for pair in found.compared), Sums())),
+        "total": numbers(sum((pair.sums for pair in found.compared), DiffSums())),
         "tensors": [_row(pair) for pair in found.pairs],
         "tensors_only": found.tensors_only,
         "values": list(found.values),
@@ -34,13 +34,13 @@ def facts(first: Checkpoint, second: Checkpoint, found: Differences, by: Sequenc
     return said
 
 
-def totals(found: Differences, by: Sequence[str]) -> list[dict[str, Any]]:
+def totals(found: Diff, by: Sequence[str]) -> list[dict[str, Any]]:
     """What was compared, added up in groups."""
     groups = grouped(found.compared, by)
     return [{**dict(zip(by, key, strict=True)), **numbers(total)} for key, total in groups]
 
 
-def numbers(sums: Sums) -> dict[str, Any]:
+def numbers(sums: DiffSums) -> dict[str, Any]:
     """What is told of a pair or of several; null where there is no such number."""
     return {
         "elements": sums.elements,
@@ -54,7 +54,7 @@ def numbers(sums: Sums) -> dict[str, Any]:
     }
 
 
-def _row(pair: Pair) -> dict[str, Any]:
+def _row(pair: TensorDiff) -> dict[str, Any]:
     place = {"layer": layer_of(pair.name), "role": role_of(pair.name)}
     return {"name": pair.name, "state": pair.state, **place, "kind": pair.kind, "what": pair.what, **numbers(pair.sums)}
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.values import Value
 
 
 @dataclass(frozen=True)
-class Checks:
+class FieldReader:
     """Of the JSON in one file."""
 
     path: Path
@@ -49,7 +49,7 @@ class Checks:
 
     def natural(self, said: Any, key: str) -> int:
         value = self.get(said, key)
-        self.true(natural(value), f"{key} is not a whole number from 0")
+        self.true(is_natural(value), f"{key} is not a whole number from 0")
         return value  # type: ignore[no-any-return]
 
     def hash(self, said: Any, key: str) -> str:

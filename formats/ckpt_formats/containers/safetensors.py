@@ -17,8 +17,8 @@ from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 
 MOST_HEADER = 100_000_000
@@ -36,14 +36,14 @@ class SafetensorsFile:
 
     path: Path
     nbytes: int
-    tensors: Mapping[str, Raw]
+    tensors: Mapping[str, FileBlob]
     metadata: Mapping[str, str]
     packed: tuple[str, ...] = ()
     """Tensors with several elements in a byte: here they are bytes, with a last axis that is shorter by as much."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where one tensor goes: its bytes begin at `offset` of the data."""
 
     name: str
@@ -94,7 +94,7 @@ def read_header(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, nbytes, tensors, metadata, packed)
 
 
-def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
+def header_bytes(slots: Iterable[TensorSlot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
     """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all.
 
     `plain` is as the library of safetensors has it: to a multiple of 8 bytes, and all characters as they are.
@@ -157,30 +157,30 @@ def _packed(shape: list[int], bits: int, where: str) -> list[int]:
     return [prod(shape) * bits // 8]
 
 
-def natural(value: Any, most: int = 1 << 62) -> bool:
+def is_natural(value: Any, most: int = 1 << 62) -> bool:
     """Is it a whole number from 0? (JSON's `true` is not.)"""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> Raw:
+def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:
     where = f"{path}, entry `{name}`"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise Corrupt("an entry needs dtype, shape and data_offsets", where=where)
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(is_natural, shape)):
         raise Corrupt(f"not a shape: {brief(shape, 80)}", where=where)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_natural, offsets)):
         raise Corrupt(f"not a range of bytes: {brief(offsets, 80)}", where=where)
     dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
     if isinstance(tag, str) and tag in _PACKED:
         shape, dtype = _packed(shape, _PACKED[tag], where), DTYPES["uint8"]
     if dtype is None:
         raise Unsupported(
-            f"tensor `{show(name)}` has the element type {brief(tag)}, which is not known",
+            f"tensor `{printable(name)}` has the element type {brief(tag)}, which is not known",
             where=path,
             hint="Save it as another type, or without this tensor.",
         )
     start, stop = offsets
     if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
         raise Corrupt(f"range {start}:{stop} does not hold shape {shape} of {dtype.name} within the file", where=where)
-    return Raw.packed(path, base + start, tuple(shape), dtype)
+    return FileBlob.packed(path, base + start, tuple(shape), dtype)

@@ -14,20 +14,20 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import (
     SafetensorsFile,
-    Slot,
+    TensorSlot,
     header_bytes,
-    natural,
+    is_natural,
     parse_json_object,
     read_header,
 )
-from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, Index, one_set, read_index
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, Part, Receipt, Shard
+from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, FilePlan, Parameter, Receipt, SourceFile
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Fragment, Raw, Tensor, join
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 
 SUFFIX = ".safetensors"
@@ -37,13 +37,13 @@ _OF_SHARDING = ("DCP_VERSION", _SHARDING)
 
 
 @dataclass(frozen=True)
-class Weights:
+class ShardedWeights:
     """The tensors of a model, and what the files say beside."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
     """Of all files together, without what only says that they are PyTorch's."""
-    shards: tuple[Shard, ...]
+    shards: tuple[SourceFile, ...]
     notices: tuple[Notice, ...] = ()
     cut: bool = False
     """Whether files hold blocks of tensors."""
@@ -54,7 +54,7 @@ class Weights:
         return {alias: name for alias, name in said if name in self.tensors and alias not in self.tensors}
 
 
-def listed(path: Path) -> tuple[list[Path], Index | None]:
+def shard_paths(path: Path) -> tuple[list[Path], ShardIndex | None]:
     """The files of a model, and its index if it has one. `path` is a file, an index, or the folder of either."""
     if path.name.endswith(SUFFIX) and path.is_file():
         return [path], None
@@ -65,7 +65,7 @@ def listed(path: Path) -> tuple[list[Path], Index | None]:
     return found, None
 
 
-def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
+def read_weights(paths: Iterable[Path], index: ShardIndex | None = None) -> ShardedWeights:
     """The tensors of several files.
 
     Raises `Corrupt` if two files hold one tensor, `Incomplete` if the index tells of others.
@@ -78,13 +78,13 @@ def read_weights(paths: Iterable[Path], index: Index | None = None) -> Weights:
     said = {key: value for file in files for key, value in file.metadata.items() if key not in _OF_SHARDING}
     if said.get("format") == "pt":
         del said["format"]
-    shards = [Shard(file.path, file.nbytes, "model") for file in files]
+    shards = [SourceFile(file.path, file.nbytes, "model") for file in files]
     if index is None:
         numbered = len(files) > 1 and not any(placed)
         notices = (*_of_packed(files), *((NO_INDEX,) if numbered else ()))
-        return Weights(tensors, said, tuple(shards), notices, any(placed))
+        return ShardedWeights(tensors, said, tuple(shards), notices, any(placed))
     notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
-    return Weights(tensors, said, (*shards, index.shard()), (*_of_packed(files), *notices))
+    return ShardedWeights(tensors, said, (*shards, index.shard()), (*_of_packed(files), *notices))
 
 
 def _of_packed(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
@@ -109,16 +109,16 @@ def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Paramete
     return groups
 
 
-def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str], header: int = 0) -> Part:
+def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str], header: int = 0) -> FilePlan:
     """The part that writes a file of weights. Raises `Unsupported` for tensors that it cannot hold.
 
     `header` is how many bytes the header had in the file that it once was, and has again if that is enough.
     """
     header_bytes(_slots(parameters), metadata)
-    return Part(name, tuple(parameters), {"metadata": dict(metadata), "header": header}, role="model")
+    return FilePlan(name, tuple(parameters), {"metadata": dict(metadata), "header": header}, role="model")
 
 
-def write_weights(folder: Path, part: Part, transfer: Transfer) -> Receipt:
+def write_weights(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file, front to back. The receipt tells the bytes of every tensor."""
     slots = list(_slots(part.parameters))
     known = part.what["header"]
@@ -147,11 +147,11 @@ def _stream(head: bytes, parameters: Sequence[Parameter], transfer: Transfer) ->
         yield from transfer.chunks(parameter.states[MODEL])
 
 
-def _slots(parameters: Sequence[Parameter]) -> Iterator[Slot]:
+def _slots(parameters: Sequence[Parameter]) -> Iterator[TensorSlot]:
     at = 0
     for parameter in parameters:
         tensor = parameter.states[MODEL]
-        yield Slot(parameter.name, tensor.dtype, tensor.shape, at)
+        yield TensorSlot(parameter.name, tensor.dtype, tensor.shape, at)
         at += tensor.nbytes
 
 
@@ -160,13 +160,13 @@ def _together(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     for file in files:
         for name, raw in file.tensors.items():
             if name in tensors:
-                raise Corrupt(f"tensor `{show(name)}` is in two files", where=file.path)
+                raise Corrupt(f"tensor `{printable(name)}` is in two files", where=file.path)
             tensors[name] = Tensor.of(raw)
     return tensors
 
 
 def _joined(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
-    blocks: dict[str, list[tuple[Box, Raw]]] = {}
+    blocks: dict[str, list[tuple[Box, FileBlob]]] = {}
     for file in files:
         offsets = _offsets(file)
         for name, raw in file.tensors.items():
@@ -175,9 +175,9 @@ def _joined(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     for name, held in blocks.items():
         ranks = {len(raw.shape) for _, raw in held}
         if len(ranks) > 1:
-            raise Corrupt(f"tensor `{show(name)}`: its blocks have {sorted(ranks)} axes", where=held[-1][1].path)
+            raise Corrupt(f"tensor `{printable(name)}`: its blocks have {sorted(ranks)} axes", where=held[-1][1].path)
         shape = tuple(map(max, zip(*(box.stop for box, _ in held), strict=True)))
-        tensors[name] = join(shape, (Fragment(box, raw) for box, raw in held), held[0][1].dtype)
+        tensors[name] = from_fragments(shape, (Fragment(box, raw) for box, raw in held), held[0][1].dtype)
     return tensors
 
 
@@ -189,8 +189,8 @@ def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
     return {name: _offset(said.get(name), name, raw, file.path) for name, raw in file.tensors.items()}
 
 
-def _offset(said: Any, name: str, raw: Raw, path: Path) -> tuple[int, ...]:
+def _offset(said: Any, name: str, raw: FileBlob, path: Path) -> tuple[int, ...]:
     at = said.get("saved_offsets") if isinstance(said, dict) else None
-    if not isinstance(at, list) or len(at) != len(raw.shape) or not all(natural(n, 1 << 48) for n in at):
-        raise Corrupt(f"does not say where tensor `{show(name)}` is in the whole: {said!r:.80}", where=path)
+    if not isinstance(at, list) or len(at) != len(raw.shape) or not all(is_natural(n, 1 << 48) for n in at):
+        raise Corrupt(f"does not say where tensor `{printable(name)}` is in the whole: {said!r:.80}", where=path)
     return tuple(at)

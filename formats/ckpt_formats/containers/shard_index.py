@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural, parse_json_object
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.containers.safetensors import is_natural, parse_json_object
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 INDEX_SUFFIX = ".index.json"
 _MOST_INDEX = 1 << 30
@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """What an index file says: the file of every tensor, by name."""
 
     path: Path
@@ -33,12 +33,12 @@ class Index:
         files = [self.path.parent / name for name in dict.fromkeys(self.where.values())]
         for file in files:
             if not os.path.isfile(file):  # unlike Path.is_file, it takes any name
-                raise Incomplete(f"the index names {show(file.name)!r}, which is not there", where=self.path)
+                raise Incomplete(f"the index names {printable(file.name)!r}, which is not there", where=self.path)
         return files
 
-    def shard(self) -> Shard:
+    def shard(self) -> SourceFile:
         """The index itself, as a file of the checkpoint."""
-        return Shard(self.path, self.path.stat().st_size, "index")
+        return SourceFile(self.path, self.path.stat().st_size, "index")
 
     def check(self, found: Mapping[str, str]) -> None:
         """Raises `Incomplete` unless the tensors are in the files that it says: `found` is what is where."""
@@ -46,7 +46,8 @@ class Index:
             if self.where.get(name) != found.get(name):
                 said, held = self.where.get(name, "no file"), found.get(name, "none")
                 raise Incomplete(
-                    f"the index says that tensor `{show(name)}` is in {show(said)}, but it is in {show(held)}",
+                    f"the index says that tensor `{printable(name)}` is in {printable(said)}, but it is in "
+                    f"{printable(held)}",
                     where=self.path,
                 )
 
@@ -54,11 +55,11 @@ class Index:
         """What to tell of an index whose tensors take so many bytes together."""
         if self.total is None or self.total == nbytes:
             return ()
-        text = f"{show(self.path.name)} says that the tensors take {self.total:,} bytes, but they take {nbytes:,}"
+        text = f"{printable(self.path.name)} says that the tensors take {self.total:,} bytes, but they take {nbytes:,}"
         return (Notice(text, weight=Weight.UNSURE),)
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path) -> ShardIndex:
     """An index whose names are all names of files beside it. Raises `Corrupt` or `Unsafe`."""
     said = parse_json_object(read_whole(path, _MOST_INDEX), path)
     where, metadata = said.get("weight_map"), said.get("metadata")
@@ -67,12 +68,12 @@ def read_index(path: Path) -> Index:
         raise Corrupt("the index has no weight_map of file names", where=path)
     for name in where.values():
         if Path(name).name != name or name in (".", ".."):
-            raise Unsafe(f"the index names {show(name)!r}, which is not a file beside it", where=path)
-    return Index(path, where, total if natural(total, 1 << 62) else None)
+            raise Unsafe(f"the index names {printable(name)!r}, which is not a file beside it", where=path)
+    return ShardIndex(path, where, total if is_natural(total, 1 << 62) else None)
 
 
 @dataclass(frozen=True)
-class Number:
+class ShardNumber:
     """What the name of a file says: `model-00002-of-00003.safetensors` is file 2 of 3 of `model`."""
 
     stem: str
@@ -80,10 +81,10 @@ class Number:
     count: int
 
 
-def number_of(name: str) -> Number | None:
+def number_of(name: str) -> ShardNumber | None:
     """The number in a file's name; None if it has none."""
     match = _NUMBERED.fullmatch(name)
-    return None if match is None else Number(match[1], int(match[2]), int(match[3]))
+    return None if match is None else ShardNumber(match[1], int(match[2]), int(match[3]))
 
 
 NO_INDEX = Notice(
@@ -130,7 +131,7 @@ _MOST_SHOWN = 8
 
 
 def _shown(sets: Collection[Path | list[Path]]) -> str:
-    names = [show((one if isinstance(one, Path) else one[0]).name) for one in sets]
+    names = [printable((one if isinstance(one, Path) else one[0]).name) for one in sets]
     more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
     return ", ".join(names[:_MOST_SHOWN]) + more
 
@@ -143,7 +144,7 @@ def all_numbered(files: Sequence[Path]) -> list[Path]:
             count, first = counts.setdefault(number.stem, (number.count, file))
             if count != number.count:
                 raise Corrupt(
-                    f"{show(first.name)} and {show(file.name)} are of two ways to cut a model",
+                    f"{printable(first.name)} and {printable(file.name)} are of two ways to cut a model",
                     where=file.parent,
                     hint="Two models were saved into one folder: separate them.",
                 )

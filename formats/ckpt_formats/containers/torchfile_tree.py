@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import FileLayout, layout_file
-from ckpt_formats.core.checkpoint import Parameter, Part, Receipt
+from ckpt_formats.core.checkpoint import FilePlan, Parameter, Receipt
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
@@ -16,11 +16,11 @@ _STEM = "archive"
 
 def tree_part(
     file: str, tree: Value, parameters: Iterable[Parameter], role: str = "all", rank: Mapping[str, int] | None = None
-) -> Part:
+) -> FilePlan:
     """The part that writes a tree. Raises `Unsupported` for values that PyTorch cannot hold."""
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
-    return Part(file, tuple(parameters), {"layout": layout}, layout.nbytes, role, rank or {}, tensors)
+    return FilePlan(file, tuple(parameters), {"layout": layout}, layout.nbytes, role, rank or {}, tensors)
 
 
 def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {state: replace(tensor) for state, tensor in states.items()}
 
 
-def write_tree(folder: Path, part: Part, transfer: Transfer) -> Receipt:
+def write_tree(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file, front to back."""
     layout: FileLayout = part.what["layout"]
     seal = write_sealed(folder, part.file, layout.stream(transfer.chunks))

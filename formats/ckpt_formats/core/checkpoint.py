@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Evidence, Seal
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Layout, Rule
@@ -18,7 +18,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.keys import StateKeys
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
-Loss = Mapping[str, Value]
+ErrorFigures = Mapping[str, Value]
 """What is promised, and what was measured, of values that are not those once saved: numbers by name."""
 
 MASTER = "fp32"
@@ -61,7 +61,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shard:
+class SourceFile:
     """One file of a checkpoint, and which rank's it is (`{"dp": 0, "tp": 1}`)."""
 
     path: Path
@@ -81,7 +81,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class SavedAs:
+class OriginalForm:
     """What a checkpoint was before it was written in a format of ours, so that it can become that again."""
 
     format: str
@@ -114,14 +114,14 @@ class Checkpoint:
     groups: tuple[Group, ...] = ()
     extras: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[SourceFile, ...] = ()
     seals: Sequence[Seal] = ()
     notices: tuple[Notice, ...] = ()
     doubts: tuple[str, ...] = ()
     layout: Layout = field(default_factory=Layout)
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    losses: Mapping[tuple[str, str], Loss] = field(default_factory=dict)
-    saved_as: SavedAs | None = None
+    losses: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
+    saved_as: OriginalForm | None = None
     identities: Identities = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
@@ -142,7 +142,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Options:
+class ReadOptions:
     """What a reader may need to be told."""
 
     rules: tuple[Rule, ...] = ()
@@ -155,7 +155,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
+class ParallelDegrees:
     """Over how many ranks a checkpoint is to be cut. None: as the source is, or not at all."""
 
     dp: int | None = None
@@ -178,7 +178,7 @@ class Goal:
     """Where a checkpoint is to be written, and what a format may need to be told."""
 
     target: Path
-    degrees: Degrees = Degrees()
+    degrees: ParallelDegrees = ParallelDegrees()
     rules: tuple[Rule, ...] = ()
     """The user's, before those of the source."""
     vocab_rows: int | None = None
@@ -189,7 +189,7 @@ class Goal:
     """A model's configuration, or the folder that holds it; None: what came with the source."""
     keys: StateKeys | None = None
     """How a tree of state dicts is to be keyed; None: as the source was."""
-    coding: Coding | None = None
+    coding: EncodingOptions | None = None
     """How states are to be coded, in formats that can; None: their values are stored as they are."""
     partial: bool = False
     """The user left tensors of the source out: that some are missing is no error."""
@@ -198,7 +198,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePlan:
     """One output file: all it takes to write it, in any process."""
 
     file: str
@@ -208,7 +208,7 @@ class Part:
     """Of the file, where it is known and is not the sum of the parameters."""
     role: str = "all"
     rank: Mapping[str, int] = field(default_factory=dict)
-    """Whose file it will be, as in `Shard`."""
+    """Whose file it will be, as in `SourceFile`."""
     tensors: tuple[Tensor, ...] = ()
     """What the file will hold, where that is not the parameters as they are."""
 
@@ -242,7 +242,7 @@ class Format(ABC):
         """Is this path, a file or a folder, a checkpoint of this format? Cheap, and never raises."""
 
     @abstractmethod
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
 
 
@@ -272,7 +272,7 @@ def _files(checkpoint: Checkpoint) -> Iterator[Path]:
 class WritableFormat(Format):
     """A format that can also be written, in three steps: plan, write each part, commit.
 
-    `degrees` names the fields of `Degrees` that the format can follow.
+    `degrees` names the fields of `ParallelDegrees` that the format can follow.
 
     Laws: `plan` is pure. `write` touches only its own part's file, may be run
     again, and in any order. `commit` runs once, last, and writes what makes the
@@ -284,11 +284,11 @@ class WritableFormat(Format):
     """Is a checkpoint without weights of a model nothing that the format can hold?"""
 
     @abstractmethod
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         """The files to write. Raises `Unsupported` for tensors that the format cannot hold."""
 
     @abstractmethod
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         """Write one file of the new checkpoint into `folder`."""
 
     @abstractmethod
@@ -307,10 +307,10 @@ class WritableFormat(Format):
         """Checkpoints that are read besides the source."""
         return ()
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
         """What of the source the format has no place for, in words that follow these."""
         return ()
 
-    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
         """What the user should know of the result before it is written, in sentences."""
         return ()

@@ -9,7 +9,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True)
-class Coding:
+class EncodingOptions:
     """What the user chose."""
 
     codec: Mapping[str, Any] | None = None
@@ -22,5 +22,5 @@ class Coding:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, said: Mapping[str, Any] | None) -> "Coding | None":
+    def of_json(cls, said: Mapping[str, Any] | None) -> "EncodingOptions | None":
         return None if said is None else cls(**said)

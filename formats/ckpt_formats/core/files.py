@@ -3,7 +3,7 @@
 A `Seal` is a checksum that a file promises for a range of itself. A `Reader`
 computes what it can of those checksums from the bytes that pass through it
 anyway; what it saw leaves as `Evidence`, plain data that any process may send
-home. `settle` puts all evidence together, reads only what nobody has read,
+home. `verify_seals` puts all evidence together, reads only what nobody has read,
 and names the seals that do not hold. So bytes are read once, not twice.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
-from ckpt_codecs.scratch import give, take
+from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
@@ -74,7 +74,7 @@ class Reader:
         self._most_files = files_each(_MOST_READERS) if most_files is None else most_files
         self._identities = identities or {}
         self._files: dict[Path, int] = {}
-        self._tallies: dict[Seal, _CrcTally | _HashTally] = {}
+        self._tallies: dict[Seal, _RunningCrc | _RunningHash] = {}
         self._kept: OrderedDict[Hashable, _Array] = OrderedDict()
         self._rooms: dict[Hashable, _Array] = {}
 
@@ -89,7 +89,7 @@ class Reader:
             os.close(self._files.popitem()[1])
         self._kept.clear()
         while self._rooms:
-            give(self._rooms.popitem()[1])
+            release_buffer(self._rooms.popitem()[1])
 
     def read_into(self, path: Path, offset: int, out: memoryview, seal: Seal | None = None) -> None:
         """Fill `out` (bytes) from `offset` on.
@@ -130,7 +130,7 @@ class Reader:
         found = self.kept(key)
         if found is not None:
             return found
-        room = take(nbytes)
+        room = acquire_buffer(nbytes)
         fill(room[:nbytes])
         self._rooms[key] = room
         return self._keep(key, room[:nbytes])
@@ -140,7 +140,7 @@ class Reader:
         while len(self._kept) > 1 and sum(self._rooms.get(k, a).nbytes for k, a in self._kept.items()) > _MOST_KEPT:
             dropped, _ = self._kept.popitem(last=False)
             if dropped in self._rooms:
-                give(self._rooms.pop(dropped))
+                release_buffer(self._rooms.pop(dropped))
         return made
 
     def evidence(self) -> tuple[Evidence, ...]:
@@ -154,13 +154,13 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _tally(self, seal: Seal) -> "_CrcTally | _HashTally":
+    def _tally(self, seal: Seal) -> "_RunningCrc | _RunningHash":
         if seal not in self._tallies:
-            self._tallies[seal] = _CrcTally(seal) if seal.kind == "crc32" else _HashTally(seal)
+            self._tallies[seal] = _RunningCrc(seal) if seal.kind == "crc32" else _RunningHash(seal)
         return self._tallies[seal]
 
 
-def settle(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
+def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
     """Yield the seals that do not hold, among those that the evidence touches.
 
     CRC-32s of neighbouring ranges combine into the CRC-32 of both, so only the
@@ -175,7 +175,7 @@ def settle(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterat
                 yield seal
 
 
-def holds(seal: Seal, reader: Reader) -> bool:
+def seal_is_valid(seal: Seal, reader: Reader) -> bool:
     """Read the whole range and compare."""
     return _digest(seal, [], reader) == seal.digest
 
@@ -307,7 +307,7 @@ def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memor
         yield view
 
 
-class _CrcTally:
+class _RunningCrc:
     """CRC-32s of the ranges read, joined where one begins where the last ended."""
 
     def __init__(self, seal: Seal) -> None:
@@ -326,7 +326,7 @@ class _CrcTally:
             yield Evidence(self._seal, start, stop, digest)
 
 
-class _HashTally:
+class _RunningHash:
     """A running hash, as long as the range is read front to back."""
 
     def __init__(self, seal: Seal) -> None:

@@ -6,23 +6,23 @@ from math import prod
 
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Shape, flat_boxes
-from ckpt_formats.core.tensor import Fragment, Raw, Tensor, join
+from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """A rank's vector, and the element of the common flat buffer that it begins at."""
 
     begin: int
-    vector: Raw
+    vector: FileBlob
 
 
-def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[Piece]) -> Tensor:
+def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[FlatPiece]) -> Tensor:
     """The tensor that occupies the elements from `begin` on of a flat buffer, cut in pieces."""
-    return join(shape, _fragments(shape, begin, pieces), dtype)
+    return from_fragments(shape, _fragments(shape, begin, pieces), dtype)
 
 
-def _fragments(shape: Shape, begin: int, pieces: Iterable[Piece]) -> Iterator[Fragment]:
+def _fragments(shape: Shape, begin: int, pieces: Iterable[FlatPiece]) -> Iterator[Fragment]:
     end = begin + prod(shape)
     for piece in pieces:
         low, high = max(begin, piece.begin), min(end, piece.begin + piece.vector.shape[0])

@@ -13,18 +13,18 @@ from typing import Literal
 from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
-from ckpt_formats.core.tensor import Fragment, Mean, Tensor, Zeros, join, with_replicas
+from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
 from ckpt_formats.core.views import stacked, unstacked
 
-How = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
+Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
 _COPIES = ("replicated", "averaged", "first")
 """Every rank holds all of the tensor."""
-Over = Literal["tensor", "expert"]
+ParallelGroup = Literal["tensor", "expert"]
 """Which group of ranks cuts a tensor: the tensor-parallel ranks, or those that share an expert."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ShardBlock:
     """A block of a rank's own shard, and the block of the whole tensor it is."""
 
     local: Box
@@ -56,18 +56,18 @@ class Rule:
     """
 
     pattern: str
-    how: How = "sharded"
+    how: Partitioning = "sharded"
     axis: int = 0
     fused: int | tuple[Formula, ...] = 1
     widths: tuple[tuple[int, ...], ...] = ()
     vocabulary: int | None = None
     shape: Shape | None = None
-    blocks: tuple[tuple[Placed, ...], ...] = ()
+    blocks: tuple[tuple[ShardBlock, ...], ...] = ()
     origin: str = "built in"
     length: Formula | None = None
     units: Formula | None = None
     padded: bool = False
-    over: Over = "tensor"
+    over: ParallelGroup = "tensor"
     when: str | None = None
     """A size of the model that must not be zero for the rule to count, such as `gated`."""
 
@@ -147,14 +147,14 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
         elif rule.how == "unique":
             return stacked(shards)
         else:
-            whole = Tensor.of(Mean(tuple(shards))) if rule.how == "averaged" else shards[0]
+            whole = Tensor.of(MeanBlob(tuple(shards))) if rule.how == "averaged" else shards[0]
         _check_length(name, whole.shape, rule, 1)
     else:
         shape, blocks = _blocks_of(name, [shard.shape for shard in shards], rule)
         _check_length(name, shape, rule, len(shards))
         most = max(len(shard.replicas) for shard in shards)
         copies = ([(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(most + 1))
-        whole = with_replicas([join(shape, _moved(copy, blocks), shards[0].dtype) for copy in copies])
+        whole = with_replicas([from_fragments(shape, _moved(copy, blocks), shards[0].dtype) for copy in copies])
     if rule.vocabulary is None or not whole.shape:
         return whole
     if rule.vocabulary > whole.shape[0]:
@@ -181,7 +181,7 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
     return [whole] * ranks if rule.how in _COPIES else [_shard(whole, placed) for placed in blocks]
 
 
-def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[Placed, ...]]:
+def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
     """The blocks of each rank's shard of a tensor of this shape, which has its padding already.
 
     Raises `BadRules` if the tensor does not divide.
@@ -189,7 +189,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[Placed, 
     if rule.vocabulary is None and not rule.padded:
         _check_length(name, shape, rule, ranks)
     if rule.how in _COPIES:
-        return [(Placed(Box.whole(shape), Box.whole(shape)),)] * ranks
+        return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
         raise BadRules(f"tensor `{name}` is each rank's own: its shards are no blocks of it")
     if rule.how == "blocks":
@@ -231,14 +231,14 @@ def lengths(name: str, rule: Rule, local: Sequence[int]) -> list[list[int]]:
     return table
 
 
-def place(shape: Shape, axis: int, table: Sequence[Sequence[int]], rank: int) -> Iterator[Placed]:
+def place(shape: Shape, axis: int, table: Sequence[Sequence[int]], rank: int) -> Iterator[ShardBlock]:
     """The blocks of one rank's shard, for pieces of the lengths `table[piece][rank]` along `axis`."""
     at, glued = 0, 0
     for row in table:
         length, low = row[rank], glued + sum(row[:rank])
         if length:
             local_shape = (*shape[:axis], sum(r[rank] for r in table), *shape[axis + 1 :])
-            yield Placed(slab(local_shape, axis, at, at + length), slab(shape, axis, low, low + length))
+            yield ShardBlock(slab(local_shape, axis, at, at + length), slab(shape, axis, low, low + length))
         at, glued = at + length, glued + sum(row)
 
 
@@ -270,7 +270,7 @@ def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
         )
 
 
-def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, list[tuple[Placed, ...]]]:
+def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, list[tuple[ShardBlock, ...]]]:
     if rule.how == "blocks":
         if rule.shape is None or len(rule.blocks) != len(shapes):
             raise BadRules(f"tensor `{name}`: its rule lists {len(rule.blocks)} ranks, there are {len(shapes)}")
@@ -286,18 +286,18 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
     return whole, [tuple(place(whole, axis, table, rank)) for rank in range(len(shapes))]
 
 
-def _shard(whole: Tensor, blocks: Sequence[Placed]) -> Tensor:
+def _shard(whole: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
     shape = tuple(max((p.local.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
-    return join(shape, (Fragment(p.local, whole.crop(p.whole)) for p in blocks), whole.dtype)
+    return from_fragments(shape, (Fragment(p.local, whole.crop(p.whole)) for p in blocks), whole.dtype)
 
 
 def _padded(whole: Tensor, rows: int) -> Tensor:
     padding = slab((rows, *whole.shape[1:]), 0, whole.shape[0], rows)
-    parts = (Fragment(Box.whole(whole.shape), whole), Fragment(padding, Zeros(padding.shape, whole.dtype)))
-    return join((rows, *whole.shape[1:]), parts, whole.dtype)
+    parts = (Fragment(Box.whole(whole.shape), whole), Fragment(padding, ZeroBlob(padding.shape, whole.dtype)))
+    return from_fragments((rows, *whole.shape[1:]), parts, whole.dtype)
 
 
-def _moved(shards: Sequence[Tensor], blocks: Sequence[Sequence[Placed]]) -> Iterator[Fragment]:
+def _moved(shards: Sequence[Tensor], blocks: Sequence[Sequence[ShardBlock]]) -> Iterator[Fragment]:
     for shard, placed in zip(shards, blocks, strict=True):
         for p in placed:
             yield from shard.placed(p.local, p.whole)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.errors import Incomplete
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _BLOCKWISE = ("qmap", "absmax")
 """States that 8-bit optimizers keep of large parameters only begin so."""
@@ -85,12 +85,13 @@ def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterato
             continue
         if any(state in _COMMON or 2 * holders[state] > len(held) for state in lacking):
             raise Incomplete(
-                f"`{show(name)}` has no {' and no '.join(f'`{show(state)}`' for state in lacking)}, which other "
+                f"`{printable(name)}` has no {' and no '.join(f'`{printable(state)}`' for state in lacking)}, which "
+                "other "
                 f"parameters of optimizer group {number} have",
                 where=where,
                 hint="Files were lost, or are of another save: copy all files of one step again.",
             )
-        odd.setdefault(", ".join(f"`{show(state)}`" for state in lacking), []).append(name)
+        odd.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
     for lost, names in odd.items():
         text = f"these parameters of optimizer group {number} have no {lost}, which others have"
         yield Notice(text, tuple(names), Weight.UNSURE)
@@ -103,5 +104,5 @@ def _states(parameter: Parameter) -> States:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{show(name)}`" for name in names[:3])
+    shown = ", ".join(f"`{printable(name)}`" for name in names[:3])
     return f"{shown} and {len(names) - 3:,} more" if len(names) > 3 else shown

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 MOST_NAMES = 5
 """Names that a notice shows, unless the user wants all."""
@@ -43,7 +43,7 @@ class Notice:
     def shown(self, most: int = MOST_NAMES) -> str:
         """The sentence with at most so many names; more are counted."""
         more = f" and {len(self.names) - most:,} more (`--verbose`)" if len(self.names) > most else ""
-        return f"{self.text}: {', '.join(map(show, self.names[:most]))}{more}" if self.names else self.text
+        return f"{self.text}: {', '.join(map(printable, self.names[:most]))}{more}" if self.names else self.text
 
 
 def by_weight(notices: Iterable[Notice]) -> list[Notice]:

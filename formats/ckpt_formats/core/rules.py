@@ -29,7 +29,7 @@ from typing import Any, get_args
 from ckpt_formats.core.errors import BadRules, Unsafe
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.formula import is_formula
-from ckpt_formats.core.layout import How, Over, Rule
+from ckpt_formats.core.layout import ParallelGroup, Partitioning, Rule
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def _rule(table: Any, where: str) -> Rule:
     if unknown := set(table) - _KEYS:
         raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
     how = table.get("how", "sharded")
-    if how not in get_args(How) or how == "blocks":
+    if how not in get_args(Partitioning) or how == "blocks":
         raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)
     axis, fused, vocabulary = table.get("axis", 0), table.get("fused", 1), table.get("vocabulary")
     widths = table.get("widths", [])
@@ -129,7 +129,7 @@ def _rule(table: Any, where: str) -> Rule:
         if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
             raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
     over, padded = table.get("over", "tensor"), table.get("padded", False)
-    if over not in get_args(Over) or not isinstance(padded, bool):
+    if over not in get_args(ParallelGroup) or not isinstance(padded, bool):
         raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
         raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt_codecs import Codec
-from ckpt_codecs.scratch import lent
+from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader, Seal
@@ -46,7 +46,7 @@ class Blob(Protocol):
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`, of the blob's own shape and dtype, contiguous or not."""
 
-    def sources(self) -> "Iterator[Raw]":
+    def sources(self) -> "Iterator[FileBlob]":
         """The file ranges that the values come from."""
 
     def flaws(self) -> Iterator[str]:
@@ -54,7 +54,7 @@ class Blob(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class FileBlob:
     """Values lying plain in a file, little-endian, at any strides (in bytes)."""
 
     path: Path
@@ -65,7 +65,7 @@ class Raw:
     seal: Seal | None = None
 
     @classmethod
-    def packed(cls, path: Path, offset: int, shape: Shape, dtype: DType, seal: Seal | None = None) -> "Raw":
+    def packed(cls, path: Path, offset: int, shape: Shape, dtype: DType, seal: Seal | None = None) -> "FileBlob":
         """Values in C order without holes."""
         return cls(path, offset, shape, dtype, c_strides(shape, dtype.itemsize), seal)
 
@@ -79,20 +79,20 @@ class Raw:
     @property
     def is_packed(self) -> bool:
         """Do the values lie in C order without holes?"""
-        return packed(self.shape, self.strides, self.dtype.itemsize)
+        return is_c_order(self.shape, self.strides, self.dtype.itemsize)
 
-    def crop(self, box: Box) -> "Raw":
+    def crop(self, box: Box) -> "FileBlob":
         at = self.offset + sum(i * s for i, s in zip(box.start, self.strides, strict=True))
-        return Raw(self.path, at, box.shape, self.dtype, self.strides, self.seal)
+        return FileBlob(self.path, at, box.shape, self.dtype, self.strides, self.seal)
 
-    def flat(self, start: int, stop: int) -> "Raw":
+    def flat(self, start: int, stop: int) -> "FileBlob":
         """A range of a packed blob's elements, as a vector."""
         size = self.dtype.itemsize
-        return Raw.packed(self.path, self.offset + start * size, (stop - start,), self.dtype, self.seal)
+        return FileBlob.packed(self.path, self.offset + start * size, (stop - start,), self.dtype, self.seal)
 
-    def shaped(self, shape: Shape) -> "Raw":
+    def shaped(self, shape: Shape) -> "FileBlob":
         """A packed blob's elements under another shape of the same size."""
-        return Raw.packed(self.path, self.offset, shape, self.dtype, self.seal)
+        return FileBlob.packed(self.path, self.offset, shape, self.dtype, self.seal)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         if out.size == 0:
@@ -114,7 +114,7 @@ class Raw:
             part = Box(_put(box.start, axis, low), _put(box.stop, axis, high))
             self.crop(part).read_into(out[part.index], reader)
 
-    def sources(self) -> Iterator["Raw"]:
+    def sources(self) -> Iterator["FileBlob"]:
         yield self
 
     def flaws(self) -> Iterator[str]:
@@ -122,7 +122,7 @@ class Raw:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ArrayBlob:
     """Values that are in memory already: a constant, a number from a header."""
 
     array: Array
@@ -135,13 +135,13 @@ class Held:
     def dtype(self) -> DType:
         return self.array.dtype
 
-    def crop(self, box: Box) -> "Held":
-        return Held(self.array[box.index])
+    def crop(self, box: Box) -> "ArrayBlob":
+        return ArrayBlob(self.array[box.index])
 
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = self.array
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
     def flaws(self) -> Iterator[str]:
@@ -149,7 +149,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DerivedBlob:
     """Values that a codec makes of another blob, element by element."""
 
     codec: Codec
@@ -160,16 +160,16 @@ class Decoded:
     def shape(self) -> Shape:
         return self.base.shape
 
-    def crop(self, box: Box) -> "Decoded":
-        return Decoded(self.codec, self.base.crop(box), self.dtype)
+    def crop(self, box: Box) -> "DerivedBlob":
+        return DerivedBlob(self.codec, self.base.crop(box), self.dtype)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        with lent(prod(self.shape) * self.base.dtype.itemsize) as room:
+        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as room:
             base = room.view(self.base.dtype).reshape(self.shape)
             self.base.read_into(base, reader)
             self.codec.decode_into(b"", out, base)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
     def flaws(self) -> Iterator[str]:
@@ -177,7 +177,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanBlob:
     """The mean of equally shaped blobs, summed in the order given and in their own precision."""
 
     blobs: tuple[Blob, ...]
@@ -190,8 +190,8 @@ class Mean:
     def dtype(self) -> DType:
         return self.blobs[0].dtype
 
-    def crop(self, box: Box) -> "Mean":
-        return Mean(tuple(blob.crop(box) for blob in self.blobs))
+    def crop(self, box: Box) -> "MeanBlob":
+        return MeanBlob(tuple(blob.crop(box) for blob in self.blobs))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         total = read(self.blobs[0], reader)
@@ -199,7 +199,7 @@ class Mean:
             total = total + read(blob, reader)
         out[...] = total / np.asarray(len(self.blobs), total.dtype)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         for blob in self.blobs:
             yield from blob.sources()
 
@@ -209,19 +209,19 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class ZeroBlob:
     """Nothing but zeros: the padding of a partition, the rows of a vocabulary that only fill up."""
 
     shape: Shape
     dtype: DType
 
-    def crop(self, box: Box) -> "Zeros":
-        return Zeros(box.shape, self.dtype)
+    def crop(self, box: Box) -> "ZeroBlob":
+        return ZeroBlob(box.shape, self.dtype)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = np.zeros((), self.dtype)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
     def flaws(self) -> Iterator[str]:
@@ -229,7 +229,7 @@ class Zeros:
 
 
 @dataclass(frozen=True)
-class Range:
+class FlatRangeBlob:
     """A range of another blob's elements in C order, as a vector: what a rank holds of a flattened tensor."""
 
     base: Blob
@@ -244,8 +244,8 @@ class Range:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def crop(self, box: Box) -> "Range":
-        return Range(self.base, self.start + box.start[0], self.start + box.stop[0])
+    def crop(self, box: Box) -> "FlatRangeBlob":
+        return FlatRangeBlob(self.base, self.start + box.start[0], self.start + box.stop[0])
 
     def read_into(self, out: Array, reader: Reader) -> None:
         at = 0
@@ -258,7 +258,7 @@ class Range:
                 part[...] = read(block, reader).reshape(-1)
             at += box.size
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         for box in flat_boxes(self.base.shape, self.start, self.stop):
             yield from self.base.crop(box).sources()
 
@@ -332,9 +332,9 @@ class Tensor:
             fragment.blob.read_into(out[fragment.box.index], reader)
         for replica in self.replicas:
             if read(replica, reader).tobytes() != out.tobytes():
-                raise disagreement(self, replica)
+                raise replicas_differ(self, replica)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         for fragment in self.fragments:
             yield from fragment.blob.sources()
         for replica in self.replicas:
@@ -377,7 +377,7 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
     return out
 
 
-def disagreement(tensor: Tensor, replica: Tensor) -> Corrupt:
+def replicas_differ(tensor: Tensor, replica: Tensor) -> Corrupt:
     """Two copies that should be equal are not: name the files of both."""
     ours, theirs = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
     return Corrupt(
@@ -386,7 +386,7 @@ def disagreement(tensor: Tensor, replica: Tensor) -> Corrupt:
     )
 
 
-def join(shape: Shape, parts: Iterable[Fragment], dtype: DType) -> Tensor:
+def from_fragments(shape: Shape, parts: Iterable[Fragment], dtype: DType) -> Tensor:
     """A tensor of fragments that come from several places; empty ones are left out."""
     return Tensor(shape, dtype, tuple(part for part in parts if part.box.size))
 
@@ -405,7 +405,7 @@ def c_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
-def packed(shape: Shape, strides: Shape, itemsize: int) -> bool:
+def is_c_order(shape: Shape, strides: Shape, itemsize: int) -> bool:
     """Do these strides, in bytes, lay out C order without holes?"""
     step = itemsize
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):

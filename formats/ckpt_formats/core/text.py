@@ -22,10 +22,10 @@ def file_stem(name: str) -> str:
     return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
 
 
-def show(name: str) -> str:
+def printable(name: str) -> str:
     """A name for people: control and bidirectional characters escaped, so that no terminal obeys it.
 
-    >>> print(show("\\x1b[2Jlayers\\n"))
+    >>> print(printable("\\x1b[2Jlayers\\n"))
     \\x1b[2Jlayers\\n
     """
     if name.isprintable():

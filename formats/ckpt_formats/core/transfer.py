@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ckpt_codecs.scratch import give, take
+from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Tensor
@@ -30,7 +30,7 @@ class Transfer:
     def __exit__(self, *ignored: object) -> None:
         """Leave the memory of all arrays that were handed out to the next one of this thread."""
         while self._scratch:
-            give(self._scratch.popitem()[1])
+            release_buffer(self._scratch.popitem()[1])
 
     def boxes(self, tensor: Tensor) -> Iterator[Box]:
         """Blocks of a tensor, in storage order, each within the budget."""
@@ -55,7 +55,7 @@ class Transfer:
         block = tensor.crop(box)
         held = self._scratch.get(slot)
         if held is None or held.size < block.nbytes:
-            held = self._scratch[slot] = take(block.nbytes)
+            held = self._scratch[slot] = acquire_buffer(block.nbytes)
         out = held[: block.nbytes].view(block.dtype).reshape(block.shape)
         block.read_into(out, self.reader)
         self._moved(block.nbytes if counted else 0)

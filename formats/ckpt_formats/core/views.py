@@ -10,11 +10,21 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, slab
-from ckpt_formats.core.tensor import Array, Blob, Fragment, Raw, Tensor, c_strides, join, packed, read
+from ckpt_formats.core.tensor import (
+    Array,
+    Blob,
+    FileBlob,
+    Fragment,
+    Tensor,
+    c_strides,
+    from_fragments,
+    is_c_order,
+    read,
+)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ViewBlob:
     """A blob of the same values as another."""
 
     base: Blob
@@ -23,7 +33,7 @@ class _Seen:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
     def flaws(self) -> Iterator[str]:
@@ -31,37 +41,37 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Stacked(_Seen):
+class StackedBlob(_ViewBlob):
     """A blob with a first axis of length 1."""
 
     @property
     def shape(self) -> Shape:
         return (1, *self.base.shape)
 
-    def crop(self, box: Box) -> "Stacked":
-        return Stacked(self.base.crop(Box(box.start[1:], box.stop[1:])))
+    def crop(self, box: Box) -> "StackedBlob":
+        return StackedBlob(self.base.crop(Box(box.start[1:], box.stop[1:])))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[0, ...], reader)
 
 
 @dataclass(frozen=True)
-class Unstacked(_Seen):
+class UnstackedBlob(_ViewBlob):
     """A blob without its first axis, which has length 1."""
 
     @property
     def shape(self) -> Shape:
         return self.base.shape[1:]
 
-    def crop(self, box: Box) -> "Unstacked":
-        return Unstacked(self.base.crop(Box((0, *box.start), (1, *box.stop))))
+    def crop(self, box: Box) -> "UnstackedBlob":
+        return UnstackedBlob(self.base.crop(Box((0, *box.start), (1, *box.stop))))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[None], reader)
 
 
 @dataclass(frozen=True)
-class Permuted(_Seen):
+class PermutedBlob(_ViewBlob):
     """A blob with its axes in another order: axis `i` is axis `axes[i]` of the base."""
 
     axes: tuple[int, ...]
@@ -70,17 +80,17 @@ class Permuted(_Seen):
     def shape(self) -> Shape:
         return tuple(self.base.shape[axis] for axis in self.axes)
 
-    def crop(self, box: Box) -> "Permuted":
+    def crop(self, box: Box) -> "PermutedBlob":
         back = [self.axes.index(axis) for axis in range(len(self.axes))]
         inner = Box(tuple(box.start[i] for i in back), tuple(box.stop[i] for i in back))
-        return Permuted(self.base.crop(inner), self.axes)
+        return PermutedBlob(self.base.crop(inner), self.axes)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = read(self.base, reader).transpose(self.axes)
 
 
 @dataclass(frozen=True, eq=False)
-class Pile:
+class LayersBlob:
     """A blob of tensors of one shape, by new first axes: however many there are, a block of one is found at once.
 
     There may be none at a place, if nobody asks for what is there.
@@ -99,7 +109,7 @@ class Pile:
     def dtype(self) -> DType:
         return self._first.dtype
 
-    def crop(self, box: Box) -> "Pile":
+    def crop(self, box: Box) -> "LayersBlob":
         axes = len(self.lengths)
         rest = Box(box.start[axes:], box.stop[axes:])
         cut = Box(box.start[:axes], box.stop[:axes])
@@ -107,14 +117,14 @@ class Pile:
             tuple(i - first for i, first in zip(place, cut.start, strict=True)): self.tensors[place].crop(rest)
             for place in product(*map(range, cut.start, cut.stop))
         }
-        return Pile(cut.shape, held)
+        return LayersBlob(cut.shape, held)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         for place, tensor in self.tensors.items():
             index: tuple[int | EllipsisType, ...] = (*place, ...)
             tensor.read_into(out[index], reader)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         for tensor in self.tensors.values():
             yield from tensor.sources()
 
@@ -128,7 +138,7 @@ class Pile:
 
 
 @dataclass(frozen=True)
-class Shaped(_Seen):
+class ReshapedBlob(_ViewBlob):
     """A block of the tensor whose elements, in C order, are a vector's."""
 
     whole: Shape
@@ -138,11 +148,11 @@ class Shaped(_Seen):
     def shape(self) -> Shape:
         return self.box.shape
 
-    def crop(self, box: Box) -> "Shaped":
-        return Shaped(self.base, self.whole, box.shift(self.box.start))
+    def crop(self, box: Box) -> "ReshapedBlob":
+        return ReshapedBlob(self.base, self.whole, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        if not packed(self.shape, c_strides(self.whole, 1), 1):
+        if not is_c_order(self.shape, c_strides(self.whole, 1), 1):
             for i in range(self.shape[0]):  # rows of it lie apart
                 self.crop(slab(self.shape, 0, i, i + 1)).read_into(out[i : i + 1], reader)
             return
@@ -159,11 +169,11 @@ class Shaped(_Seen):
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape, by a new first axis."""
     parts = (
-        Fragment(Box((i, *f.box.start), (i + 1, *f.box.stop)), Stacked(f.blob))
+        Fragment(Box((i, *f.box.start), (i + 1, *f.box.stop)), StackedBlob(f.blob))
         for i, one in enumerate(tensors)
         for f in one.fragments
     )
-    return join((len(tensors), *tensors[0].shape), parts, tensors[0].dtype)
+    return from_fragments((len(tensors), *tensors[0].shape), parts, tensors[0].dtype)
 
 
 def unstacked(tensor: Tensor, index: int) -> Tensor:
@@ -188,24 +198,24 @@ def unstacked_all(tensor: Tensor) -> list[Tensor]:
 def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:
     """The tensor whose elements, in C order, are a vector's from `start` on."""
     cut = vector.crop(Box((start,), (start + prod(shape),)))
-    return join(shape, _reshaped(cut, shape), vector.dtype)
+    return from_fragments(shape, _reshaped(cut, shape), vector.dtype)
 
 
 def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
     """The tensor with axis `axes[i]` of it as axis `i`."""
-    return Tensor.of(Permuted(tensor, tuple(axes)))
+    return Tensor.of(PermutedBlob(tensor, tuple(axes)))
 
 
 def transposed(tensor: Tensor) -> Tensor:
     """A matrix that lies plainly in a file, with its axes exchanged."""
     parts = (Fragment(Box(f.box.start[::-1], f.box.stop[::-1]), _transposed(f.blob)) for f in tensor.fragments)
-    return join(tensor.shape[::-1], parts, tensor.dtype)
+    return from_fragments(tensor.shape[::-1], parts, tensor.dtype)
 
 
-def _transposed(blob: Blob) -> Raw:
-    if not isinstance(blob, Raw):
+def _transposed(blob: Blob) -> FileBlob:
+    if not isinstance(blob, FileBlob):
         raise Unsupported("a matrix that does not lie plainly in a file cannot be transposed")
-    return Raw(blob.path, blob.offset, blob.shape[::-1], blob.dtype, blob.strides[::-1], blob.seal)
+    return FileBlob(blob.path, blob.offset, blob.shape[::-1], blob.dtype, blob.strides[::-1], blob.seal)
 
 
 def _reshaped(vector: Tensor, shape: Shape) -> Iterator[Fragment]:
@@ -218,12 +228,12 @@ def _reshaped(vector: Tensor, shape: Shape) -> Iterator[Fragment]:
 
 
 def _shaped(run: Blob, shape: Shape) -> Blob:
-    if isinstance(run, Raw) and packed(run.shape, run.strides, run.dtype.itemsize):
+    if isinstance(run, FileBlob) and is_c_order(run.shape, run.strides, run.dtype.itemsize):
         return run.shaped(shape)
-    return Shaped(run, shape, Box.whole(shape))
+    return ReshapedBlob(run, shape, Box.whole(shape))
 
 
 def _unstacked(blob: Blob) -> Blob:
-    if isinstance(blob, Raw):
-        return Raw(blob.path, blob.offset, blob.shape[1:], blob.dtype, blob.strides[1:], blob.seal)
-    return blob.base if isinstance(blob, Stacked) else Unstacked(blob)
+    if isinstance(blob, FileBlob):
+        return FileBlob(blob.path, blob.offset, blob.shape[1:], blob.dtype, blob.strides[1:], blob.seal)
+    return blob.base if isinstance(blob, StackedBlob) else UnstackedBlob(blob)

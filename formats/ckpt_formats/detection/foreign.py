@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.containers.torchfile.reader import STARTS
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.files import open_regular
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _KINDS = (
     (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow"),
@@ -47,7 +47,7 @@ def check_file(path: Path) -> None:
         return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
     kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
     if kind is not None:
-        raise Unsupported(f"{kind}, which is not read", where=show(str(path)), hint=_HINTS.get(kind, _HINT))
+        raise Unsupported(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))
 
 
 def check_folder(path: Path, names: Iterable[str]) -> None:
@@ -55,7 +55,9 @@ def check_folder(path: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         if (kind := _kind_of(name)) is not None:
             raise Unsupported(
-                f"{show(name)} is {kind}, which is not read", where=show(str(path)), hint=_HINTS.get(kind, _HINT)
+                f"{printable(name)} is {kind}, which is not read",
+                where=printable(str(path)),
+                hint=_HINTS.get(kind, _HINT),
             )
 
 

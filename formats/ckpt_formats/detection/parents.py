@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import Incomplete, NotFound
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 POINTERS = (
     "latest",
@@ -46,21 +46,23 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
         chosen = next((folder for folder in inside if _is_called(folder.name, name)), None)
         if chosen is None:
             raise Incomplete(
-                f"`{pointer}` names {show(name)!r}, which is not among the checkpoints here: {_listed(inside)}",
-                where=show(str(path)),
+                f"`{pointer}` names {printable(name)!r}, which is not among the checkpoints here: {_listed(inside)}",
+                where=printable(str(path)),
                 hint="Name one of them.",
             )
-        return chosen, Notice(f"of {len(inside)} checkpoints here, {show(chosen.name)} is read, as `{pointer}` says")
+        return chosen, Notice(
+            f"of {len(inside)} checkpoints here, {printable(chosen.name)} is read, as `{pointer}` says"
+        )
     if len(inside) == 1:
-        text = f"{show(inside[0].name)} is read, the one checkpoint in the folder"
+        text = f"{printable(inside[0].name)} is read, the one checkpoint in the folder"
         return inside[0], Notice(text, weight=Weight.UNSURE)
     inside.sort(key=lambda folder: _age(folder))
     if all(_OF_TRAINER.fullmatch(folder.name) for folder in inside):
         newest = inside[-1]
-        text = f"of {len(inside)} checkpoints here, {show(newest.name)} is read, the newest"
+        text = f"of {len(inside)} checkpoints here, {printable(newest.name)} is read, the newest"
         return newest, Notice(text, weight=Weight.UNSURE)
     raise NotFound(
-        f"holds {len(inside)} checkpoints: {_listed(inside)}", where=show(str(path)), hint="Name one of them."
+        f"holds {len(inside)} checkpoints: {_listed(inside)}", where=printable(str(path)), hint="Name one of them."
     )
 
 
@@ -99,6 +101,6 @@ def _age(folder: Path) -> tuple[list[int], float, str]:
 
 
 def _listed(folders: Sequence[Path]) -> str:
-    names = [show(folder.name) for folder in sorted(folders, key=_age)]
+    names = [printable(folder.name) for folder in sorted(folders, key=_age)]
     more = f"{len(names) - _MOST_NAMED:,} others, " if len(names) > _MOST_NAMED else ""
     return more + ", ".join(names[-_MOST_NAMED:])

@@ -8,7 +8,7 @@ from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_in
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Incomplete, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.detection.traces import names_in
 
 _OF_A_RANK = (
@@ -32,15 +32,15 @@ def check_alone(path: Path) -> None:
             folder = path.parent if "/" not in pattern else path.absolute().parent.parent
             raise Unsupported(
                 f"one file of several of a checkpoint of {engine}",
-                where=show(str(path)),
-                hint=f"Name the folder: {show(str(folder))}",
+                where=printable(str(path)),
+                hint=f"Name the folder: {printable(str(folder))}",
             )
     if _META.fullmatch(path.name):
         others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
         if others != ["consolidated.00.pth"]:
             raise Unsupported(
                 f"one of {len(others)} files over which tensor parallelism cut a model of Meta's",
-                where=show(str(path)),
+                where=printable(str(path)),
                 hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
             )
 
@@ -77,7 +77,8 @@ def parts_unread(path: Path) -> Iterator[Notice]:
         except CkptError:
             continue  # the index is not what was asked for
         if path.name in files and len(files) > 1:
-            text = f"this is one of {len(files)} files of a model, as {show(index.name)} says: the others are not read"
+            named = printable(index.name)
+            text = f"this is one of {len(files)} files of a model, as {named} says: the others are not read"
             yield Notice(text, tuple(sorted(files - {path.name})), Weight.LOST)
             return
     if _RANK.fullmatch(path.name):

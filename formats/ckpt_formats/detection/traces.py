@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, Incomplete
 from ckpt_formats.core.files import open_regular
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 Names = Collection[str]
 
@@ -57,7 +57,7 @@ def check_traces(path: Path, names: Names, format: str | None) -> None:
     for trace in TRACES:
         if format not in trace.formats and (lost := trace.lost(path, names)) is not None:
             raise Incomplete(
-                f"an incomplete checkpoint of {trace.engine}: {lost}", where=show(str(path)), hint=trace.hint
+                f"an incomplete checkpoint of {trace.engine}: {lost}", where=printable(str(path)), hint=trace.hint
             )
 
 
@@ -66,8 +66,8 @@ def check_run(path: Path, names: Names) -> None:
     left = sorted(name for name in names if _OF_A_RUN.fullmatch(name))
     if left:
         raise Incomplete(
-            f"an incomplete checkpoint of Hugging Face's libraries: {show(left[0])} is here, but no model",
-            where=show(str(path)),
+            f"an incomplete checkpoint of Hugging Face's libraries: {printable(left[0])} is here, but no model",
+            where=printable(str(path)),
             hint="Copy the file of the model, such as model.safetensors, into the folder.",
         )
 
@@ -158,4 +158,6 @@ _INSIDE = Trace(
 def check_around(path: Path, names: Names, format: str) -> None:
     """Raises `Incomplete` if a format takes a folder for what lies around an engine's folder of a step in it."""
     if format not in _INSIDE.formats and (lost := _INSIDE.lost(path, names)) is not None:
-        raise Incomplete(f"an incomplete checkpoint of DeepSpeed: {lost}", where=show(str(path)), hint=_INSIDE.hint)
+        raise Incomplete(
+            f"an incomplete checkpoint of DeepSpeed: {lost}", where=printable(str(path)), hint=_INSIDE.hint
+        )

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import MOST_HEADER, natural, read_header
+from ckpt_formats.containers.safetensors import MOST_HEADER, is_natural, read_header
 from ckpt_formats.containers.safetensors_shards import (
     SAFETENSORS_INDEX,
     SUFFIX,
     cut,
-    listed,
     lost_states,
     read_weights,
+    shard_paths,
     weights_part,
     write_last,
     write_weights,
@@ -20,18 +20,18 @@ from ckpt_formats.containers.shard_index import index_text, numbered_names
 from ckpt_formats.core.checkpoint import (
     MODEL,
     Checkpoint,
+    FilePlan,
     Goal,
-    Options,
     Origin,
+    OriginalForm,
     Parameter,
-    Part,
+    ReadOptions,
     Receipt,
-    SavedAs,
     WritableFormat,
 )
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
 
@@ -48,19 +48,19 @@ class Safetensors(WritableFormat):
             return any(path.glob(f"*{SAFETENSORS_INDEX}")) or any(path.glob(f"*{SUFFIX}"))
         return path.name.endswith((SUFFIX, SAFETENSORS_INDEX)) and path.is_file()
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
-        found = read_weights(*listed(path))
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        found = read_weights(*shard_paths(path))
         single = path.name.endswith(SUFFIX) and path.is_file()
         if single and found.cut:
             raise Unsupported(
                 "holds blocks of tensors, as one rank of several writes them",
                 where=path,
-                hint=f"Name the folder: {show(str(path.parent))}",
+                hint=f"Name the folder: {printable(str(path.parent))}",
             )
         parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in found.tensors.items()}
         aliases = found.aliases()
         extras = {key: value for key, value in found.metadata.items() if key not in aliases}
-        saved_as = SavedAs(self.name, path.name, partial(_form, path)) if single else None
+        saved_as = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
         return Checkpoint(
             path,
             Origin("safetensors"),
@@ -74,17 +74,17 @@ class Safetensors(WritableFormat):
             saved_as=saved_as,
         )
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
         groups = cut(weights, goal.shard_nbytes if self.product(goal.target) is None else None)
         form = _form_of(source)
         header = form.get("header", 0)
         return tuple(
-            weights_part(name, group, _metadata(source, group, form), header if natural(header, MOST_HEADER) else 0)
+            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MOST_HEADER) else 0)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_weights(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -94,7 +94,7 @@ class Safetensors(WritableFormat):
     def product(self, target: Path) -> str | None:
         return f"model{SUFFIX}" if target.name.endswith(SUFFIX) else None
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
         lost = lost_states(source)
         kept = _metadata(source, (), _form_of(source))
         extras = [key for key in source.extras if key not in kept]

@@ -15,16 +15,16 @@ from typing import Literal
 
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile.reader import STARTS
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Options, Origin, Shard
+from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.detection.traces import names_in
-from ckpt_formats.engines.hf.side_files import PREFIX, carry
+from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
 from ckpt_formats.engines.torch_save import PlainTorch
-from ckpt_formats.state_dicts.extras import lift, numbered
+from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
 from ckpt_formats.state_dicts.steps import step_of
@@ -63,7 +63,7 @@ class TorchFolder(Format):
     def detect(self, path: Path) -> bool:
         return path.is_dir() and any(map(_is_torch, (path / name for name in names_in(path))))
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MOST_FILES + 1))
         if len(paths) > _MOST_FILES:
             raise NotFound(f"holds more than {_MOST_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
@@ -75,7 +75,7 @@ class TorchFolder(Format):
 _NAME = "Name one of them."
 
 
-def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpoint:
+def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Checkpoint:
     model = _model(path, [one for one in files if one.kind == "model"], files)
     optimizers = [one for one in files if one.kind == "optimizer"]
     others = [one for one in files if one is not model and one not in optimizers]
@@ -88,10 +88,10 @@ def _checkpoint(path: Path, files: Sequence[_File], options: Options) -> Checkpo
     parameters, extras = dict(found.parameters), dict(found.extras)
     for one in others:
         key = next(key for key in numbered(_key(one.path)) if key not in extras)
-        extras[key] = lift(one.file.root, key, parameters)
-    beside, shards, large = carry(path / name for name in names_in(path) if name.endswith(_BESIDE))
+        extras[key] = names_for_tensors(one.file.root, key, parameters)
+    beside, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_BESIDE))
     for name, value in beside.items():
-        extras[f"{PREFIX}{name}"] = lift(value, f"{PREFIX}{name}", parameters)
+        extras[f"{PREFIX}{name}"] = names_for_tensors(value, f"{PREFIX}{name}", parameters)
     step = (
         found.origin.step if found.origin.step is not None else _step({_key(one.path): one for one in others}, beside)
     )
@@ -123,7 +123,7 @@ def _step(others: Mapping[str, _File], beside: Mapping[str, Value]) -> int | Non
     return step_of(said)
 
 
-def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Options) -> Checkpoint:
+def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: ReadOptions) -> Checkpoint:
     """The model with its optimizer's states; with several, those that find their parameters."""
     tree = _tree(model)
     root = dict(tree) if any(key in tree for key in RESERVED) else {"model": tree}
@@ -226,15 +226,15 @@ def _listed(paths: Iterable[Path]) -> str:
     """Names of files, the newest last: by the numbers in their names, then by their times."""
     by_age = sorted(paths, key=_age)
     more = f"{len(by_age) - _MOST_LISTED:,} others, " if len(by_age) > _MOST_LISTED else ""
-    return more + ", ".join(show(one.name) for one in by_age[-_MOST_LISTED:])
+    return more + ", ".join(printable(one.name) for one in by_age[-_MOST_LISTED:])
 
 
 def _age(path: Path) -> tuple[list[int], float, str]:
     return [int(number) for number in _NUMBERS.findall(path.stem)], path.stat().st_mtime, path.name
 
 
-def _shard(one: _File) -> Shard:
-    return Shard(one.path, one.path.stat().st_size, "other" if one.kind == "other" else one.kind)
+def _shard(one: _File) -> SourceFile:
+    return SourceFile(one.path, one.path.stat().st_size, "other" if one.kind == "other" else one.kind)
 
 
 def _is_torch(path: Path) -> bool:

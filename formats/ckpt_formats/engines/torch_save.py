@@ -23,22 +23,22 @@ from ckpt_formats.core.checkpoint import (
     MASTER,
     MODEL,
     Checkpoint,
+    FilePlan,
     Goal,
     Group,
-    Options,
     Origin,
+    OriginalForm,
     Parameter,
-    Part,
+    ReadOptions,
     Receipt,
     Role,
-    SavedAs,
-    Shard,
+    SourceFile,
     WritableFormat,
 )
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsupported, flaw
 from ckpt_formats.core.notices import Weight
-from ckpt_formats.core.tensor import Decoded, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import DerivedBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, StdDict, TensorName, Value
 from ckpt_formats.engines.fsdp_ranks.single_rank import whole_tree
@@ -71,7 +71,7 @@ class PlainTorch(WritableFormat):
             return False
         return head.startswith(STARTS) or path.suffix in _SUFFIXES
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         file = open_file(path)
         ours = file.root.get("extras") if isinstance(file.root, dict) else None
         note = ours.get(_OURS) if isinstance(ours, dict) else None
@@ -79,14 +79,14 @@ class PlainTorch(WritableFormat):
             return _read_ours(file, note)
         return _read_foreign(file, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         was = source.saved_as
         known = goal.as_it_was and was is not None and was.format == self.name and was.form is not None
         form = was.form() if was is not None and was.form is not None and known else None
         tree = None if form is None else tree_of(form, source)
         return (tree_part(_FILE, _tree(source) if tree is None else tree, source.parameters.values()),)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -97,7 +97,7 @@ class PlainTorch(WritableFormat):
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
-    plain = _Plain(source.parameters)
+    plain = _Encoder(source.parameters)
     model: dict[str, Value] = {}
     states: dict[str, Value] = {}
     for name, parameter in source.parameters.items():
@@ -107,7 +107,9 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
         others = apart({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
         if meeting := sorted(parameter.values.keys() & (masters.keys() | others.keys())):
-            raise Unsupported(f"`{show(name)}` has a state and a value that are both called `{show(meeting[0])}`")
+            raise Unsupported(
+                f"`{printable(name)}` has a state and a value that are both called `{printable(meeting[0])}`"
+            )
         kept = {**masters, **others, **{key: plain(value) for key, value in parameter.values.items()}}
         if kept:
             states[name] = kept
@@ -146,14 +148,14 @@ def _weight(parameter: Parameter) -> Tensor:
     blob = weight.fragments[0].blob if len(weight.fragments) == 1 else None
     same = (
         master is not None
-        and isinstance(blob, Decoded)
+        and isinstance(blob, DerivedBlob)
         and blob.dtype == blob.base.dtype
         and master.dtype == weight.dtype
     )
     return master if same and master is not None else weight
 
 
-class _Plain:
+class _Encoder:
     """Puts tensors in the places of their names, and typed JSON in the place of what `weights_only` refuses."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
@@ -196,7 +198,7 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
     path = file.path
     try:
         optimizer = file.root.get("optimizer") or {"state": {}, "param_groups": []}
-        restore = _Restore(ours["tensors"], path)
+        restore = _Decoder(ours["tensors"], path)
         parameters = {}
         for name, role in ours["roles"].items():
             weight = (ours["tensors"] if role == "extra" else file.root["model"])[name]
@@ -224,8 +226,8 @@ def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
-class _Restore:
-    """Undoes `_Plain`. What several places share is restored once, and shared again."""
+class _Decoder:
+    """Undoes `_Encoder`. What several places share is restored once, and shared again."""
 
     def __init__(self, tensors: Mapping[str, TensorRef], path: Path) -> None:
         self._names = {(ref.storage.key, ref.offset): TensorName(name) for name, ref in tensors.items()}
@@ -254,7 +256,7 @@ class _Restore:
         return type(value)(map(self, value))
 
 
-def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
+def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
     items, notices = as_root(file.root)
     root: dict[str, Value] = {str(key): value for key, value in items.items()}
     if len(root) < len(items):
@@ -277,9 +279,9 @@ def _read_foreign(file: TorchFile, options: Options) -> Checkpoint:
         _shards(file),
         file.seals(),
         (*notices, *without, *found.notices),
-        saved_as=SavedAs(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
+        saved_as=OriginalForm(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
 
 
-def _shards(file: TorchFile) -> tuple[Shard, ...]:
-    return (Shard(file.path, file.path.stat().st_size, "all"),)
+def _shards(file: TorchFile) -> tuple[SourceFile, ...]:
+    return (SourceFile(file.path, file.path.stat().st_size, "all"),)

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Options, Parameter, Shard
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Parameter, ReadOptions, SourceFile
 from ckpt_formats.core.errors import BadRules, Incomplete, Unsupported, form_of
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
@@ -27,7 +27,7 @@ from ckpt_formats.engines.hf.read import HAS_RECIPE
 from ckpt_formats.engines.hf.side_files import PREFIX
 from ckpt_formats.engines.torch_folder import TorchFolder
 from ckpt_formats.names.views import rows_of, stacked, strided
-from ckpt_formats.state_dicts.extras import lift, numbered
+from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
 
@@ -67,12 +67,12 @@ class Torchtune(Format):
     def detect(self, path: Path) -> bool:
         return (path / STATE).is_file()
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         with form_of("a folder of torchtune", path):
             return _read(path, options)
 
 
-def _read(path: Path, options: Options) -> Checkpoint:
+def _read(path: Path, options: ReadOptions) -> Checkpoint:
     file = open_file(path / STATE)
     state = {str(key): value for key, value in file.root.items()}
     folder = _folder_of(path, state.get("epochs_run"))
@@ -94,14 +94,14 @@ def _read(path: Path, options: Options) -> Checkpoint:
     parameters, extras = dict(found.parameters), dict(found.extras)
     for key, value in state.items():
         free = next(name for name in numbered(key) if name not in extras)
-        extras[free] = lift(value, free, parameters)
+        extras[free] = names_for_tensors(value, free, parameters)
     return replace(
         found,
         path=path,
         origin=replace(base.origin, engine="torchtune"),
         parameters=parameters,
         extras=extras,
-        shards=(*base.shards, Shard(file.path, file.path.stat().st_size, "optimizer")),
+        shards=(*base.shards, SourceFile(file.path, file.path.stat().st_size, "optimizer")),
         seals=(*base.seals, *file.seals()),
         notices=tuple(notices),
         saved_as=None,
@@ -120,7 +120,7 @@ def _folder_of(path: Path, epochs: Value) -> Path:
     numbers = {number: folder for number, folder in numbers.items() if folder.is_dir()}
     if not numbers:
         raise Incomplete("the recipe's state is here, but no folder of an epoch with the model", where=path)
-    last = epochs - 1 if natural(epochs) and epochs else max(numbers)
+    last = epochs - 1 if is_natural(epochs) and epochs else max(numbers)
     if last not in numbers:
         raise Incomplete(
             f"the recipe's state is of epoch {last}, whose folder is not here",

@@ -11,15 +11,15 @@ change        a checkpoint under other names; legacy: those from before Megatron
 translate     all of it together: `to_hf`, `to_megatron`, `to_core`, `to_legacy`
 """
 
-from ckpt_formats.names.table import Line, Row, Stack, Table, Tie
+from ckpt_formats.names.table import ExpertStack, NamePattern, NameRow, Table, Tie
 from ckpt_formats.names.tables import table_for, tables
 from ckpt_formats.names.translate import Naming, naming_of, to_core, to_hf, to_legacy, to_megatron
 
 __all__ = [
-    "Line",
+    "ExpertStack",
+    "NamePattern",
+    "NameRow",
     "Naming",
-    "Row",
-    "Stack",
     "Table",
     "Tie",
     "naming_of",

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.table import Table
 
@@ -52,7 +52,7 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
     for key, plain in _PLAIN.items():
         if config.get(key, plain) not in (plain, None):
             raise Unsupported(
-                f"config.json says {key} {show(str(config[key]))[:60]}, which is not Megatron's", where=where
+                f"config.json says {key} {printable(str(config[key]))[:60]}, which is not Megatron's", where=where
             )
 
     def entry(field: str) -> Any:
@@ -64,8 +64,10 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
         found = default if found is None else found
         if found is None:
             raise Incomplete(f"config.json does not say the model's {field}", where=where)
-        if not natural(found) or not found:
-            raise Corrupt(f"config.json says {field} {show(str(found))[:60]}: not a number of something", where=where)
+        if not is_natural(found) or not found:
+            raise Corrupt(
+                f"config.json says {field} {printable(str(found))[:60]}: not a number of something", where=where
+            )
         return cast(int, found)
 
     heads, hidden = number("heads"), number("hidden")
@@ -76,11 +78,11 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
         )
     activation = _ACTIVATIONS.get(str(entry("activation")))
     if activation is None or (activation == "silu") != table.gated:
-        raise Unsupported(f"config.json says the activation {show(str(entry('activation')))[:60]}", where=where)
+        raise Unsupported(f"config.json says the activation {printable(str(entry('activation')))[:60]}", where=where)
     theta, scaling = (None, None) if table.learned_positions else _rotary(config, table, where)
     window = entry("window")
-    if window is not None and (not natural(window) or not window):
-        raise Corrupt(f"config.json says a sliding window of {show(str(window))[:60]}", where=where)
+    if window is not None and (not is_natural(window) or not window):
+        raise Corrupt(f"config.json says a sliding window of {printable(str(window))[:60]}", where=where)
     return Architecture(
         layers=number("layer"),
         hidden=hidden,
@@ -153,7 +155,7 @@ def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float
     if how == "linear" or (how == "llama3" and all(said.get(key) == value for key, value in LLAMA3.items())):
         return theta, Scaling(how, _real(said.get("factor"), "factor of rope_scaling", where))
     raise Unsupported(
-        f"config.json stretches rotary frequencies by {show(str(said))[:120]}, which Megatron does not compute",
+        f"config.json stretches rotary frequencies by {printable(str(said))[:120]}, which Megatron does not compute",
         where=where,
     )
 
@@ -169,5 +171,5 @@ def _real(value: Any, what: str, where: Path, default: float | None = None) -> f
     if value is None:
         raise Incomplete(f"config.json does not say `{what}`", where=where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-        raise Corrupt(f"config.json says {what} {show(str(value))[:60]}, which is no number", where=where)
+        raise Corrupt(f"config.json says {what} {printable(str(value))[:60]}, which is no number", where=where)
     return float(value)

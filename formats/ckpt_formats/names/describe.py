@@ -9,7 +9,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Incomplete, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
 from ckpt_formats.names.architecture import Architecture
 from ckpt_formats.names.config import CONFIG, of_config, to_config
@@ -22,7 +22,7 @@ _WORD_TABLE = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """A model, its family, its configuration, and what the user should know of how they were told."""
 
     model: Architecture
@@ -31,7 +31,7 @@ class Described:
     notices: tuple[Notice, ...] = ()
 
 
-def described(source: Checkpoint, config: Mapping[str, Any] | None, partial: bool) -> Described:
+def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial: bool) -> ModelDescription:
     """The model of a checkpoint with Megatron core's names. The configuration comes first, if there is one.
 
     `partial` says that tensors were left out. Raises as `to_hf` does.
@@ -50,7 +50,7 @@ def described(source: Checkpoint, config: Mapping[str, Any] | None, partial: boo
     return _by_arguments(source, record, partial)
 
 
-def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> Described:
+def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> ModelDescription:
     """The model that a configuration describes: the given one, else that which came with the checkpoint."""
     found = config_of(source) if config is None else config
     if found is None:
@@ -74,22 +74,22 @@ def weights_dtype(source: Checkpoint) -> str | None:
     return next((weight.dtype.name for weight in weights), None)
 
 
-def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> Described:
+def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> ModelDescription:
     table = table_for(config)
     if table is None:
-        kind = show(str(config.get("model_type")))[:60]
+        kind = printable(str(config.get("model_type")))[:60]
         raise Unsupported(f"the names of models of type {kind} are not known in Megatron", where=where, hint=KNOWN)
     model = of_config(config, table, where)
     if record is None:
-        return Described(model, table, config)
+        return ModelDescription(model, table, config)
     names = {pattern_of(line.names[0]) for line in table.lines(config) or ()}
     other = of_arguments(record, table, names, model.vocabulary, model, where)
     differing = tuple(model.differences(other))
     notice = Notice("config.json and the run's arguments differ", differing, Weight.UNSURE)
-    return Described(model, table, config, (notice,) if differing else ())
+    return ModelDescription(model, table, config, (notice,) if differing else ())
 
 
-def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> Described:
+def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDescription:
     names = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
     families = families_of(names, source.aliases, partial=partial)
     rows = _rows(source, record)
@@ -103,7 +103,7 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> Describe
             "(vocabulary = N), or --config"
         )
         notices.append(Notice(text, weight=Weight.UNSURE))
-    return Described(model, family.table, config, tuple(notices))
+    return ModelDescription(model, family.table, config, tuple(notices))
 
 
 def _rows(source: Checkpoint, record: Record) -> int:

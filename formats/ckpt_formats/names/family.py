@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.text import show
-from ckpt_formats.names.table import Row, Table
+from ckpt_formats.core.text import printable
+from ckpt_formats.names.table import NamePattern, Table
 from ckpt_formats.names.tables import tables
 
 COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
@@ -70,10 +70,10 @@ class _Fit:
 def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
     conditions = {name.pattern: name.when for name in table.names}
 
-    def when(row: Row) -> str | None:
+    def when(row: NamePattern) -> str | None:
         return conditions[row.hf[0]]
 
-    def is_there(row: Row) -> bool:
+    def is_there(row: NamePattern) -> bool:
         return any(name in present for name in (row.name, *row.also))
 
     flags = {key: any(is_there(row) for row in table.rows if when(row) == key) for key in conditions.values() if key}
@@ -95,4 +95,4 @@ def _said(fit: _Fit) -> Iterator[str]:
 
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.family import KNOWN
@@ -62,7 +62,7 @@ _CONFIG_HINT = "Say with --config which model it is."
 
 
 @dataclass(frozen=True)
-class _Said:
+class _ArgumentReader:
     """Look-ups in the arguments; what they do not say, another may."""
 
     record: Record
@@ -79,9 +79,9 @@ class _Said:
             found = getattr(self.other, field) if self.other is not None else default
         if found is None:
             raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
-        if not natural(found) or not found:
+        if not is_natural(found) or not found:
             raise Corrupt(
-                f"the argument `{names[0]}` is {show(str(found))[:40]}, no number of something", where=self.where
+                f"the argument `{names[0]}` is {printable(str(found))[:40]}, no number of something", where=self.where
             )
         return cast(int, found)
 
@@ -90,7 +90,9 @@ class _Said:
         if found is None:
             found = getattr(self.other, field) if self.other is not None else default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1e30:
-            raise Corrupt(f"the argument `{names[0]}` is {show(str(found))[:40]}, which is no number", where=self.where)
+            raise Corrupt(
+                f"the argument `{names[0]}` is {printable(str(found))[:40]}, which is no number", where=self.where
+            )
         return float(found)
 
 
@@ -102,7 +104,7 @@ def of_arguments(
     `names` are the patterns of the names that it has; `other` is what a configuration says. Raises `Unsupported` for a
     model that is of no family here, `Corrupt` or `Incomplete` for arguments that contradict the tensors or do not tell.
     """
-    said = _Said(record, other, where)
+    said = _ArgumentReader(record, other, where)
     _check_plain(said, _PLAIN)
     _check_names(said, table, names)
     experts = said.get("num_experts")
@@ -146,29 +148,30 @@ def true_vocabulary(record: Value, rows: int) -> int | None:
     if not isinstance(record, Record):
         return None
     padded, said = record.get("padded_vocab_size"), record.get("vocab_size")
-    if natural(padded) and rows < padded:
+    if is_natural(padded) and rows < padded:
         return rows  # a rule has cut the padding off
     # This tokenizer has one token more than it is told, and nobody else counts them: other tokenizers ignore the
     # argument, so that it may be anything.
-    if record.get("tokenizer_type") == "NullTokenizer" and natural(said) and said + 1 <= rows:
+    if record.get("tokenizer_type") == "NullTokenizer" and is_natural(said) and said + 1 <= rows:
         return cast(int, said) + 1
     return None
 
 
-def _check_plain(said: _Said, plain: Mapping[str, Value]) -> None:
+def _check_plain(said: _ArgumentReader, plain: Mapping[str, Value]) -> None:
     for name, value in plain.items():
         found = said.get(name)
         listed = isinstance(found, (list, tuple)) and found and all(one == value for one in found)  # for each layer
         if found is not None and found is not False and found != value and not listed:
             raise Unsupported(
-                f"the run's arguments say {name} {show(str(found))[:60]}, which no family of models that is known here "
+                f"the run's arguments say {name} {printable(str(found))[:60]}, which no family of models that is "
+                "known here "
                 "computes",
                 where=said.where,
                 hint=f"{KNOWN} Other formats keep Megatron's names.",
             )
 
 
-def _check_names(said: _Said, table: Table, names: set[str]) -> None:
+def _check_names(said: _ArgumentReader, table: Table, names: set[str]) -> None:
     """Have the layers what the arguments say? Tensors may have been left out, so their names alone do not tell."""
     linear, qkv = said.get("add_bias_linear"), said.get("add_qkv_bias")
     expected = {
@@ -188,29 +191,29 @@ def _check_names(said: _Said, table: Table, names: set[str]) -> None:
             )
 
 
-def _check_norm(said: _Said, table: Table) -> None:
+def _check_norm(said: _ArgumentReader, table: Table) -> None:
     norm = said.get("normalization")
     if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
         raise Unsupported(
-            f"a model with {show(str(norm))[:40]} and the tensors of {table.family}, which has another norm",
+            f"a model with {printable(str(norm))[:40]} and the tensors of {table.family}, which has another norm",
             where=said.where,
         )
 
 
-def _learned(said: _Said, table: Table) -> bool:
+def _learned(said: _ArgumentReader, table: Table) -> bool:
     how = "rope" if said.get("use_rotary_position_embeddings") else said.get("position_embedding_type")
     if how is None and (said.other is not None or table.learned_positions):
         return table.learned_positions
     if how != ("learned_absolute" if table.learned_positions else "rope"):
         raise Unsupported(
-            f"the arguments say position_embedding_type {show(str(how))[:40]}, with the tensors of {table.family}",
+            f"the arguments say position_embedding_type {printable(str(how))[:40]}, with the tensors of {table.family}",
             where=said.where,
             hint=_CONFIG_HINT if how is None else None,
         )
     return table.learned_positions
 
 
-def _rotary(said: _Said) -> tuple[float, Scaling | None]:
+def _rotary(said: _ArgumentReader) -> tuple[float, Scaling | None]:
     theta = said.real("theta", "rotary_base", default=10000.0)
     linear, llama3 = said.get("rotary_seq_len_interpolation_factor"), said.get("use_rope_scaling")
     if linear is not None and llama3:
@@ -222,7 +225,7 @@ def _rotary(said: _Said) -> tuple[float, Scaling | None]:
     return theta, said.other.scaling if said.other is not None and llama3 is None else None
 
 
-def _activation(said: _Said, table: Table) -> Activation:
+def _activation(said: _ArgumentReader, table: Table) -> Activation:
     gated = said.get("swiglu")
     if gated is None:
         gated = said.get("glu_activation") == "swiglu" or (said.other is not None and table.gated)
@@ -247,12 +250,12 @@ def _activation(said: _Said, table: Table) -> Activation:
     return "gelu"
 
 
-def _window(said: _Said) -> int | None:
+def _window(said: _ArgumentReader) -> int | None:
     window = said.get("window_size")
     if window is None:
         return None if said.other is None else said.other.window
     if isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1:
         return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not natural(window[0]) or window[1] != 0:
-        raise Unsupported(f"a sliding window of {show(str(window))[:40]}", where=said.where)
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not is_natural(window[0]) or window[1] != 0:
+        raise Unsupported(f"a sliding window of {printable(str(window))[:40]}", where=said.where)
     return cast(int, window[0]) + 1  # Megatron counts the tokens before, transformers the token itself, too

@@ -13,10 +13,10 @@ from functools import partial
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
-from ckpt_formats.names.renames import Change, changed
-from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.renames import TensorRename, apply_renames
+from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import stacked, strided
 
 VERSION = "checkpoint_version"
@@ -96,12 +96,12 @@ def to_core(source: Checkpoint) -> Checkpoint:
         new = core_name(name)
         if new is None:
             raise Unsupported(
-                f"`{show(name)}` is none of the tensors of Megatron's older GPT models",
+                f"`{printable(name)}` is none of the tensors of Megatron's older GPT models",
                 hint="Leave it out with --skip.",
             )
         make = partial(_reordered, version, _heads(source)) if ".linear_qkv." in new and version < 2 else tuple
-        changes.append(Change((name,), (new,), make))
-    made = changed(source, changes)
+        changes.append(TensorRename((name,), (new,), make))
+    made = apply_renames(source, changes)
     aliases = {core_name(alias) or alias: core_name(name) or name for alias, name in source.aliases.items()}
     return replace(made, aliases=aliases, extras={**made.extras, VERSION: max(version, CURRENT)})
 
@@ -112,9 +112,9 @@ def to_legacy(source: Checkpoint) -> Checkpoint:
     for name in _own_names(source):
         old = legacy_name(name)
         if old is None:
-            raise Unsupported(f"`{show(name)}` is a tensor that Megatron's older models have not")
-        changes.append(Change((name,), (old,), tuple))
-    made = changed(source, changes)
+            raise Unsupported(f"`{printable(name)}` is a tensor that Megatron's older models have not")
+        changes.append(TensorRename((name,), (old,), tuple))
+    made = apply_renames(source, changes)
     aliases = {
         _HEADS[0] if alias == "output_layer.weight" else legacy_name(alias) or alias: legacy_name(name) or name
         for alias, name in source.aliases.items()
@@ -138,4 +138,4 @@ def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[T
         raise Unsupported("the run's arguments do not state how many attention heads there are")
     (tensor,) = tensors
     blocks = tensor if version < 1 else stacked([strided(tensor, i, 3) for i in range(3)])
-    return (TRANSFORMS["qkv_blocks"].join([blocks], Sizes(heads, heads, 0)),)
+    return (TRANSFORMS["qkv_blocks"].join([blocks], ModelSizes(heads, heads, 0)),)

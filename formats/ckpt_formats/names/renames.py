@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ckpt_formats.core.checkpoint import Checkpoint, Group, Loss, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Group, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorRename:
     """Parameters `old`, and those that are made of them, `new`. One side or the other is a single one."""
 
     old: tuple[str, ...]
@@ -21,7 +21,7 @@ class Change:
     """Moves elements, and no more. Raises `Unsupported` for shapes that it cannot be done to."""
 
 
-def changed(source: Checkpoint, changes: Iterable[Change], order: Iterable[str] = ()) -> Checkpoint:
+def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: Iterable[str] = ()) -> Checkpoint:
     """The checkpoint with all changes; parameters that none of them speaks of come last, as they are.
 
     The others come in the order of the changes, or of the names in `order`, if there are any.
@@ -33,7 +33,7 @@ def changed(source: Checkpoint, changes: Iterable[Change], order: Iterable[str] 
         made |= _made(change, [source.parameters[name] for name in change.old])
     gone = set(chain.from_iterable(one.old for one in held))
     if twice := [name for name in made if name in source.parameters and name not in gone]:
-        raise Unsupported(f"`{show(twice[0])}` would be the name of two tensors")
+        raise Unsupported(f"`{printable(twice[0])}` would be the name of two tensors")
     if len(made) < sum(len(one.new) for one in held):
         raise Unsupported("two tensors of the source are the same one of the model, under two names")
     made = {name: made.pop(name) for name in order if name in made} | made
@@ -51,11 +51,11 @@ def changed(source: Checkpoint, changes: Iterable[Change], order: Iterable[str] 
     )
 
 
-def _losses(source: Checkpoint, changes: Sequence[Change]) -> Iterator[tuple[tuple[str, str], Loss]]:
+def _losses(source: Checkpoint, changes: Sequence[TensorRename]) -> Iterator[tuple[tuple[str, str], ErrorFigures]]:
     """What is told of approximate states: of pieces, what was told of the whole; of a whole, that of each piece."""
     untouched = dict(source.losses)
     for change in changes:
-        told: dict[str, dict[str, Loss]] = {}
+        told: dict[str, dict[str, ErrorFigures]] = {}
         for name in change.old:
             for state in source.parameters[name].states:
                 if (loss := untouched.pop((name, state), None)) is not None:
@@ -66,12 +66,13 @@ def _losses(source: Checkpoint, changes: Sequence[Change]) -> Iterator[tuple[tup
     yield from untouched.items()
 
 
-def _made(change: Change, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
+def _made(change: TensorRename, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
     first = parameters[0]
     for other in parameters[1:]:
         if (other.role, other.states.keys(), other.values) != (first.role, first.states.keys(), first.values):
             raise Unsupported(
-                f"`{show(first.name)}` and `{show(other.name)}` are one tensor in Megatron, but what is kept of them "
+                f"`{printable(first.name)}` and `{printable(other.name)}` are one tensor in Megatron, but what is "
+                "kept of them "
                 f"differs: {_said(first)} and {_said(other)}"
             )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in change.new}
@@ -82,23 +83,23 @@ def _made(change: Change, parameters: Sequence[Parameter]) -> dict[str, Paramete
     return {name: Parameter(name, first.role, states[name], first.values) for name in change.new}
 
 
-def _pieces(change: Change, state: str, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
+def _pieces(change: TensorRename, state: str, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
     tensors = [parameter.states[state] for parameter in parameters]
-    title = ", ".join(f"`{show(name)}`" for name in change.old)
+    title = ", ".join(f"`{printable(name)}`" for name in change.old)
     if all(tensor.shape == () for tensor in tensors):  # a counter, such as Adam's step: all have the same
         return (with_replicas(tensors),) * len(change.new)
     if any(tensor.shape != one.weight.shape for tensor, one in zip(tensors, parameters, strict=True)):
         raise Unsupported(
-            f"the state {show(state)} of {title} has another shape than the weight: it cannot move with it",
+            f"the state {printable(state)} of {title} has another shape than the weight: it cannot move with it",
             hint="Leave the optimizer behind with --model-only.",
         )
     try:
         return change.make(tensors)
     except Unsupported as error:
-        raise Unsupported(f"{title} ({show(state)}): {error.what}", hint=error.hint) from error
+        raise Unsupported(f"{title} ({printable(state)}): {error.what}", hint=error.hint) from error
 
 
-def _group(group: Group, number: int, by_old: Mapping[str, Change], place: Mapping[str, int]) -> Group:
+def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place: Mapping[str, int]) -> Group:
     """The group with the new names, in the order of the parameters: as the model of these names numbers them."""
     members = set(group.names)
     names: dict[str, None] = {}
@@ -109,7 +110,8 @@ def _group(group: Group, number: int, by_old: Mapping[str, Change], place: Mappi
             continue
         if apart := [other for other in change.old if other not in members]:
             raise Unsupported(
-                f"`{show(name)}` and `{show(apart[0])}` are one tensor in Megatron, but only the first is in optimizer "
+                f"`{printable(name)}` and `{printable(apart[0])}` are one tensor in Megatron, but only the first is "
+                "in optimizer "
                 f"group {number}"
             )
         names |= dict.fromkeys(change.new)
@@ -118,4 +120,6 @@ def _group(group: Group, number: int, by_old: Mapping[str, Change], place: Mappi
 
 def _said(parameter: Parameter) -> str:
     values = ", ".join(f"{key} {value}" for key, value in parameter.values.items())
-    return show(f"{parameter.role} with {', '.join(parameter.states) or 'nothing'}{f'; {values}' if values else ''}")
+    return printable(
+        f"{parameter.role} with {', '.join(parameter.states) or 'nothing'}{f'; {values}' if values else ''}"
+    )

@@ -5,7 +5,7 @@ import re
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.formula import evaluate
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.names.architecture import Architecture
 
 _SHAPES = (
@@ -45,6 +45,6 @@ def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, w
     longer = padded and _PADDED.fullmatch(name) and shape[1:] == expected[1:] and shape[:1] > expected[:1]
     if shape != expected and not longer:
         raise Corrupt(
-            f"`{show(what)}` has the shape {list(shape)}, but by the model's sizes it is {list(expected)}",
+            f"`{printable(what)}` has the shape {list(shape)}, but by the model's sizes it is {list(expected)}",
             hint="The configuration or the run's arguments contradict the tensors: name the right one with --config.",
         )

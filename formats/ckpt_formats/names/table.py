@@ -12,7 +12,7 @@ from itertools import groupby, product
 from math import prod
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 
 PLACES = ("layer", "expert")  # the outer one first
 _MOST_NAMES = 1_000_000
@@ -38,7 +38,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Row:
+class NamePattern:
     """One tensor of Megatron-core, and what it is in Hugging Face's terms."""
 
     name: str
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
+class NameRow:
     """A row with true names: one tensor of Megatron-core's, of one layer and expert."""
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """One tensor of a running model, and what it is in the model's files: of each expert, one tensor or more."""
 
     name: str
@@ -94,8 +94,8 @@ class Table:
     absent: Mapping[str, Any]
     """What transformers takes for entries that a configuration lacks."""
     tied: Tie
-    rows: tuple[Row, ...]
-    memory: tuple[Stack, ...] = ()
+    rows: tuple[NamePattern, ...]
+    memory: tuple[ExpertStack, ...] = ()
     """Tensors that a running model holds otherwise than its files do."""
 
     @property
@@ -121,7 +121,7 @@ class Table:
         held = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
         return None if counts is None else tuple(_expanded(held, counts, PLACES))
 
-    def lines(self, config: Mapping[str, Any]) -> tuple[Line, ...] | None:
+    def lines(self, config: Mapping[str, Any]) -> tuple[NameRow, ...] | None:
         """The rows of all layers and experts that a model with this configuration has, in the model's order.
 
         None if the configuration does not tell.
@@ -133,12 +133,12 @@ class Table:
         found = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
         return tuple(sorted(found, key=lambda line: place[line.hf[0]]))
 
-    def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
+    def stacks(self, config: Mapping[str, Any]) -> tuple[ExpertStack, ...]:
         """What a running model holds otherwise, with true names: of its files, those of the first expert come first."""
         counts = self._counts(config) or dict.fromkeys(PLACES, 0)
         layers = [str(i) for i in range(counts["layer"])]
         return tuple(
-            Stack(
+            ExpertStack(
                 stack.name.replace("{layer}", layer),
                 tuple(_expanded([file.replace("{layer}", layer) for file in stack.files], counts, PLACES)),
                 stack.how,
@@ -157,13 +157,13 @@ class Table:
         counts: dict[str, int] = {}
         for place, key in self.count.items():
             said: Any = config.get(key)
-            if not natural(said, _MOST_NAMES):
+            if not is_natural(said, _MOST_NAMES):
                 return None
             counts[place] = said
         return counts if len(self.names) * prod(counts.values()) <= _MOST_NAMES else None
 
 
-def _lines(row: Row, counts: Mapping[str, int]) -> Iterator[Line]:
+def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:
     places = places_of(row.name)
     for numbers in product(*(range(counts[place]) for place in places)):
 
@@ -172,7 +172,7 @@ def _lines(row: Row, counts: Mapping[str, int]) -> Iterator[Line]:
                 pattern = pattern.replace(f"{{{place}}}", str(number))
             return pattern
 
-        yield Line(tuple(map(numbered, (row.name, *row.also))), tuple(map(numbered, row.hf)), row.how)
+        yield NameRow(tuple(map(numbered, (row.name, *row.also))), tuple(map(numbered, row.hf)), row.how)
 
 
 def places_of(pattern: str) -> list[str]:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.names.table import PLACES, Name, Row, Stack, Table, Tie, places_of
+from ckpt_formats.names.table import PLACES, ExpertStack, Name, NamePattern, Table, Tie, places_of
 from ckpt_formats.names.transforms import TRANSFORMS
 
 if sys.version_info >= (3, 11):
@@ -55,7 +55,9 @@ def parse(family: str, text: str) -> Table:
             said.pop("absent", {}),
             Tie(tied["alias"], tied["name"], tied["unless_said"]),
             tuple(_row(**row) for row in said.pop("megatron")),
-            tuple(Stack(one["name"], tuple(one["files"]), one.get("how", "same")) for one in said.pop("memory", ())),
+            tuple(
+                ExpertStack(one["name"], tuple(one["files"]), one.get("how", "same")) for one in said.pop("memory", ())
+            ),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"table {family}: {error}") from None
@@ -68,8 +70,8 @@ def _name(said: Any) -> Name:
     return Name(said) if isinstance(said, str) else Name(said.pop("name"), said.pop("when"))
 
 
-def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> Row:
-    return Row(name, tuple(hf), how, tuple(also))
+def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> NamePattern:
+    return NamePattern(name, tuple(hf), how, tuple(also))
 
 
 def _flaws(table: Table) -> Iterator[str]:

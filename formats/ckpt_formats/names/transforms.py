@@ -17,7 +17,7 @@ from ckpt_formats.names.views import padded, rows_of, stacked, transposed
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """What a model's configuration says of its shapes."""
 
     heads: int
@@ -34,15 +34,15 @@ class Transform:
 
     pieces: int
     """How many of Hugging Face's tensors are one of Megatron's."""
-    split: Callable[[Tensor, Sizes], tuple[Tensor, ...]]
-    join: Callable[[Sequence[Tensor], Sizes], Tensor]
+    split: Callable[[Tensor, ModelSizes], tuple[Tensor, ...]]
+    join: Callable[[Sequence[Tensor], ModelSizes], Tensor]
 
 
-def _same(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def _same(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
-def _qkv(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def _qkv(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     """Queries, keys and values, each of all groups, from the groups of a fused matrix or bias."""
     each = sizes.heads // sizes.groups if sizes.groups and sizes.heads % sizes.groups == 0 else 0
     if not each or not tensor.shape or tensor.shape[0] % (sizes.groups * (each + 2)):
@@ -58,7 +58,7 @@ def _qkv(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
     )
 
 
-def _fused_qkv(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     q, k, v = tensors
     uneven = any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors)
     if uneven or k.shape != v.shape or q.shape[0] * sizes.groups != k.shape[0] * sizes.heads:
@@ -74,14 +74,14 @@ def _fused_qkv(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
     )
 
 
-def _halves(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def _halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] % 2:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no two halves")
     half = tensor.shape[0] // 2
     return rows_of(tensor, [(0, half)]), rows_of(tensor, [(half, 2 * half)])
 
 
-def _whole_halves(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def _whole_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     if tensors[0].shape != tensors[1].shape:
         raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of two halves")
     return stacked(tensors)
@@ -94,13 +94,13 @@ def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(rows_of(tensor, [(i * step, (i + 1) * step)]) for i in range(count))
 
 
-def _true_rows(tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def _true_rows(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] < sizes.vocabulary:
         raise Unsupported(f"a table of shape {list(tensor.shape)} is too short for {sizes.vocabulary} tokens")
     return (rows_of(tensor, [(0, sizes.vocabulary)]),)
 
 
-def _padded_rows(tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def _padded_rows(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     (tensor,) = tensors
     return padded(tensor, sizes.padded_vocabulary or tensor.shape[0])
 

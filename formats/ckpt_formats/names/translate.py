@@ -12,19 +12,19 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Incomplete, Unsupported
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.names import legacy
 from ckpt_formats.names.architecture import Architecture
 from ckpt_formats.names.config import CONFIG
-from ckpt_formats.names.describe import Described, by_config_alone, config_of, described, weights_dtype
+from ckpt_formats.names.describe import ModelDescription, by_config_alone, config_of, describe_model, weights_dtype
 from ckpt_formats.names.family import COMPUTED, pattern_of
 from ckpt_formats.names.from_arguments import ARGUMENTS
-from ckpt_formats.names.renames import Change, changed
+from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.shapes import check_shape
-from ckpt_formats.names.table import Line
+from ckpt_formats.names.table import NameRow
 from ckpt_formats.names.tables import table_for, tables
 from ckpt_formats.names.to_arguments import to_arguments, updated
-from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 
@@ -54,7 +54,7 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     configuration contradict each other, `Incomplete` where something is missing.
     """
     source = _without(to_core(checkpoint), COMPUTED)
-    found = described(source, config_of(source) if config is None else config, partial)
+    found = describe_model(source, config_of(source) if config is None else config, partial)
     model, there = found.model, {*source.parameters, *source.aliases}
     lines = _lines(found, source)
     _check_known(source, {name for line in lines for name in line.names}, found.table.family)
@@ -66,11 +66,11 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
             shape = source.parameters[name].weight.shape
             check_shape(line.names[0], shape, model, padded=True, what=name)
             padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
-            changes.append(Change((name,), line.hf, _split(line, _sizes(model))))
+            changes.append(TensorRename((name,), line.hf, _split(line, _sizes(model))))
     text = f"the last {padding} rows of the vocabulary's tables are padding, and are left out"
     padded = (Notice(text),) if padding else ()
     return replace(
-        changed(source, changes, found.table.expected_names(found.config) or ()),
+        apply_renames(source, changes, found.table.expected_names(found.config) or ()),
         aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
         extras={**source.extras, CONFIG: dict(found.config)},
         notices=(*source.notices, *found.notices, *padded),
@@ -94,7 +94,7 @@ def to_megatron(
     patterns = {pattern_of(line.names[0]) for line in lines}
     said = to_arguments(model, found.table, patterns, weights_dtype(source))
     held = [line for line in lines if source.parameters.keys() >= set(line.hf)]
-    made = changed(source, [Change(line.hf, line.names[:1], _join(line, _sizes(model))) for line in held])
+    made = apply_renames(source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in held])
     for line in held:
         name = line.names[0]
         check_shape(name, made.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
@@ -117,7 +117,7 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
 
 
-def _lines(found: Described, source: Checkpoint) -> tuple[Line, ...]:
+def _lines(found: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
     """What the model's tensors are on both sides; the second name of a tied one only where the source speaks of it."""
     lines, tie = found.table.lines(found.config), found.table.tie(found.config)
     if lines is None:
@@ -155,13 +155,13 @@ def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
 
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
     """The tied names. Raises `Unsupported` for one that has no line."""
     if strange := [name for pair in source.aliases.items() for name in pair if name not in new]:
-        raise Unsupported(f"`{show(strange[0])}` is tied, but is none of the model's names", where=source.path)
+        raise Unsupported(f"`{printable(strange[0])}` is tied, but is none of the model's names", where=source.path)
     return {new[alias]: new[name] for alias, name in source.aliases.items()}
 
 
@@ -171,13 +171,13 @@ def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
     return source if len(kept) == len(source.parameters) else replace(source, parameters=kept)
 
 
-def _sizes(model: Architecture) -> Sizes:
-    return Sizes(model.heads, model.groups, model.vocabulary)
+def _sizes(model: Architecture) -> ModelSizes:
+    return ModelSizes(model.heads, model.groups, model.vocabulary)
 
 
-def _split(line: Line, sizes: Sizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+def _split(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
     return lambda tensors: TRANSFORMS[line.how].split(tensors[0], sizes)
 
 
-def _join(line: Line, sizes: Sizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+def _join(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
     return lambda tensors: (TRANSFORMS[line.how].join(tensors, sizes),)

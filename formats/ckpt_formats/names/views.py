@@ -7,7 +7,7 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slab
-from ckpt_formats.core.tensor import Array, Blob, Fragment, Raw, Tensor, Zeros, read
+from ckpt_formats.core.tensor import Array, Blob, FileBlob, Fragment, Tensor, ZeroBlob, read
 
 _WHOLE_ROWS = 16 << 10
 """Bytes of a row up to which it is faster to read all of it than to begin a read for some of its columns."""
@@ -15,7 +15,7 @@ _WINDOW = 1 << 20
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TransposedBlob:
     """A block of a matrix with its axes exchanged."""
 
     base: Blob
@@ -30,8 +30,8 @@ class Transposed:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def crop(self, box: Box) -> "Transposed":
-        return Transposed(self.base, Box(box.start[::-1], box.stop[::-1]).shift(self.box.start))
+    def crop(self, box: Box) -> "TransposedBlob":
+        return TransposedBlob(self.base, Box(box.start[::-1], box.stop[::-1]).shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         rows, columns = self.base.shape
@@ -45,7 +45,7 @@ class Transposed:
             whole = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
             out[:, row - first : end - first] = whole[:, left:right].T
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.base.crop(self.box).sources()
 
     def flaws(self) -> Iterator[str]:
@@ -53,7 +53,7 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class Only:
+class SqueezedBlob:
     """What a blob holds whose first axis has one place, without that axis."""
 
     base: Blob
@@ -66,13 +66,13 @@ class Only:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def crop(self, box: Box) -> "Only":
-        return Only(self.base.crop(Box((0, *box.start), (1, *box.stop))))
+    def crop(self, box: Box) -> "SqueezedBlob":
+        return SqueezedBlob(self.base.crop(Box((0, *box.start), (1, *box.stop))))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[None], reader)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
     def flaws(self) -> Iterator[str]:
@@ -83,7 +83,7 @@ def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     """The tensors of which one is a stack, along its first axis."""
     if tensor.shape[:1] != (count,):
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} is no stack of {count}")
-    return tuple(Tensor.of(Only(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
+    return tuple(Tensor.of(SqueezedBlob(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
 
 
 def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
@@ -116,19 +116,19 @@ def transposed(tensor: Tensor) -> Tensor:
     """A matrix with its axes exchanged."""
     if len(tensor.shape) != 2:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
-    return Tensor.of(Transposed(tensor, Box.whole(tensor.shape)))
+    return Tensor.of(TransposedBlob(tensor, Box.whole(tensor.shape)))
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """A tensor with rows of zeros below, so that it has so many."""
     if not tensor.shape or rows < tensor.shape[0]:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
-    rest = Zeros((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
+    rest = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
     return stacked([tensor, Tensor.of(rest)]) if rest.shape[0] else tensor
 
 
 @dataclass(frozen=True)
-class Strided:
+class StridedBlob:
     """Every so many-th row of a blob, from one on."""
 
     base: Blob
@@ -142,16 +142,16 @@ class Strided:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def crop(self, box: Box) -> "Strided":
+    def crop(self, box: Box) -> "StridedBlob":
         low, high = box.start[0] * self.step, max(box.start[0], box.stop[0] - 1) * self.step
         rows = (low, high + 1) if box.start[0] < box.stop[0] else (low, low)
-        return Strided(self.base.crop(Box((rows[0], *box.start[1:]), (rows[1], *box.stop[1:]))), self.step)
+        return StridedBlob(self.base.crop(Box((rows[0], *box.start[1:]), (rows[1], *box.stop[1:]))), self.step)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         if out.size:
             out[...] = read(self.base, reader)[:: self.step]
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
     def flaws(self) -> Iterator[str]:
@@ -162,4 +162,4 @@ def strided(tensor: Tensor, start: int, step: int) -> Tensor:
     """Every so many-th row of a tensor, from `start` on."""
     if not tensor.shape or tensor.shape[0] % step:
         raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} do not come {step} at a time")
-    return Tensor.of(Strided(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))
+    return Tensor.of(StridedBlob(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))

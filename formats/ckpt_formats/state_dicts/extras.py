@@ -5,47 +5,47 @@ from itertools import count
 
 import numpy as np
 
-from ckpt_formats.containers.torchfile import Formed, Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.containers.torchfile import CompactRecord, Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.core.checkpoint import MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsafe
-from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
 _MOST_DEPTH = 150
 _MOST_SHOWN = 40
-_PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, Formed, TensorName)
+_PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
 
 
-def lift(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
+def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
     """The value with a `TensorName` for every tensor; the tensors become parameters of the role `extra`.
 
     `name` is the place of the value, such as `lr_scheduler`; tensors are named by
     theirs, such as `rng/cpu`. Several places of one tensor share one parameter.
     """
-    return _Walk(_Lift(parameters)).walk(value, name, 0)
+    return _Visitor(_Extraction(parameters)).walk(value, name, 0)
 
 
-def lower(value: Value, parameters: Mapping[str, Parameter]) -> Value:
+def tensors_for_names(value: Value, parameters: Mapping[str, Parameter]) -> Value:
     """The value with the tensors back in their places."""
 
     def leaf(found: Value, name: str) -> Value:
         return parameters[found.name].states[MODEL] if isinstance(found, TensorName) else found
 
-    return _Walk(leaf).walk(value, "", 0)
+    return _Visitor(leaf).walk(value, "", 0)
 
 
 def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with what `leaf` makes of everything in it that is no container."""
-    return _Walk(lambda found, name: leaf(found)).walk(value, "", 0)
+    return _Visitor(lambda found, name: leaf(found)).walk(value, "", 0)
 
 
 def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
     """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
-    return _Walk(leaf).walk(value, name, 0)
+    return _Visitor(leaf).walk(value, name, 0)
 
 
-class _Lift:
+class _Extraction:
     def __init__(self, parameters: dict[str, Parameter]) -> None:
         self._parameters = parameters
         self._names: dict[int, tuple[Value, str]] = {}
@@ -60,7 +60,7 @@ class _Lift:
         return TensorName(self._names[id(value)][1])
 
 
-class _Walk:
+class _Visitor:
     """Rebuilds a tree of values; what several places share is rebuilt once, and shared again."""
 
     def __init__(self, leaf: Callable[[Value, str], Value]) -> None:
@@ -130,8 +130,10 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     )
     offset = storage.offset + start * storage.itemsize
     if storage.dtype is None:  # NumPy has no such type: the bytes as they are
-        return Tensor.of(Raw.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal))
-    return Tensor.of(Raw.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
+        return Tensor.of(
+            FileBlob.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal)
+        )
+    return Tensor.of(FileBlob.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 
 def numbered(name: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ _BESIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelTree:
     """The model's dict."""
 
     place: Place | None
@@ -50,14 +50,14 @@ class Model:
         return place[: len(self.place)] == self.place
 
 
-def beside(root: Mapping[Value, Value], model: Model) -> dict[Value, Value]:
+def beside(root: Mapping[Value, Value], model: ModelTree) -> dict[Value, Value]:
     """The top level without the model."""
     if model.place is None:
         return {key: value for key, value in root.items() if key not in model.tree}
     return _rest(root, model.place)
 
 
-def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> Model:
+def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> ModelTree:
     """The model in a tree without optimizers. Its dict is empty if there is none."""
     if (place := _known(root)) is not None:
         model = root
@@ -65,7 +65,7 @@ def find_model(root: Mapping[Value, Value], *, beside_optimizer: bool) -> Model:
             model = _as_dict(model[key])
         rest = _rest(root, place)
         others = [key for key, value in rest.items() if _is_another(key, value)]
-        return Model(place, model, _others(title(place), others))
+        return ModelTree(place, model, _others(title(place), others))
     return _top_level(root, beside_optimizer)
 
 
@@ -99,7 +99,7 @@ def _is_tree(value: Value) -> bool:
     return isinstance(inner, dict) and has_tensor(inner)
 
 
-def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
+def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> ModelTree:
     """The model whose tensors have no dict of a known name."""
     bare = {key: value for key, value in root.items() if isinstance(value, Leaf)}
     dicts = {key: _as_dict(value) for key, value in root.items() if _is_tree(value)}
@@ -122,7 +122,7 @@ def _top_level(root: Mapping[Value, Value], beside_optimizer: bool) -> Model:
         notices = (Notice(text, tuple(str(key) for key in order), Weight.UNSURE),)
     if left:
         notices = (*notices, *_others(", ".join(str(key) for key in order[:3]), left))
-    return Model(None, {key: chosen[key] for key in order}, notices)
+    return ModelTree(None, {key: chosen[key] for key in order}, notices)
 
 
 def _is_plain(root: Mapping[Value, Value], joined: list[Value]) -> bool:

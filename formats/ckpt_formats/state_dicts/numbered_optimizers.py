@@ -7,7 +7,14 @@ from itertools import permutations
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf
-from ckpt_formats.state_dicts.parameter_order import Match, Named, Run, Slot, is_state_of, one_way
+from ckpt_formats.state_dicts.parameter_order import (
+    Assignment,
+    NamedTensor,
+    NumberedGroup,
+    NumberedParameter,
+    is_state_of,
+    only_assignment,
+)
 
 Titles = dict[Value, str]
 _MOST_PARTS = 5
@@ -26,7 +33,7 @@ class Numbered:
         return sum(map(len, self.members))
 
 
-def number(optimizers: Mapping[int, Numbered], trainable: Sequence[Named]) -> dict[int, Titles | None]:
+def number(optimizers: Mapping[int, Numbered], trainable: Sequence[NamedTensor]) -> dict[int, Titles | None]:
     """The tensors behind the numbers of each optimizer; None where there are none, or several ways.
 
     Optimizers mostly share a model without overlap: so all together are tried first, then each with one submodule
@@ -46,11 +53,11 @@ def number(optimizers: Mapping[int, Numbered], trainable: Sequence[Named]) -> di
     return {i: _titles(one, _matched(runs[i], trainable)) for i, one in optimizers.items()}
 
 
-def _matched(runs: Sequence[Run], trainable: Sequence[Named]) -> list[Match] | None:
-    return one_way(runs, trainable)
+def _matched(runs: Sequence[NumberedGroup], trainable: Sequence[NamedTensor]) -> list[Assignment] | None:
+    return only_assignment(runs, trainable)
 
 
-def _apart(optimizers: Mapping[int, Numbered], matches: Sequence[Match]) -> dict[int, Titles | None]:
+def _apart(optimizers: Mapping[int, Numbered], matches: Sequence[Assignment]) -> dict[int, Titles | None]:
     owners = [(i, members) for i, one in optimizers.items() for members in one.members]
     titles: dict[int, Titles | None] = {}
     for i in optimizers:
@@ -58,15 +65,15 @@ def _apart(optimizers: Mapping[int, Numbered], matches: Sequence[Match]) -> dict
     return titles
 
 
-def _titles(one: Numbered, matches: Sequence[Match] | None) -> Titles | None:
+def _titles(one: Numbered, matches: Sequence[Assignment] | None) -> Titles | None:
     return None if matches is None else {one.members[m.run][m.start]: m.name for m in matches}
 
 
 def _by_submodule(
-    optimizers: Mapping[int, Numbered], runs: Mapping[int, Sequence[Run]], trainable: Sequence[Named]
+    optimizers: Mapping[int, Numbered], runs: Mapping[int, Sequence[NumberedGroup]], trainable: Sequence[NamedTensor]
 ) -> dict[int, Titles] | None:
     """Each optimizer has all of one submodule, if there is one such pairing; None if not."""
-    parts: dict[str, list[Named]] = {}
+    parts: dict[str, list[NamedTensor]] = {}
     for one in trainable:
         parts.setdefault(one.name.partition(".")[0], []).append(one)
     if not len(optimizers) <= len(parts) <= _MOST_PARTS:
@@ -74,7 +81,7 @@ def _by_submodule(
     fitting: dict[tuple[int, str], Titles] = {}
     for i, own in optimizers.items():
         for part, members in parts.items():
-            titles = _titles(own, one_way(runs[i], members)) if own.count == len(members) else None
+            titles = _titles(own, only_assignment(runs[i], members)) if own.count == len(members) else None
             if titles is not None:
                 fitting[i, part] = titles
     chosen = (tuple(zip(optimizers, names, strict=True)) for names in permutations(parts, len(optimizers)))
@@ -82,14 +89,16 @@ def _by_submodule(
     return {pair[0]: fitting[pair] for pair in pairings[0]} if len(pairings) == 1 else None
 
 
-def _runs(one: Numbered, shapes: set[Shape]) -> list[Run]:
+def _runs(one: Numbered, shapes: set[Shape]) -> list[NumberedGroup]:
     silent = _silent(one, shapes)
     slots = {
-        key: Slot(None, {name: shape for name, shape in _shapes(one.states.get(key, {})).items() if name not in silent})
+        key: NumberedParameter(
+            None, {name: shape for name, shape in _shapes(one.states.get(key, {})).items() if name not in silent}
+        )
         for members in one.members
         for key in members
     }
-    return [Run(tuple(slots[key] for key in members)) for members in one.members]
+    return [NumberedGroup(tuple(slots[key] for key in members)) for members in one.members]
 
 
 _SHAPELESS = frozenset(

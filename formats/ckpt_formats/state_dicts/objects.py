@@ -18,7 +18,7 @@ from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, StdDict, Value, kind_of
 from ckpt_formats.state_dicts.extras import numbered
 from ckpt_formats.state_dicts.leaves import named_leaves, place
@@ -26,7 +26,7 @@ from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
-from ckpt_formats.state_dicts.tensor_parts import OBJECT, NoData, array_tensor, class_of, is_tensor, tensor_parts
+from ckpt_formats.state_dicts.tensor_parts import OBJECT, HasNoData, array_tensor, class_of, is_tensor, tensor_parts
 from ckpt_formats.state_dicts.walk import MOST_DEPTH, holds_tensor, look
 
 OBJECTS = "objects"
@@ -167,7 +167,7 @@ class _Opening:
             for name, part in parts.items():
                 if name in made or (name is not key and name in before):
                     raise Corrupt(
-                        f"two tensors are called `{show(f'{path}.{name}' if path else name)}`", where=self._where
+                        f"two tensors are called `{printable(f'{path}.{name}' if path else name)}`", where=self._where
                     )
                 made[name] = part
         return made
@@ -175,7 +175,7 @@ class _Opening:
     def _record(self, record: Record, path: str, depth: int) -> Value:
         try:
             parts = tensor_parts(record, self._where)
-        except NoData:
+        except HasNoData:
             self.empty.append(path)
             return record
         if parts is not None:

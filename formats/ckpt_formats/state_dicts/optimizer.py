@@ -15,12 +15,12 @@ from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.numbered_optimizers import Numbered, number
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
-from ckpt_formats.state_dicts.parameter_order import BY_ORDER, Named, has_equals, is_state_of
+from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_equals, is_state_of
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ RESERVED_STATES = frozenset((MASTER, MODEL))
 
 
 @dataclass(frozen=True)
-class Orders:
+class ParameterOrders:
     """The names of the parameters that optimizers number, as the user says them."""
 
     only: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Orders:
 
 
 @dataclass
-class Matched:
+class MatchedOptimizer:
     """Optimizers whose states have found their parameters, and what became of the others."""
 
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Unmatched(Exception):
 
 
 @dataclass(frozen=True)
-class _Keyed:
+class _KeyedStates:
     """States and groups, by the optimizer's own keys."""
 
     optimizer: Optimizer
@@ -91,12 +91,12 @@ class _Keyed:
 def match(
     optimizers: Sequence[Optimizer],
     names: Sequence[str],
-    trainable: Sequence[Named],
+    trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
-    orders: Orders,
+    orders: ParameterOrders,
     *,
     in_order: bool = False,
-) -> Matched:
+) -> MatchedOptimizer:
     """Tell each optimizer's states to parameters.
 
     `names` are those of all the model's tensors, `trainable` those without `aliases` that an optimizer may have,
@@ -104,24 +104,25 @@ def match(
     Raises `BadRules` for an order that cannot be.
     """
     _check_places(orders, optimizers)
-    found = Matched()
+    found = MatchedOptimizer()
     keyed = [own for one in optimizers if (own := found.attempt(one, lambda one: _keyed(one, names))) is not None]
     for own, titles in _titles(keyed, names, trainable, aliases, orders, found, in_order):
         found.attempt(own.optimizer, partial(_add, own, titles, trainable, aliases, found))
     return found
 
 
-def _check_places(orders: Orders, optimizers: Sequence[Optimizer]) -> None:
+def _check_places(orders: ParameterOrders, optimizers: Sequence[Optimizer]) -> None:
     places = [one.title for one in optimizers]
     for place in orders.by_place:
         if place not in places:
-            held = ", ".join(map(show, places)) or "none"
+            held = ", ".join(map(printable, places)) or "none"
             raise BadRules(
-                f"there is no optimizer at `{show(place)}` to order", hint=f"Optimizers of this checkpoint: {held}."
+                f"there is no optimizer at `{printable(place)}` to order",
+                hint=f"Optimizers of this checkpoint: {held}.",
             )
 
 
-def _keyed(optimizer: Optimizer, names: Sequence[str]) -> _Keyed:
+def _keyed(optimizer: Optimizer, names: Sequence[str]) -> _KeyedStates:
     content = next((c for known in _known(optimizer, names) if (c := optimizer.content(known)) is not None), None)
     if content is None:
         raise _Unmatched("it speaks of parameters that the model does not have")
@@ -132,14 +133,14 @@ def _keyed(optimizer: Optimizer, names: Sequence[str]) -> _Keyed:
     members = [list(group["params"]) for group in groups]
     if not all(isinstance(key, (str, int)) for group in members for key in group):
         raise _Unmatched("its groups list parameters by something else than names and numbers")
-    keyed = _Keyed(optimizer, _as_numbers(states, {key for group in members for key in group}), groups, members)
+    keyed = _KeyedStates(optimizer, _as_numbers(states, {key for group in members for key in group}), groups, members)
     _stated(groups, members)
     listed = keyed.keys
     if len(set(listed)) < len(listed) or len(set(map(str, listed))) < len(listed):
         raise _Unmatched("its groups list a parameter twice")
     known = set(listed)
     if unlisted := [str(key) for key in keyed.states if key not in known]:
-        raise _Unmatched(f"it has states of a parameter that no group lists (`{show(unlisted[0][:80])}`)")
+        raise _Unmatched(f"it has states of a parameter that no group lists (`{printable(unlisted[0][:80])}`)")
     return keyed
 
 
@@ -160,20 +161,20 @@ def _as_numbers(keyed: States, members: set[Value]) -> States:
 
 
 def _titles(
-    keyed: Sequence[_Keyed],
+    keyed: Sequence[_KeyedStates],
     names: Sequence[str],
-    trainable: Sequence[Named],
+    trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
-    orders: Orders,
-    found: Matched,
+    orders: ParameterOrders,
+    found: MatchedOptimizer,
     in_order: bool,
-) -> list[tuple[_Keyed, dict[Value, str]]]:
+) -> list[tuple[_KeyedStates, dict[Value, str]]]:
     """The name behind each key of each optimizer that can be told, in the order of the optimizers."""
     titled: dict[int, dict[Value, str]] = {}
-    open_: dict[int, _Keyed] = {}
+    open_: dict[int, _KeyedStates] = {}
     numbering = [one for one in keyed if one.numbers]
     if orders.only and len(numbering) > 1 and not orders.by_place:
-        places = ", ".join(show(one.optimizer.title) for one in numbering)
+        places = ", ".join(printable(one.optimizer.title) for one in numbering)
         raise BadRules(
             f"{len(numbering)} optimizers number their parameters, so the order must say whose it is: {places}",
             hint="Write --param-order PLACE=FILE, once for each.",
@@ -208,12 +209,12 @@ _LISTS = ("params", "param_names")
 
 
 def _unmatched(one: Optimizer, why: str) -> Notice:
-    how = f". If it numbers its parameters, name them in order: --param-order {show(one.title)}=FILE"
+    how = f". If it numbers its parameters, name them in order: --param-order {printable(one.title)}=FILE"
     text = f"{UNMATCHED}, since {why or 'its numbers fit the model in several ways or in none'}"
     return Notice(text if why else text + how, (one.title,) if one.title else (), Weight.LOST)
 
 
-def _by_name(one: _Keyed, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
+def _by_name(one: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
     stated = _stated(one.groups, one.members)
     said = {key: str(key) for key in one.keys} if stated is None else stated
     if len(set(said.values())) < len(said):
@@ -235,10 +236,10 @@ def _by_name(one: _Keyed, names: Sequence[str], shapes: Mapping[str, Shape], _: 
     if len(plain) == len(known) and all(_unwrapped(name) in plain for name in said.values()):
         return {key: plain[_unwrapped(name)] for key, name in said.items()}
     lacking = next(name for name in said.values() if name not in known)
-    raise _Unmatched(f"it speaks of a parameter that the model does not have (`{show(lacking[:80])}`)")
+    raise _Unmatched(f"it speaks of a parameter that the model does not have (`{printable(lacking[:80])}`)")
 
 
-def _fits(one: _Keyed, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
+def _fits(one: _KeyedStates, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
     """Could all states with the shapes of their parameters be those of these?"""
     return not any(
         isinstance(leaf, Leaf) and titles[key] in shapes and _is_odd(str(name), leaf, shapes[titles[key]])
@@ -271,36 +272,38 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _by_order(one: _Keyed, trainable: Sequence[Named], order: Sequence[str]) -> dict[Value, str]:
+def _by_order(one: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
     """As the user says. Raises `BadRules` where that cannot be."""
     shapes = {named.name: named.tensor.shape for named in trainable}
     for key in one.keys:
         if not isinstance(key, int) or not 0 <= key < len(order):
-            raise BadRules(f"the optimizer has a parameter {show(str(key))}, but the order names {len(order)}")
+            raise BadRules(f"the optimizer has a parameter {printable(str(key))}, but the order names {len(order)}")
         name = order[key]
         if name not in shapes:
-            raise BadRules(f"the order says that the optimizer's parameter {key} is `{show(name)}`, which is not there")
+            raise BadRules(
+                f"the order says that the optimizer's parameter {key} is `{printable(name)}`, which is not there"
+            )
         for state, leaf in one.states.get(key, {}).items():
             if isinstance(leaf, Leaf) and leaf.shape and not is_state_of(str(state), leaf.shape, shapes[name]):
                 raise BadRules(
-                    f"the order says that the optimizer's parameter {key} is `{show(name)}`, of shape "
-                    f"{list(shapes[name])}, but its {show(str(state))} has {list(leaf.shape)}"
+                    f"the order says that the optimizer's parameter {key} is `{printable(name)}`, of shape "
+                    f"{list(shapes[name])}, but its {printable(str(state))} has {list(leaf.shape)}"
                 )
     return {key: order[key] for key in one.keys}
 
 
 def _add(
-    one: _Keyed,
+    one: _KeyedStates,
     titles: Mapping[Value, str],
-    trainable: Sequence[Named],
+    trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
-    found: Matched,
+    found: MatchedOptimizer,
     _: Optimizer,
 ) -> None:
     """Put an optimizer's states beside those of the others. Raises `_Unmatched` where names meet."""
     before = set(found.states) | {name for _, group in found.groups for name in group.names}
     if twice := sorted(before & set(titles.values())):
-        raise _Unmatched(f"another optimizer has states of the same parameters (`{show(twice[0])}`)")
+        raise _Unmatched(f"another optimizer has states of the same parameters (`{printable(twice[0])}`)")
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
     for key, state in one.states.items():
@@ -325,7 +328,7 @@ def _add(
     _untie(found, set(titles.values()) | before, aliases)
 
 
-def _remarks(one: _Keyed, titles: Mapping[Value, str], trainable: Sequence[Named]) -> Iterator[Notice]:
+def _remarks(one: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]) -> Iterator[Notice]:
     """What is unusual about the states."""
     shapes = {named.name: named.tensor.shape for named in trainable}
     odd, apart = [], []
@@ -347,7 +350,7 @@ def _is_odd(state: str, leaf: Leaf, whole: Shape) -> bool:
     return bool(FULL.fullmatch(state)) and not is_state_of(state, leaf.shape, whole)
 
 
-def _untie(found: Matched, names: set[str], aliases: Mapping[str, str]) -> None:
+def _untie(found: MatchedOptimizer, names: set[str], aliases: Mapping[str, str]) -> None:
     """Two names for one tensor, of which the optimizer updates each: they share values only by chance."""
     first: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in aliases, name)):

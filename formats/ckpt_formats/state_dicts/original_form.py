@@ -23,8 +23,8 @@ from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, Corrupt, flaw
 from ckpt_formats.core.values import TensorName, Value
-from ckpt_formats.state_dicts.extras import lower, rebuilt
-from ckpt_formats.state_dicts.storages import Changed, Laid, Place, names, place, shared
+from ckpt_formats.state_dicts.extras import rebuilt, tensors_for_names
+from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, names, place, shared
 
 
 def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
@@ -83,7 +83,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
     try:
         _check_names([form["tree"], form["views"]], source.path)
         return _grown(form, source)
-    except Changed:
+    except TensorChanged:
         return None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         why = f"what it notes of the file that it was is not as ckpt writes it: {flaw(error)}"
@@ -91,7 +91,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
 
 
 def _grown(form: Mapping[str, Value], source: Checkpoint) -> Value:
-    laid = Laid(source, form["runs"], form.get("twins", ()))
+    laid = StorageLayout(source, form["runs"], form.get("twins", ()))
     done: dict[str, Value] = {}
 
     def leaf(value: Value) -> Value:
@@ -107,7 +107,7 @@ def _grown(form: Mapping[str, Value], source: Checkpoint) -> Value:
     for key in form["extras"]:
         if key not in source.extras:
             return None
-        tree[key] = lower(source.extras[key], source.parameters)
+        tree[key] = tensors_for_names(source.extras[key], source.parameters)
     return tree if laid.is_all else None
 
 

@@ -4,7 +4,7 @@ PyTorch's optimizers store states by number and no names. But each group lists
 its parameters in the order of the module, so the module's order is a merge of
 the groups' orders. Shapes and, where there is a master, its first values
 decide which group each tensor comes from. Where that leaves a choice, nobody
-chooses: `one_way` refuses.
+chooses: `only_assignment` refuses.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ from ckpt_codecs import Rounded
 from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape, slabs
-from ckpt_formats.core.tensor import Array, Raw, Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
+from ckpt_formats.core.text import printable
 
 BY_ORDER = (
     "the optimizer numbers its parameters, and their shapes allow several orders: they were taken in the order of the "
@@ -32,7 +32,7 @@ _MOST_STEPS = 2_000_000
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensor:
     """A tensor of the model, and what it is called."""
 
     name: str
@@ -40,7 +40,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Slot:
+class NumberedParameter:
     """A numbered parameter: its master, if there is one, and the shapes of other states, which depend on its own."""
 
     master: Tensor | None
@@ -67,11 +67,11 @@ def is_state_of(state: str, shape: Shape, whole: Shape) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class NumberedGroup:
     """The parameters of one group in order: a slot each, or one after another in a flat master."""
 
-    slots: tuple[Slot, ...] = ()
-    flat: Raw | None = None
+    slots: tuple[NumberedParameter, ...] = ()
+    flat: FileBlob | None = None
 
     @property
     def end(self) -> int:
@@ -89,7 +89,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Match:
+class Assignment:
     """A tensor's place in a run."""
 
     run: int
@@ -102,15 +102,17 @@ Place = tuple[int, tuple[int, ...]]
 """How far the search is: in the module, and in each run."""
 
 
-def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True) -> list[Match] | None:
+def only_assignment(
+    runs: Sequence[NumberedGroup], module: Sequence[NamedTensor], *, skips: bool = True
+) -> list[Assignment] | None:
     """The one way in which the module's order is a merge of the runs; None if there is none, or another.
 
     Tensors may be skipped, being frozen or buffers, unless `skips` is false: then
     all up to the last that has a place have one.
     """
-    ways: list[list[Match]] = []
+    ways: list[list[Assignment]] = []
     dead: set[Place] = set()
-    path: list[Match | None] = []
+    path: list[Assignment | None] = []
     # Depth first, on a stack of our own: a place, the next choice to try, the ways known on arrival.
     stack: list[tuple[Place, int, int]] = [((0, (0,) * len(runs)), 0, 0)]
     choices = len(runs) + skips
@@ -137,19 +139,19 @@ def one_way(runs: Sequence[Run], module: Sequence[Named], *, skips: bool = True)
                 path.append(None)
                 stack.append(((i + 1, at), 0, len(ways)))
             elif (end := runs[choice].after(at[choice], module[i].tensor, reader)) is not None:
-                path.append(Match(choice, at[choice], end, module[i].name))
+                path.append(Assignment(choice, at[choice], end, module[i].name))
                 stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(ways)))
     return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
 
 
-def has_equals(names: Iterable[str], trainable: Sequence[Named]) -> bool:
+def has_equals(names: Iterable[str], trainable: Sequence[NamedTensor]) -> bool:
     """Could another tensor, by its shape, have the place of one of these?"""
     shapes = {one.name: one.tensor.shape for one in trainable}
     counts = Counter(shapes.values())
     return any(counts[shapes[name]] > 1 for name in names)
 
 
-def by_values(runs: Sequence[Run], module: Sequence[Named]) -> list[Match] | None:
+def by_values(runs: Sequence[NumberedGroup], module: Sequence[NamedTensor]) -> list[Assignment] | None:
     """Where groups keep another order than the module: each master's tensor, told by its first values alone.
 
     None if a parameter has no master of its own, or two tensors look like it.
@@ -163,13 +165,18 @@ def by_values(runs: Sequence[Run], module: Sequence[Named]) -> list[Match] | Non
                 alike = [one.name for one in module if slot.fits(one.tensor, reader)]
                 if len(alike) != 1:
                     return None
-                matches.append(Match(number, at, at + 1, alike[0]))
+                matches.append(Assignment(number, at, at + 1, alike[0]))
     return matches if len({match.name for match in matches}) == len(matches) else None
 
 
 def in_order(
-    runs: Sequence[Run], module: Sequence[Named], order: Sequence[str], where: Path, *, skips: bool = True
-) -> list[Match]:
+    runs: Sequence[NumberedGroup],
+    module: Sequence[NamedTensor],
+    order: Sequence[str],
+    where: Path,
+    *,
+    skips: bool = True,
+) -> list[Assignment]:
     """As the user says: the parameters of all runs, one run after another. Raises `BadRules` where one does not fit.
 
     Names that the module does not have are those of other ranks. So are those
@@ -177,7 +184,7 @@ def in_order(
     """
     tensors = {one.name: one.tensor for one in module}
     names = [name for name in order if name in tensors]
-    matches: list[Match] = []
+    matches: list[Assignment] = []
     with Reader(check=False) as reader:
         for number, run in enumerate(runs):
             at = 0
@@ -188,14 +195,14 @@ def in_order(
                 end = run.after(at, tensors[name], reader)
                 if end is None:
                     raise BadRules(
-                        f"the order says that `{show(name)}` is next in group {number} of the optimizer, but its "
+                        f"the order says that `{printable(name)}` is next in group {number} of the optimizer, but its "
                         f"shape {list(tensors[name].shape)} or its values are not those at {at:,}",
                         where=where,
                     )
-                matches.append(Match(number, at, end, name))
+                matches.append(Assignment(number, at, end, name))
                 at = end
     if skips and len(matches) < len(names):
-        left = show(names[len(matches)])
+        left = printable(names[len(matches)])
         raise BadRules(f"the order names `{left}`, but the optimizer has no more parameters", where=where)
     return matches
 

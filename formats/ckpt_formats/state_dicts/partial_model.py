@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.values import Record, Value
 
@@ -42,7 +42,7 @@ def _stated(root: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
 
 def _says_part(key: str, value: Value) -> bool:
     match = _CUT.fullmatch(key)
-    return match is not None and natural(value) and value > (1 if match[1] in ("size", "degree") else 0)
+    return match is not None and is_natural(value) and value > (1 if match[1] in ("size", "degree") else 0)
 
 
 def _begins_late(layers: Mapping[int, set[str]]) -> bool:

@@ -13,16 +13,16 @@ from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
-from ckpt_formats.state_dicts.extras import lift, numbered
+from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
-from ckpt_formats.state_dicts.model import MODEL_KEYS, Model, beside, find_model
+from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, beside, find_model
 from ckpt_formats.state_dicts.objects import open_objects
-from ckpt_formats.state_dicts.optimizer import Matched, Orders, match
+from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match
 from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
-from ckpt_formats.state_dicts.parameter_order import Named
+from ckpt_formats.state_dicts.parameter_order import NamedTensor
 from ckpt_formats.state_dicts.partial_model import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.steps import contradictions, step_of
@@ -59,13 +59,13 @@ def training_state(
     model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
     found = _by_name(model.tree, where)
     aliases = ties(found)
-    named = [Named(name, tensor_leaf(leaf)) for name, leaf in found.items()]
-    matched = _match(optimizers, named, aliases, Orders(order, orders or {}), in_order)
+    named = [NamedTensor(name, tensor_leaf(leaf)) for name, leaf in found.items()]
+    matched = _match(optimizers, named, aliases, ParameterOrders(order, orders or {}), in_order)
     aliases = {alias: name for alias, name in aliases.items() if alias not in matched.untied}
     parameters = _parameters(named, aliases, matched)
     groups = tuple(
         Group(
-            lift(dict(group.options), f"{place}/param_groups/{i}", parameters),
+            names_for_tensors(dict(group.options), f"{place}/param_groups/{i}", parameters),
             tuple(aliases.get(name, name) for name in group.names),
         )
         for i, (place, group) in enumerate(matched.groups)
@@ -73,13 +73,13 @@ def training_state(
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
     stated = {**root, **(carried or {})}
-    extras = {key: lift(value, key, parameters) for key, value in rest.items()}
+    extras = {key: names_for_tensors(value, key, parameters) for key, value in rest.items()}
     for key, value in (*opened.extras.items(), *(carried or {}).items()):
         free = next(name for name in numbered(key) if name not in extras)
-        extras[free] = lift(value, free, parameters)
+        extras[free] = names_for_tensors(value, free, parameters)
     for key, value in between(model.tree):
         free = next(name for name in numbered(key) if name not in extras)
-        extras[free] = lift(value, free, parameters)
+        extras[free] = names_for_tensors(value, free, parameters)
     notices = (
         *opened.notices,
         *not_weights(model.tree, rest if model.place is None else {}),
@@ -105,7 +105,7 @@ def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) 
             "no parameters"
         )
         return (Notice(text, tuple(one.title for one in optimizers if one.title), Weight.LOST),)
-    entries = ", ".join(f"{show(key)} ({kind_of(value)})" for key, value in list(root.items())[:5]) or "nothing"
+    entries = ", ".join(f"{printable(key)} ({kind_of(value)})" for key, value in list(root.items())[:5]) or "nothing"
     raise Unsupported(
         f"holds no weights of a model by their names: its entries are {entries}",
         where=where,
@@ -115,11 +115,11 @@ def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) 
 
 def _match(
     optimizers: Sequence[Optimizer],
-    named: Sequence[Named],
+    named: Sequence[NamedTensor],
     aliases: Mapping[str, str],
-    orders: Orders,
+    orders: ParameterOrders,
     in_order: bool,
-) -> Matched:
+) -> MatchedOptimizer:
     """Optimizers see a tied tensor once; but where two parameters only share their data, twice."""
     names = [one.name for one in named]
     trainable = [one for one in named if role_of(one) != "buffer"]
@@ -131,7 +131,9 @@ def _match(
     return twice if len(twice.optimizers) == len(optimizers) else matched
 
 
-def _parameters(named: Sequence[Named], aliases: Mapping[str, str], matched: Matched) -> dict[str, Parameter]:
+def _parameters(
+    named: Sequence[NamedTensor], aliases: Mapping[str, str], matched: MatchedOptimizer
+) -> dict[str, Parameter]:
     """The model's tensors with their states and values. What an optimizer keeps of a tied tensor is that tensor's."""
     states = {aliases.get(name, name): kept for name, kept in matched.states.items()}
     values = {aliases.get(name, name): kept for name, kept in matched.values.items()}
@@ -145,13 +147,13 @@ def _parameters(named: Sequence[Named], aliases: Mapping[str, str], matched: Mat
                 role = "parameter" if name in trained else "buffer" if role == "buffer" else "frozen"
             parameters[name] = Parameter(name, role, {**states.get(name, {}), MODEL: one.tensor})
     for name, said in values.items():
-        lifted = {key: lift(value, f"{name}/{key}", parameters) for key, value in said.items()}
+        lifted = {key: names_for_tensors(value, f"{name}/{key}", parameters) for key, value in said.items()}
         parameters[name] = replace(parameters[name], values=lifted)
     return parameters
 
 
 def _rest(
-    root: Mapping[str, Value], model: Model, matched: Sequence[Optimizer], unmatched: Sequence[Optimizer]
+    root: Mapping[str, Value], model: ModelTree, matched: Sequence[Optimizer], unmatched: Sequence[Optimizer]
 ) -> dict[str, Value]:
     """All that is neither the model nor an optimizer whose states have found their parameters."""
     rest = {str(key): value for key, value in beside(without(root, matched), model).items()}
@@ -162,7 +164,7 @@ def _rest(
     return rest
 
 
-def _joined(matched: Matched) -> Iterator[Notice]:
+def _joined(matched: MatchedOptimizer) -> Iterator[Notice]:
     if len(matched.optimizers) > 1:
         text = "several optimizers are read as one, whose groups are theirs, one after another"
         yield Notice(text, tuple(one.title for one in matched.optimizers))
@@ -181,7 +183,7 @@ def _unknown_forms(rest: Mapping[str, Value], unmatched: Sequence[Optimizer]) ->
     return (Notice(text, names, Weight.LOST),) if names else ()
 
 
-def _keys(model: Model, optimizers: Sequence[Optimizer], matched: Sequence[Optimizer]) -> StateKeys:
+def _keys(model: ModelTree, optimizers: Sequence[Optimizer], matched: Sequence[Optimizer]) -> StateKeys:
     """How the tree is keyed, where that is a way in which one can be written."""
     inside = None if model.place is None else str(model.place[0]) if len(model.place) == 1 else "model"
     if len(optimizers) != 1:
@@ -192,7 +194,7 @@ def _keys(model: Model, optimizers: Sequence[Optimizer], matched: Sequence[Optim
     return StateKeys(inside, str(one.place[0]) if len(one.place) == 1 else "optim", one.flat)
 
 
-def role_of(one: Named) -> Role:
+def role_of(one: NamedTensor) -> Role:
     """Integers are not trained, nor are the running statistics of PyTorch's normalisations."""
     statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
     trained = is_float(one.tensor.dtype) or one.tensor.dtype.kind == "c"
@@ -203,7 +205,7 @@ def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     for name, leaf in named_leaves(model):
         if name in found:
-            raise Corrupt(f"two tensors are called `{show(name)}`", where=where)
+            raise Corrupt(f"two tensors are called `{printable(name)}`", where=where)
         found[name] = leaf
         if len(found) > _MOST_NAMES:
             raise Unsafe(f"the file calls its tensors by more than {_MOST_NAMES:,} names", where=where)

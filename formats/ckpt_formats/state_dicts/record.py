@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ckpt_codecs import Rounded
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, flaw
-from ckpt_formats.core.tensor import Decoded, Fragment, Tensor
+from ckpt_formats.core.tensor import DerivedBlob, Fragment, Tensor
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
@@ -113,7 +113,7 @@ def _as_master(parameter: Parameter, copy: Tensor | None, rounded: str | None) -
     if copy is not None:
         states[MODEL] = copy
     elif rounded is not None:
-        states[MODEL] = Tensor.of(Decoded(Rounded(), replace(master), DTYPES[rounded]))
+        states[MODEL] = Tensor.of(DerivedBlob(Rounded(), replace(master), DTYPES[rounded]))
     return replace(parameter, states=states)
 
 
@@ -121,7 +121,7 @@ def _origin(said: Any, keys: StateKeys, where: Path) -> Origin:
     engine, version, step, layout = said
     if not isinstance(engine, str) or not (version is None or isinstance(version, str)):
         raise TypeError("the names of engine and version are not texts")
-    if not (step is None or natural(step)):
+    if not (step is None or is_natural(step)):
         raise TypeError("the step is not a whole number")
     return Origin(engine, version, step, {**decode(layout, where), "keys": keys.to_json()})
 
@@ -135,7 +135,7 @@ def _texts(names: Any) -> tuple[str, ...]:
 def _is_rounded(parameter: Parameter) -> bool:
     """Is the model's copy made of the master, wherever it is read?"""
     blobs = [fragment.blob for fragment in parameter.states[MODEL].fragments if isinstance(fragment, Fragment)]
-    return bool(blobs) and all(isinstance(blob, Decoded) and isinstance(blob.codec, Rounded) for blob in blobs)
+    return bool(blobs) and all(isinstance(blob, DerivedBlob) and isinstance(blob.codec, Rounded) for blob in blobs)
 
 
 def _leaf(leaf: Value) -> Tensor:

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
 MIXED = "Files of several steps or runs were mixed: copy all files of one step again."
@@ -41,14 +41,16 @@ def check_agreement(statements: Iterable[Statement], folder: Path, hint: str = M
 
 def whole(value: Value) -> int | None:
     """A whole number from 0 on; None for anything else, which then says nothing."""
-    return int(value) if natural(value) else None
+    return int(value) if is_natural(value) else None
 
 
 def step_in_name(folder: Path, pattern: re.Pattern[str], what: str = "the step") -> Statement:
     """What the name of a folder says of its step, if all of the name has this form: group 1 is the number."""
     match = pattern.fullmatch(folder.absolute().name)
-    return Statement(what, f"the name of the folder {show(folder.absolute().name)}", int(match[1]) if match else None)
+    return Statement(
+        what, f"the name of the folder {printable(folder.absolute().name)}", int(match[1]) if match else None
+    )
 
 
 def _short(value: Value) -> str:
-    return show(str(value)[:_MOST_SHOWN])
+    return printable(str(value)[:_MOST_SHOWN])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.values import Value
 
@@ -35,5 +35,5 @@ def _stated(root: Mapping[str, Value], keys: tuple[str, ...]) -> Iterator[tuple[
         inside = root if not place else root.get(place)
         if isinstance(inside, dict):
             for key in keys:
-                if natural(inside.get(key)):
+                if is_natural(inside.get(key)):
                     yield f"{place}.{key}" if place else key, inside[key]

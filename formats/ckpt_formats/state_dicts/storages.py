@@ -13,12 +13,12 @@ from math import prod
 
 import numpy as np
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import StorageView
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Fragment, Range, Raw, Tensor, c_strides, join
+from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Fragment, Tensor, c_strides, from_fragments
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import permuted
 
@@ -29,7 +29,7 @@ Place = tuple[int, Shape, Shape, DType]
 """Of a tensor in its file: the first byte, the shape, strides in bytes and the element type."""
 
 
-class Changed(Exception):
+class TensorChanged(Exception):
     """A tensor is gone, or is not what it was."""
 
 
@@ -40,7 +40,7 @@ NOWHERE: Place = (-1, (), (), np.dtype(np.uint8))
 def place(tensor: Tensor) -> Place:
     """Where a tensor is in its file."""
     blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
-    return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, Raw) else NOWHERE
+    return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, FileBlob) else NOWHERE
 
 
 def names(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
@@ -56,7 +56,7 @@ def names(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]
 
 
 @dataclass
-class _Run:
+class _StorageRun:
     """Tensors without holes, one after another in a file."""
 
     start: int
@@ -88,7 +88,7 @@ def shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dic
     return [runs[number].names for number in kept], lying
 
 
-class Laid:
+class StorageLayout:
     """The tensors of a checkpoint as they lay. Keeps which of them were asked for."""
 
     def __init__(self, source: Checkpoint, runs: Sequence[Sequence[str]], twins: Iterable[str]) -> None:
@@ -113,7 +113,7 @@ class Laid:
         parameter: bool = False,
         attrs: Value = None,
     ) -> StorageView:
-        """A tensor as it is to be written. Raises `Changed`, or `ValueError` for one that cannot be."""
+        """A tensor as it is to be written. Raises `TensorChanged`, or `ValueError` for one that cannot be."""
         own = self._tensor(tensor)
         if run is not None:
             base = self._base(run, lambda: _end_to_end([self._tensor(name) for name in self._runs[run]]))
@@ -122,10 +122,10 @@ class Laid:
         else:
             base = self._base(tensor, lambda: replace(own))
         if base.dtype != own.dtype:
-            raise Changed
+            raise TensorChanged
         steps = c_strides(own.shape, 1) if strides is None else tuple(strides)
         last = at + sum((n - 1) * step for n, step in zip(own.shape, steps, strict=True))
-        if not natural(at) or not all(map(natural, steps)) or (own.size and last >= base.size):
+        if not is_natural(at) or not all(map(is_natural, steps)) or (own.size and last >= base.size):
             raise ValueError(f"{tensor} does not lie in its storage")
         return StorageView(base, at, own.shape, steps, requires_grad, parameter, attrs, device)
 
@@ -138,13 +138,13 @@ class Laid:
         state, _, parameter = name.partition("/")
         found = self._source.parameters.get(parameter)
         if found is None or state not in found.states:
-            raise Changed
+            raise TensorChanged
         self._asked.add(name)
         return found.states[state]
 
 
-def _runs(named: Mapping[Place, str]) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(named: Mapping[Place, str]) -> list[_StorageRun]:
+    runs: list[_StorageRun] = []
     whole = [at for at in named if prod(at[1]) and at[2] == c_strides(at[1], at[3].itemsize)]
     for at in sorted(whole, key=lambda at: (at[0], -prod(at[1]) * at[3].itemsize)):
         offset, shape, _, dtype = at
@@ -153,11 +153,11 @@ def _runs(named: Mapping[Place, str]) -> list[_Run]:
             runs[-1].stop = stop
             runs[-1].names.append(named[at])
         elif not runs or runs[-1].stop <= offset:
-            runs.append(_Run(offset, stop, dtype, [named[at]]))
+            runs.append(_StorageRun(offset, stop, dtype, [named[at]]))
     return runs
 
 
-def _lies_in(at: Place, run: _Run) -> bool:
+def _lies_in(at: Place, run: _StorageRun) -> bool:
     offset, shape, strides, dtype = at
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     return dtype == run.dtype and (offset - run.start) % dtype.itemsize == 0 and last < run.stop
@@ -186,14 +186,14 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return replace(tensors[0])
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        raise Changed
-    return join((sum(tensor.size for tensor in tensors),), _fragments(tensors), tensors[0].dtype)
+        raise TensorChanged
+    return from_fragments((sum(tensor.size for tensor in tensors),), _fragments(tensors), tensors[0].dtype)
 
 
 def _fragments(tensors: Sequence[Tensor]) -> Iterator[Fragment]:
     stops = list(accumulate(tensor.size for tensor in tensors))
     for tensor, stop in zip(tensors, stops, strict=True):
-        yield Fragment(Box((stop - tensor.size,), (stop,)), Range(tensor, 0, tensor.size))
+        yield Fragment(Box((stop - tensor.size,), (stop,)), FlatRangeBlob(tensor, 0, tensor.size))
 
 
 def _elements(strides: Shape, dtype: DType) -> list[int]:

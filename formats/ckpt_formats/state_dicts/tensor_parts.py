@@ -21,7 +21,7 @@ from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef
 from ckpt_formats.containers.torchfile.builders import TENSOR_BUILDERS, TORCH_DTYPES
 from ckpt_formats.containers.torchfile.storages import tensor_ref
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.state_dicts.extras import rebuilt_by_name
 from ckpt_formats.state_dicts.leaves import Leaf
@@ -43,7 +43,7 @@ _COMPRESSED = {
 }
 
 
-class NoData(Exception):
+class HasNoData(Exception):
     """The tensor was on the device `meta`, or never got a shape."""
 
 
@@ -55,10 +55,10 @@ def is_tensor(record: Record) -> bool:
 def tensor_parts(record: Record, where: str) -> Parts | Leaf | None:
     """What a tensor consists of; a plain tensor where it is one after all; None if the object is no tensor.
 
-    Raises `NoData` for one that was saved without values.
+    Raises `HasNoData` for one that was saved without values.
     """
     if record.cls.name in _NO_DATA:
-        raise NoData
+        raise HasNoData
     build = _BUILD.get((record.cls.module, record.cls.name))
     if build is None or record.kwargs or record.new:
         return None
@@ -204,11 +204,11 @@ def array_tensor(value: Value) -> Tensor | None:
     if not isinstance(value, np.ndarray):
         return None
     native = value.astype(value.dtype.newbyteorder("=")) if value.dtype.kind in "iufc" else value
-    return Tensor.of(Held(native)) if DTYPES.get(native.dtype.name) == native.dtype else None
+    return Tensor.of(ArrayBlob(native)) if DTYPES.get(native.dtype.name) == native.dtype else None
 
 
 def _no_data(args: Sequence[Value], where: str) -> Parts | None:
-    raise NoData
+    raise HasNoData
 
 
 def _bytes(storage: Storage, where: str) -> TensorRef:
@@ -219,7 +219,7 @@ def _number(value: Value) -> Value:
     """A number, or a list of them, as a tensor; anything else as it is."""
     if isinstance(value, (bool, int, float)) or (isinstance(value, (tuple, list)) and _numbers(value)):
         kind = np.bool_ if isinstance(value, bool) else np.float64 if _has_float(value) else np.int64
-        return Tensor.of(Held(np.array(value, kind)))
+        return Tensor.of(ArrayBlob(np.array(value, kind)))
     return value
 
 

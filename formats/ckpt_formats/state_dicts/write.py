@@ -13,9 +13,9 @@ from itertools import chain
 import numpy as np
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Record, TensorName, Value, tensor_names
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.state_dicts.extras import tensors_for_names
 from ckpt_formats.state_dicts.keys import StateKeys, keys_of
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in
 from ckpt_formats.state_dicts.read import RESERVED
@@ -44,7 +44,7 @@ def state_tree(source: Checkpoint, keys: StateKeys, *, objects: bool = False) ->
     weights = {name: _trained(p) for name, p in source.parameters.items() if p.role != "extra"}
     model: dict[str, Value] = weights | {a: weights[name] for a, name in source.aliases.items() if name in weights}
     in_modules = _extra_states(source, model, objects)
-    model |= {key: lower(value, source.parameters) for key, value in in_modules.items()}
+    model |= {key: tensors_for_names(value, source.parameters) for key, value in in_modules.items()}
     tree: dict[str, Value] = dict(model) if keys.model is None else {keys.model: model}
     optimizer = _flat(source) if keys.flat else _nested(source)
     if optimizer and keys.flat and keys.optimizer is None:
@@ -59,7 +59,7 @@ def state_tree(source: Checkpoint, keys: StateKeys, *, objects: bool = False) ->
         if names and len(set(names)) == len(names) and taken.isdisjoint(names):
             taken.update(names)
             shown[key] = value
-    tree |= {key: lower(value, source.parameters) for key, value in shown.items() if key not in in_modules}
+    tree |= {key: tensors_for_names(value, source.parameters) for key, value in shown.items() if key not in in_modules}
     return {**tree, KEY: record_of(source, shown)}
 
 
@@ -80,25 +80,28 @@ def _states(parameter: Parameter) -> dict[str, Value]:
     states: dict[str, Value] = {s: replace(t) for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
     for key, value in parameter.values.items():
         counts = key == "step" and type(value) in (int, float)
-        states[key] = Tensor.of(Held(np.asarray(value, np.float32))) if counts else value
+        states[key] = Tensor.of(ArrayBlob(np.asarray(value, np.float32))) if counts else value
     return states
 
 
 def _groups(source: Checkpoint) -> Iterator[tuple[Group, dict[str, Value]]]:
     added = {key: _ADAM[key] for key in added_options(source)}
     for group in source.groups:
-        yield group, {**added, **{key: lower(value, source.parameters) for key, value in group.options.items()}}
+        yield (
+            group,
+            {**added, **{key: tensors_for_names(value, source.parameters) for key, value in group.options.items()}},
+        )
 
 
 def _nested(source: Checkpoint) -> dict[str, Value]:
     states = {name: held for name, p in source.parameters.items() if p.role != "extra" and (held := _states(p))}
     groups = [{**options, "params": list(group.names)} for group, options in _groups(source)]
-    return {"state": lower(states, source.parameters), "param_groups": groups} if states or groups else {}
+    return {"state": tensors_for_names(states, source.parameters), "param_groups": groups} if states or groups else {}
 
 
 def _flat(source: Checkpoint) -> dict[str, Value]:
     states = (
-        (f"state.{name}.{state}", lower(held, source.parameters))
+        (f"state.{name}.{state}", tensors_for_names(held, source.parameters))
         for name, parameter in source.parameters.items()
         if parameter.role != "extra"
         for state, held in _states(parameter).items()

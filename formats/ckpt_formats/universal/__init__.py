@@ -8,26 +8,26 @@ from pathlib import Path
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import (
     Checkpoint,
+    ErrorFigures,
+    FilePlan,
     Goal,
-    Loss,
-    Options,
     Parameter,
-    Part,
+    ReadOptions,
     Receipt,
-    Shard,
+    SourceFile,
     WritableFormat,
 )
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import file_stem, show
+from ckpt_formats.core.text import file_stem, printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import manifest, parameter_file
 from ckpt_formats.universal import read_states as stored_states
-from ckpt_formats.universal.delta_plan import Against
-from ckpt_formats.universal.entry import Entry, entry_json, entry_of
+from ckpt_formats.universal.delta_plan import DeltaBase
+from ckpt_formats.universal.entry import ParameterEntry, entry_json, entry_of
 from ckpt_formats.universal.lineage import lineage
 from ckpt_formats.universal.manifest import Manifest, Parent
 
@@ -53,7 +53,7 @@ class Universal(WritableFormat):
     def detect(self, path: Path) -> bool:
         return (path / manifest.NAME).is_file()
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         ancestors = lineage(path)
         said, known = ancestors[-1].said, dict[str, Parameter]()
         for ancestor in ancestors:
@@ -70,7 +70,7 @@ class Universal(WritableFormat):
             said.groups,
             said.extras,
             said.aliases,
-            tuple(Shard(file, entry.nbytes, entry.role) for file, entry in stored),
+            tuple(SourceFile(file, entry.nbytes, entry.role) for file, entry in stored),
             tuple(seal for file, entry in stored for seal in stored_states.seals(file, entry)),
             _notices(losses),
             digests={
@@ -85,21 +85,26 @@ class Universal(WritableFormat):
     def settings(self) -> object:
         return self.content
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         for parameter in source.parameters.values():
             parameter_file.check_storable(parameter)
         what = {} if goal.coding is None else {"coding": goal.coding.to_json()}
         return tuple(
-            Part(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), what)
+            FilePlan(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), what)
             for name, parameter in source.parameters.items()
         )
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
-        coding = Coding.of_json(part.what.get("coding"))
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        coding = EncodingOptions.of_json(part.what.get("coding"))
         return self._write(folder, part, transfer, coding, None)
 
     def _write(
-        self, folder: Path, part: Part, transfer: Transfer, coding: Coding | None, against: Against | None
+        self,
+        folder: Path,
+        part: FilePlan,
+        transfer: Transfer,
+        coding: EncodingOptions | None,
+        against: DeltaBase | None,
     ) -> Receipt:
         parameter = part.parameters[0]
         (folder / part.file).parent.mkdir(exist_ok=True)
@@ -129,7 +134,7 @@ class Universal(WritableFormat):
         self.written = said
 
 
-def _parameter(folder: Path, entry: Entry, earlier: Parameter | None) -> Parameter:
+def _parameter(folder: Path, entry: ParameterEntry, earlier: Parameter | None) -> Parameter:
     path = folder / entry.file
     try:
         found = path.stat().st_size
@@ -151,10 +156,12 @@ def _changed(said: Manifest, source: Checkpoint) -> Corrupt:
         if source.digests.get((name, state)) not in (None, hash_number(found.values))
     )
     name, state = next(wrong, ("the checkpoint", "as a whole"))
-    return Corrupt(f"{show(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path)
+    return Corrupt(
+        f"{printable(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path
+    )
 
 
-def _carried(entry: Entry, losses: Mapping[tuple[str, str], Loss]) -> Entry:
+def _carried(entry: ParameterEntry, losses: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
     """The entry with what its source says was lost before, where nothing more was."""
     if not losses:
         return entry
@@ -165,7 +172,7 @@ def _carried(entry: Entry, losses: Mapping[tuple[str, str], Loss]) -> Entry:
     return replace(entry, states=states)
 
 
-def _notices(losses: Mapping[tuple[str, str], Loss]) -> tuple[Notice, ...]:
+def _notices(losses: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
     if not losses:
         return ()
     kinds = ", ".join(sorted({state for _, state in losses}))

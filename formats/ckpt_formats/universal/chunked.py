@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import Codec, CodecError
-from ckpt_codecs.scratch import borrow, lent
+from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
-from ckpt_formats.core.tensor import Array, Blob, Range, Raw
+from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 
 MOST_ELEMENTS = 1 << 22
 """Of a chunk: what a reader must be ready to hold."""
@@ -35,7 +35,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Listed:
+class ChunkDirectory:
     """Chunks of bytes, one after another, and the directory behind them that says where each begins."""
 
     path: Path
@@ -57,7 +57,7 @@ class Listed:
         begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
         # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
         taken = nbytes if index + 1 < self.count else self.nbytes - begin
-        data = borrow("listed", taken)
+        data = thread_buffer("listed", taken)
         reader.read_into(self.path, self.offset + begin, data.data, self.seal)
         return data[:nbytes].data, int(directory["values"][index])
 
@@ -87,7 +87,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Store:
+class ChunkedTensor:
     """Where the chunks of one whole tensor are, and how to decode them."""
 
     path: Path
@@ -135,7 +135,7 @@ class Store:
         else:
             self._decode(index, out, reader)
 
-    def is_cut_as(self, other: "Store") -> bool:
+    def is_cut_as(self, other: "ChunkedTensor") -> bool:
         """Do the same chunks hold the same elements?"""
         return (self.shape, self.chunk) == (other.shape, other.chunk)
 
@@ -143,20 +143,20 @@ class Store:
         return self.path, self.offset, index
 
     @property
-    def _listed(self) -> Listed:
+    def _listed(self) -> ChunkDirectory:
         most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
-        return Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+        return ChunkDirectory(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
 
     def _decode(self, index: int, out: Array, reader: Reader) -> None:
         base = self.base
         if base is None:
             self._decode_with(None, index, out, reader)
-        elif isinstance(base, Coded) and base.is_whole and base.store.is_cut_as(self):
+        elif isinstance(base, EncodedBlob) and base.is_whole and base.store.is_cut_as(self):
             self._decode_with(base.store.values(index, reader), index, out, reader)
         else:
-            with lent(out.size * base.dtype.itemsize) as room:
+            with temporary_buffer(out.size * base.dtype.itemsize) as room:
                 values, (start, stop) = room.view(base.dtype), self.flat_range(index)
-                Range(base, start, stop).read_into(values, reader)
+                FlatRangeBlob(base, start, stop).read_into(values, reader)
                 self._decode_with(values, index, out, reader)
 
     def _decode_with(self, base: Array | None, index: int, out: Array, reader: Reader) -> None:
@@ -171,14 +171,14 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedBlob:
     """A block of a coded tensor."""
 
-    store: Store
+    store: ChunkedTensor
     box: Box
 
     @classmethod
-    def whole(cls, store: Store) -> "Coded":
+    def whole(cls, store: ChunkedTensor) -> "EncodedBlob":
         return cls(store, Box.whole(store.shape))
 
     @property
@@ -189,8 +189,8 @@ class Coded:
     def dtype(self) -> DType:
         return self.store.dtype
 
-    def crop(self, box: Box) -> "Coded":
-        return Coded(self.store, box.shift(self.box.start))
+    def crop(self, box: Box) -> "EncodedBlob":
+        return EncodedBlob(self.store, box.shift(self.box.start))
 
     @property
     def is_whole(self) -> bool:
@@ -213,9 +213,9 @@ class Coded:
             else:
                 part[:] = store.values(index, reader)[low - start : high - start]
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         store = self.store
-        yield Raw.packed(store.path, store.offset, (store.nbytes,), np.dtype(np.uint8), store.seal)
+        yield FileBlob.packed(store.path, store.offset, (store.nbytes,), np.dtype(np.uint8), store.seal)
         if store.base is not None:
             yield from store.base.crop(self.box).sources()
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_codecs.delta import Change, DeltaCodec, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Parameter, Part, Receipt
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Group, Parameter, Receipt
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.delta_plan import Against, sample
+from ckpt_formats.universal.delta_plan import DeltaBase, sample
 from ckpt_formats.universal.manifest import Parent
 
 
@@ -45,10 +45,10 @@ class Delta(Universal):
     def beside(self) -> tuple[Checkpoint, ...]:
         return () if self.earlier is None else (self.earlier,)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         return tuple(self._part(part, source) for part in super().plan(source, goal))
 
-    def _part(self, part: Part, source: Checkpoint) -> Part:
+    def _part(self, part: FilePlan, source: Checkpoint) -> FilePlan:
         (parameter,) = part.parameters
         codec = self._codecs.get(parameter.name)
         earlier = None if self.earlier is None else self.earlier.parameters.get(parameter.name)
@@ -58,47 +58,49 @@ class Delta(Universal):
         parameters = (parameter,) if earlier is None else (parameter, earlier)
         return replace(part, parameters=parameters, what=what, size=parameter.nbytes)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
-        return self._write(folder, part, transfer, Coding.of_json(part.what.get("coding")), against(part, transfer))
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        return self._write(
+            folder, part, transfer, EncodingOptions.of_json(part.what.get("coding")), delta_base(part, transfer)
+        )
 
 
-def against(part: Part, transfer: Transfer) -> Against | None:
+def delta_base(part: FilePlan, transfer: Transfer) -> DeltaBase | None:
     """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
     if "delta" not in part.what:
         return None
     earlier = part.parameters[1] if len(part.parameters) > 1 else None
-    step = Step(**part.what["step"])
+    step = StepInfo(**part.what["step"])
     before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
     step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
-    return Against(earlier, delta_from_config(dict(part.what["delta"])), step)
+    return DeltaBase(earlier, delta_from_config(dict(part.what["delta"])), step)
 
 
-def surveyed(
+def fitted_to_checkpoint(
     codec: DeltaCodec, names: Collection[str], source: Checkpoint, earlier: Checkpoint | None, transfer: Transfer
 ) -> DeltaCodec:
     """The codec with what it must know of the whole state, from a chunk of each of these parameters at a time."""
 
-    def samples() -> Iterator[tuple[int, Change]]:
+    def samples() -> Iterator[tuple[int, StatePair]]:
         for name in names:
             parameter, before = source.parameters[name], None if earlier is None else earlier.parameters.get(name)
             if earlier is None or before is not None:
-                found = sample(parameter, Against(before, codec), transfer)
+                found = sample(parameter, DeltaBase(before, codec), transfer)
                 if found is not None:
                     yield found
 
-    return codec.survey(samples(), next(iter(_steps(source, earlier)), Step()))
+    return codec.survey(samples(), next(iter(_steps(source, earlier)), StepInfo()))
 
 
-def cautions(codec: DeltaCodec, source: Checkpoint) -> list[str]:
+def warnings_for(codec: DeltaCodec, source: Checkpoint) -> list[str]:
     """What the user of a codec should know about this run."""
-    steps = _steps(source, None) or [Step()]
+    steps = _steps(source, None) or [StepInfo()]
     return list(dict.fromkeys(said for step in steps if (said := codec.caution(step)) is not None))
 
 
-def _steps(source: Checkpoint, before: Checkpoint | None) -> list[Step]:
+def _steps(source: Checkpoint, before: Checkpoint | None) -> list[StepInfo]:
     """The way from one to the other, for each group of the optimizer."""
     steps = None if before is None else before.origin.step, source.origin.step
-    return [Step(*steps, _options(group)) for group in source.groups]
+    return [StepInfo(*steps, _options(group)) for group in source.groups]
 
 
 def _options(group: Group) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _options(group: Group) -> dict[str, Any]:
 def _step(
     source: Checkpoint, before: Checkpoint | None, parameter: Parameter, earlier: Parameter | None
 ) -> dict[str, Any]:
-    """What is known of the way from one to the other: the fields of `Step`."""
+    """What is known of the way from one to the other: the fields of `StepInfo`."""
     options = next((_options(group) for group in source.groups if parameter.name in group.names), {})
     return {
         "before": None if before is None or earlier is None else _count(before, earlier),

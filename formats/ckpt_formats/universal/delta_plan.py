@@ -6,35 +6,35 @@ from functools import partial
 from math import prod
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
-from ckpt_codecs.delta import Change, DeltaCodec, Form, Step
+from ckpt_codecs.delta import DeltaCodec, StatePair, StateTypes, StepInfo
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ENTRY, chunk_count, chunk_form
 from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
 from ckpt_formats.universal.entry import MOST_JOINT
-from ckpt_formats.universal.model_copy import Copy
-from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.universal.model_copy import ModelCopy
+from ckpt_formats.universal.replay import DeltaBlob
 
 _COUNT = "step"
 """What torch calls the state that counts the optimizer's steps. It is a float, too."""
 
 
 @dataclass(frozen=True)
-class Against:
+class DeltaBase:
     """What a parameter is to be coded against, and how."""
 
     earlier: Parameter | None
     """The parent's parameter of the same name; None for one that needs no parent."""
     codec: DeltaCodec
-    step: Step = field(default_factory=Step)
+    step: StepInfo = field(default_factory=StepInfo)
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeltaPlan:
     """How a parameter is to be stored as a delta."""
 
     after: Mapping[str, Tensor]
@@ -49,14 +49,14 @@ class Plan:
         return chunk_count(self.shape, self.chunk)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> StateTypes:
         return {state: tensor.dtype for state, tensor in self.after.items()}
 
     def box(self, index: int) -> Box:
         each = prod(self.chunk)
         return Box((index * each,), (min((index + 1) * each, prod(self.shape)),))
 
-    def change(self, index: int, transfer: Transfer, counted: bool = True) -> Change:
+    def change(self, index: int, transfer: Transfer, counted: bool = True) -> StatePair:
         """A chunk of all states at both steps. The arrays are valid until the next call."""
         box = self.box(index)
         form = chunk_form(self.chunk, box.size)
@@ -69,15 +69,15 @@ class Plan:
             state: transfer.fetch(tensor, box, f"before/{state}", counted=False).reshape(form)
             for state, tensor in self.before.items()
         }
-        return Change(before, after)
+        return StatePair(before, after)
 
-    def changes(self, transfer: Transfer) -> Iterator[Change]:
+    def changes(self, transfer: Transfer) -> Iterator[StatePair]:
         """All chunks, each in arrays of its own."""
         for index in range(self.count):
             yield _kept(self.change(index, transfer, counted=False))
 
 
-def sample(parameter: Parameter, against: Against, transfer: Transfer) -> tuple[int, Change] | None:
+def sample(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> tuple[int, StatePair] | None:
     """How many elements a parameter has, and its middle chunk as the codec will be given it; None if it gets none."""
     plan = next(_drafts(parameter, against, transfer), None)
     if plan is None:
@@ -85,7 +85,9 @@ def sample(parameter: Parameter, against: Against, transfer: Transfer) -> tuple[
     return prod(plan.shape), _kept(plan.change(plan.count // 2, transfer, counted=False))
 
 
-def plan_delta(parameter: Parameter, against: Against, coding: Coding, transfer: Transfer) -> Plan | None:
+def plan_delta(
+    parameter: Parameter, against: DeltaBase, coding: EncodingOptions, transfer: Transfer
+) -> DeltaPlan | None:
     """How to store a parameter as a delta, told from two of its chunks; None if its states are better stored alone."""
     for draft in _drafts(parameter, against, transfer):
         samples = _samples(draft.count)
@@ -104,7 +106,9 @@ def plan_delta(parameter: Parameter, against: Against, coding: Coding, transfer:
     return None
 
 
-def foretold(parameter: Parameter, against: Against | None, coding: Coding, transfer: Transfer, at: int) -> float:
+def predicted_ratio(
+    parameter: Parameter, against: DeltaBase | None, coding: EncodingOptions, transfer: Transfer, at: int
+) -> float:
     """Bytes for each raw one that a parameter would take, told from the chunk that holds element `at`, and two more."""
     plan = None if against is None else plan_delta(parameter, against, coding, transfer)
     inside = () if plan is None else tuple(plan.after)
@@ -114,7 +118,7 @@ def foretold(parameter: Parameter, against: Against | None, coding: Coding, tran
         try:
             coded = len(plan.codec.encode(plan.change(index, transfer, counted=False))) + ENTRY.itemsize
         except NotApplicable:
-            return foretold(parameter, None, coding, transfer, at)
+            return predicted_ratio(parameter, None, coding, transfer, at)
         taken = coded * prod(plan.shape) / plan.box(index).size
     for state, tensor in parameter.states.items():
         if state not in inside and tensor.size and not (state == MODEL and is_derived(parameter, transfer)):
@@ -126,10 +130,10 @@ def is_derived(parameter: Parameter, transfer: Transfer) -> bool:
     """Is the model's copy the master, rounded, in the two chunks that tell of all?"""
     chunk = chunk_shape(parameter.weight.shape)
     samples = _samples(chunk_count(parameter.weight.shape, chunk))
-    return Copy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer)
+    return ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer)
 
 
-def _drafts(parameter: Parameter, against: Against, transfer: Transfer) -> Iterator[Plan]:
+def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Iterator[DeltaPlan]:
     """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
     shape = parameter.weight.shape
     chunk = _chunk_shape(shape, against.earlier)
@@ -138,7 +142,7 @@ def _drafts(parameter: Parameter, against: Against, transfer: Transfer) -> Itera
     if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
         return
     samples = _samples(chunk_count(shape, chunk))
-    if Copy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):
+    if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):
         joint.pop(MODEL, None)
     floats = {state: tensor for state, tensor in joint.items() if is_float(tensor.dtype)}
     # What a lossy codec is given it may change: integers, truth values and counts are no matter of degree.
@@ -147,7 +151,7 @@ def _drafts(parameter: Parameter, against: Against, transfer: Transfer) -> Itera
     for after in lossless if against.codec.lossless else (degrees,):
         before = _before(after, shape, against.earlier)
         if after and (against.earlier is None or before):
-            yield Plan(after, before, against.codec, chunk, shape)
+            yield DeltaPlan(after, before, against.codec, chunk, shape)
 
 
 def _samples(count: int) -> list[int]:
@@ -155,16 +159,16 @@ def _samples(count: int) -> list[int]:
     return sorted({0, count // 2})
 
 
-def _kept(change: Change) -> Change:
+def _kept(change: StatePair) -> StatePair:
     """In arrays of its own."""
-    return Change(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
+    return StatePair(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
 
 
 def _chunk_shape(shape: Shape, earlier: Parameter | None) -> Shape:
     """As the parent's delta is cut, if it has one: a chunk is replayed as a chunk."""
     for tensor in () if earlier is None else earlier.states.values():
         blob = tensor.fragments[0].blob if tensor.fragments else None
-        if isinstance(blob, Replayed) and blob.shape == shape:
+        if isinstance(blob, DeltaBlob) and blob.shape == shape:
             return blob.replay.chunk
     return chunk_shape(shape)
 
@@ -191,7 +195,7 @@ def _is_rounded(parameter: Parameter, chunk: Shape, samples: list[int], transfer
     return True
 
 
-def _alone(parameter: Parameter, state: str, coding: Coding, transfer: Transfer) -> float:
+def _alone(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> float:
     """Bytes for each raw one if a state is coded without the parent, told from two of its chunks."""
     tensor = parameter.states[state]
     each = prod(chunk_shape(tensor.shape))

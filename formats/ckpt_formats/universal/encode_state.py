@@ -8,20 +8,20 @@ from math import prod
 import numpy as np
 import xxhash
 
-from ckpt_codecs import Codec, CodecError, NotApplicable, best_for, from_config
+from ckpt_codecs import Codec, CodecError, NotApplicable, candidate_codecs, from_config
 from ckpt_codecs.base import Bytes, room
-from ckpt_codecs.scratch import borrow, lent
+from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.encoding import Coding
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_all
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Range, Raw, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, chunk_count, chunk_form
-from ckpt_formats.universal.entry import State
+from ckpt_formats.universal.entry import StateEntry
 
 CHUNK = 1 << 18
 """Elements: a chunk, and what is made of it, stay in a core's cache."""
@@ -36,7 +36,7 @@ Passing = Callable[[Box, Array], None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class CodecChoice:
     """How one state is to be coded, and what was coded already to find out."""
 
     codec: Codec
@@ -51,7 +51,7 @@ class Choice:
         return sum(map(len, self.coded.values())) + ENTRY.itemsize * len(self.coded)
 
 
-def choose(parameter: Parameter, state: str, coding: Coding, transfer: Transfer) -> Choice | None:
+def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> CodecChoice | None:
     """How to code a state, told from two of its chunks; None if its values are better stored as they are."""
     tensor = parameter.states[state]
     count = chunk_count(tensor.shape, chunk_shape(tensor.shape))
@@ -59,8 +59,8 @@ def choose(parameter: Parameter, state: str, coding: Coding, transfer: Transfer)
 
 
 def choose_for(
-    parameter: Parameter, state: str, coding: Coding, transfer: Transfer, indices: Sequence[int]
-) -> Choice | None:
+    parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer, indices: Sequence[int]
+) -> CodecChoice | None:
     """The first choice, at level `max` the one that makes least of these chunks; None if it makes no less of them."""
     tensor = parameter.states[state]
     chunk = chunk_shape(tensor.shape)
@@ -69,12 +69,12 @@ def choose_for(
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
-        choice = Choice(codec, chunk, codec.context)
-        pieces = _Pieces.of(parameter, state, choice)
+        choice = CodecChoice(codec, chunk, codec.context)
+        pieces = _ChunkSource.of(parameter, state, choice)
         try:
             for place, index in enumerate(indices):
                 values, base = pieces.fetch(index, transfer, counted=False)
-                out = borrow(f"tried/{number}/{place}", room(values.nbytes))
+                out = thread_buffer(f"tried/{number}/{place}", room(values.nbytes))
                 choice.coded[index] = codec.encode_into(values, base, out)
         except NotApplicable:
             continue
@@ -89,17 +89,17 @@ def write_coded(
     out: FileIO,
     parameter: Parameter,
     state: str,
-    choice: Choice,
+    choice: CodecChoice,
     check: bool,
     transfer: Transfer,
     passing: Passing | None = None,
-) -> State:
+) -> StateEntry:
     """Write the chunks of a state, from where the file is on, then their directory.
 
     `passing` sees the values of each chunk, and which flat range they are.
     """
     tensor, at = parameter.states[state], out.tell()
-    pieces = _Pieces.of(parameter, state, choice)
+    pieces = _ChunkSource.of(parameter, state, choice)
     digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
     directory = np.empty(chunk_count(tensor.shape, choice.chunk), ENTRY)
 
@@ -114,7 +114,7 @@ def write_coded(
             passing(pieces.box(index), values.reshape(-1))
         data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter)
         if check:
-            _check(choice, data, values, base, f"`{show(parameter.name)}` {state}, chunk {index}")
+            _check(choice, data, values, base, f"`{printable(parameter.name)}` {state}, chunk {index}")
         write(data)
         raw = as_bytes(values).data
         digest.update(raw)
@@ -123,7 +123,7 @@ def write_coded(
     filling = -nbytes % ALIGNMENT
     write(bytes(filling))
     write(directory.tobytes())
-    return State(
+    return StateEntry(
         tensor.dtype.name,
         tensor.shape,
         hash_text(digest.intdigest()),
@@ -151,24 +151,26 @@ def chunk_shape(shape: Shape) -> Shape:
 def flat(tensor: Tensor) -> Tensor:
     """The tensor's elements in C order, as a vector."""
     only = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
-    if isinstance(only, Raw) and only.shape == tensor.shape and only.is_packed:
+    if isinstance(only, FileBlob) and only.shape == tensor.shape and only.is_packed:
         return Tensor.of(only.flat(0, tensor.size))
-    return Tensor.of(Range(tensor, 0, tensor.size))
+    return Tensor.of(FlatRangeBlob(tensor, 0, tensor.size))
 
 
-def _candidates(parameter: Parameter, state: str, coding: Coding) -> Iterator[Codec]:
+def _candidates(parameter: Parameter, state: str, coding: EncodingOptions) -> Iterator[Codec]:
     tensor = parameter.states[state]
     own = () if coding.codec is None else (from_config(dict(coding.codec)),)
-    for codec in (*own, *best_for(parameter.role, state, tensor.dtype, coding.level)):
+    for codec in (*own, *candidate_codecs(parameter.role, state, tensor.dtype, coding.level)):
         if not codec.lossless:
-            raise Unsupported(f"codec {codec.name} would change the values", where=f"tensor {show(parameter.name)}")
+            raise Unsupported(
+                f"codec {codec.name} would change the values", where=f"tensor {printable(parameter.name)}"
+            )
         base = None if codec.context is None else parameter.states.get(codec.context)
         if codec.context is None or (base is not None and base is not tensor and base.shape == tensor.shape):
             yield codec
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class _ChunkSource:
     """A state cut into chunks, with the base that its codec has, both as vectors."""
 
     values: Tensor
@@ -176,7 +178,7 @@ class _Pieces:
     chunk: Shape
 
     @classmethod
-    def of(cls, parameter: Parameter, state: str, choice: Choice) -> "_Pieces":
+    def of(cls, parameter: Parameter, state: str, choice: CodecChoice) -> "_ChunkSource":
         base = None if choice.base is None else flat(parameter.states[choice.base])
         return cls(flat(parameter.states[state]), base, choice.chunk)
 
@@ -198,15 +200,15 @@ def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
     return Box((index * each,), (min((index + 1) * each, tensor.size),))
 
 
-def _encode(choice: Choice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
+def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
     try:
-        return choice.codec.encode_into(values, base, borrow("coded", room(values.nbytes)))
+        return choice.codec.encode_into(values, base, thread_buffer("coded", room(values.nbytes)))
     except NotApplicable as error:  # though it held the chunks that were tried
-        raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {show(parameter.name)}") from None
+        raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}") from None
 
 
-def _check(choice: Choice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
-    with lent(values.nbytes) as raw:
+def _check(choice: CodecChoice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
+    with temporary_buffer(values.nbytes) as raw:
         try:
             choice.codec.decode_into(data, raw.view(values.dtype).reshape(values.shape), base)
             back = _same_bits(raw, as_bytes(values))
@@ -219,6 +221,6 @@ def _check(choice: Choice, data: Bytes, values: Array, base: Array | None, what:
 def _same_bits(a: Array, b: Array) -> bool:
     """Are these bytes equal? Eight at a time, which takes half the time."""
     even = a.size & ~7
-    with lent(even // 8) as differs:
+    with temporary_buffer(even // 8) as differs:
         wide = np.not_equal(a[:even].view(np.uint64), b[:even].view(np.uint64), out=differs.view(np.bool_))
         return not wide.any() and bool(np.array_equal(a[even:], b[even:]))

@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_formats.containers.json_checks import Checks
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.json_checks import FieldReader
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.checkpoint import Loss, Role
+from ckpt_formats.core.checkpoint import ErrorFigures, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Shape
@@ -24,7 +24,7 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
 @dataclass(frozen=True)
-class State:
+class StateEntry:
     """One tensor: what it is, and where its bytes are. `offset` is None where it has none, or a delta has them."""
 
     dtype: str
@@ -37,12 +37,12 @@ class State:
     stored: str | None = None
     chunk: Shape | None = None
     """Of a state whose bytes are coded: how many rows and columns, or elements, a chunk has."""
-    loss: Loss | None = None
+    loss: ErrorFigures | None = None
     """What is promised and what was measured of values that are not those once saved; None if they are."""
 
 
 @dataclass(frozen=True)
-class Delta:
+class DeltaEntry:
     """Several states of one parameter, coded together against the same states of the parent."""
 
     codec: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """One parameter: its file, and its states by name."""
 
     name: str
@@ -64,9 +64,9 @@ class Entry:
     file: str
     nbytes: int
     header: str
-    states: Mapping[str, State]
+    states: Mapping[str, StateEntry]
     values: Mapping[str, Value] = field(default_factory=dict)
-    delta: Delta | None = None
+    delta: DeltaEntry | None = None
 
     @property
     def version(self) -> int:
@@ -88,7 +88,7 @@ class Entry:
         return sorted(stored)
 
 
-def entry_json(entry: Entry) -> dict[str, Any]:
+def entry_json(entry: ParameterEntry) -> dict[str, Any]:
     """An entry as JSON: its form in the manifest and in receipts."""
     said = {
         "name": entry.name,
@@ -113,9 +113,9 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     return said
 
 
-def entry_of(said: Any, path: Path) -> Entry:
+def entry_of(said: Any, path: Path) -> ParameterEntry:
     """Read an entry back. Raises `Corrupt`."""
-    check = Checks(path)
+    check = FieldReader(path)
     name, role, file = (check.text(said, key) for key in ("name", "role", "file"))
     check.true(role in _ROLES, f"role {role!r}")
     check.true(_FILE.fullmatch(file) is not None, f"file name {file!r:.100}")
@@ -135,7 +135,7 @@ def entry_of(said: Any, path: Path) -> Entry:
     if delta is not None:
         _check_delta(name, delta, states, check)
     nbytes, header = check.natural(said, "nbytes"), check.hash(said, "header")
-    entry = Entry(name, _ROLES[role], file, nbytes, header, states, check.values(said, "values"), delta)
+    entry = ParameterEntry(name, _ROLES[role], file, nbytes, header, states, check.values(said, "values"), delta)
     ranges = entry.ranges()
     ends = [ranges[0][0], *(offset + length for offset, length in ranges)]
     check.true(
@@ -144,7 +144,7 @@ def entry_of(said: Any, path: Path) -> Entry:
     return entry
 
 
-def _state_json(state: State) -> dict[str, Any]:
+def _state_json(state: StateEntry) -> dict[str, Any]:
     said: dict[str, Any] = {"dtype": state.dtype, "shape": list(state.shape), "codec": state.codec}
     if state.base is not None:
         said["base"] = state.base
@@ -157,9 +157,9 @@ def _state_json(state: State) -> dict[str, Any]:
     return said | {"values": state.values}
 
 
-def _state(said: Any, in_delta: bool, check: Checks) -> State:
+def _state(said: Any, in_delta: bool, check: FieldReader) -> StateEntry:
     shape = tuple(check.sequence(said, "shape"))
-    check.true(len(shape) <= 64 and all(map(natural, shape)), f"shape {shape!r:.80}")
+    check.true(len(shape) <= 64 and all(map(is_natural, shape)), f"shape {shape!r:.80}")
     dtype = check.text(said, "dtype")
     check.true(dtype in DTYPES, f"element type {dtype!r}")
     codec, base = said.get("codec"), said.get("base")
@@ -169,44 +169,44 @@ def _state(said: Any, in_delta: bool, check: Checks) -> State:
     values = check.hash(said, "values")
     if in_delta:
         check.true(codec is None and base is None and "offset" not in said, "a state is in a delta and elsewhere")
-        return State(dtype, shape, values, loss=loss)
+        return StateEntry(dtype, shape, values, loss=loss)
     if "offset" not in said:
         check.true(codec is not None and base is not None, "a state without bytes needs a codec and a base")
-        return State(dtype, shape, values, codec, base, loss=loss)
+        return StateEntry(dtype, shape, values, codec, base, loss=loss)
     nbytes = check.natural(said, "nbytes")
     offset, stored = check.natural(said, "offset"), check.hash(said, "stored")
     if codec is None:
         check.true(nbytes == prod(shape) * DTYPES[dtype].itemsize, f"{nbytes} bytes for shape {list(shape)} of {dtype}")
-        return State(dtype, shape, values, codec, base, offset, nbytes, stored, loss=loss)
+        return StateEntry(dtype, shape, values, codec, base, offset, nbytes, stored, loss=loss)
     if "chunk" not in said:
         raise Unsupported(f"a state is stored with the codec {codec['name']!r:.40}, without chunks", where=check.path)
     chunk = _chunk(said, check)
     _check_chunks(chunk, shape, nbytes, check)
-    return State(dtype, shape, values, codec, base, offset, nbytes, stored, chunk, loss)
+    return StateEntry(dtype, shape, values, codec, base, offset, nbytes, stored, chunk, loss)
 
 
-def _chunk(said: Any, check: Checks) -> Shape:
+def _chunk(said: Any, check: FieldReader) -> Shape:
     chunk = tuple(check.sequence(said, "chunk"))
-    sane = len(chunk) in (1, 2) and all(natural(n) and n for n in chunk) and prod(chunk) <= MOST_ELEMENTS
+    sane = len(chunk) in (1, 2) and all(is_natural(n) and n for n in chunk) and prod(chunk) <= MOST_ELEMENTS
     check.true(sane, f"chunk {chunk!r:.80}")
     return chunk
 
 
-def _check_chunks(chunk: Shape, shape: Shape, nbytes: int, check: Checks) -> None:
+def _check_chunks(chunk: Shape, shape: Shape, nbytes: int, check: FieldReader) -> None:
     check.true(prod(shape) % chunk[-1] == 0 or len(chunk) == 1, f"chunk {list(chunk)} for shape {list(shape)}")
     count = chunk_count(shape, chunk)
     check.true(count * ENTRY.itemsize <= nbytes, f"{nbytes} bytes for {count} chunks")
 
 
-def _delta(said: Any, check: Checks) -> Delta:
+def _delta(said: Any, check: FieldReader) -> DeltaEntry:
     codec = check.values(said, "codec")
     check.true(isinstance(codec.get("name"), str), "codec of a delta")
     states, before = (check.texts(check.sequence(said, key), key) for key in ("states", "before"))
     natural_numbers = (check.natural(said, "offset"), check.natural(said, "nbytes"))
-    return Delta(codec, states, before, _chunk(said, check), *natural_numbers, check.hash(said, "stored"))
+    return DeltaEntry(codec, states, before, _chunk(said, check), *natural_numbers, check.hash(said, "stored"))
 
 
-def _check_delta(name: str, delta: Delta, states: Mapping[str, State], check: Checks) -> None:
+def _check_delta(name: str, delta: DeltaEntry, states: Mapping[str, StateEntry], check: FieldReader) -> None:
     inside = [states[key] for key in delta.states if key in states]
     sane = 0 < len(inside) == len(set(delta.states)) == len(delta.states) and set(delta.before) <= set(delta.states)
     check.true(sane, f"`{name}`: the states of its delta are not its states")

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from operator import add
 
 from ckpt_codecs import lossy
-from ckpt_formats.core.checkpoint import Loss
+from ckpt_formats.core.checkpoint import ErrorFigures
 
 _TOGETHER: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
 
 
-def figures(measured: lossy.Loss, changed: bool, promised: Mapping[str, float] | None = None) -> Loss | None:
+def figures(
+    measured: lossy.ErrorStats, changed: bool, promised: Mapping[str, float] | None = None
+) -> ErrorFigures | None:
     """None if every bit is as it was saved; else the numbers that `docs/format.md` names, and what was promised.
 
     `changed` is whether there was a state before, to which the error can be compared.
@@ -27,7 +29,7 @@ def figures(measured: lossy.Loss, changed: bool, promised: Mapping[str, float] |
     return said | dict(promised or {})
 
 
-def worst(losses: list[Loss]) -> Loss:
+def worst(losses: list[ErrorFigures]) -> ErrorFigures:
     """Of the losses of several tensors, together: sums of counts, the least progress, the largest of all else."""
     said: dict[str, int | float] = {}
     for loss in losses:

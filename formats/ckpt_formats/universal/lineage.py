@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.entry import Entry
+from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
@@ -23,7 +23,7 @@ class Ancestor:
 
     folder: Path
     said: Manifest
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
 
 
 def lineage(folder: Path) -> tuple[Ancestor, ...]:
@@ -33,7 +33,7 @@ def lineage(folder: Path) -> tuple[Ancestor, ...]:
     """
     said = manifest.load(folder / manifest.NAME)
     found = [Ancestor(folder, said, said.entries)]
-    seen, places = {folder.resolve()}, _Places({})
+    seen, places = {folder.resolve()}, _FolderIndex({})
     while needed := _needed(found[-1].entries):
         child = found[-1]
         assert child.said.parent is not None  # the manifest saw to it
@@ -45,13 +45,13 @@ def lineage(folder: Path) -> tuple[Ancestor, ...]:
     return tuple(found[::-1])
 
 
-def _needed(entries: Iterable[Entry]) -> set[str]:
+def _needed(entries: Iterable[ParameterEntry]) -> set[str]:
     """Names of the parameters that are needed of the parent."""
     return {entry.name for entry in entries if entry.delta is not None and entry.delta.before}
 
 
 @dataclass(frozen=True)
-class _Places:
+class _FolderIndex:
     """Where chains have what, each chain asked once."""
 
     known: dict[Path, Mapping[str, Path]]
@@ -65,11 +65,11 @@ class _Places:
 
     def _of(self, run: Path) -> Mapping[str, Path]:
         if run not in self.known:
-            self.known[run] = index.places(run)
+            self.known[run] = index.folders_by_content(run)
         return self.known[run]
 
 
-def _parent(folder: Path, parent: Parent, places: _Places) -> tuple[Path, Manifest]:
+def _parent(folder: Path, parent: Parent, places: _FolderIndex) -> tuple[Path, Manifest]:
     """Where the parent is now, and its manifest. In a chain, its own or the parent's, the chain says where it is."""
     named = folder / parent.path
     runs = (folder.parent, named.parent)

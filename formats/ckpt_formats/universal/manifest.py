@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.containers.json_checks import Checks
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.json_checks import FieldReader
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
-from ckpt_formats.core.checkpoint import Group, Origin, SavedAs
+from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
 from ckpt_formats.core.values import Value, tensor_names
-from ckpt_formats.universal.entry import Entry, entry_json, entry_of
+from ckpt_formats.universal.entry import ParameterEntry, entry_json, entry_of
 
 NAME = "manifest.json"
 VERSION = 3
@@ -44,13 +44,13 @@ class Manifest:
     """All of a universal checkpoint but its tensors' bytes."""
 
     origin: Origin
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
     groups: tuple[Group, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, Value] = field(default_factory=dict)
     written_by: str = ""
     parent: Parent | None = None
-    saved_as: SavedAs | None = None
+    saved_as: OriginalForm | None = None
 
     @property
     def version(self) -> int:
@@ -112,10 +112,10 @@ def dump(manifest: Manifest) -> bytes:
 def load(path: Path) -> Manifest:
     """Read and check a manifest. Raises `Corrupt`, or `Unsupported` for a version from the future."""
     said = sealed_json.load(path, _MOST_BYTES, "the manifest of a universal checkpoint")
-    check = Checks(path)
+    check = FieldReader(path)
     if said.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
-    if not natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
+    if not is_natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
         raise Unsupported(
             f"format version {said.get('version')!r:.30}; this program reads 1 to {VERSION}",
             where=path,
@@ -123,7 +123,7 @@ def load(path: Path) -> Manifest:
         )
     origin = check.mapping(said, "origin")
     step = origin.get("step")
-    check.true(step is None or natural(step), "origin.step")
+    check.true(step is None or is_natural(step), "origin.step")
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     aliases = check.mapping(said, "aliases")
     manifest = Manifest(
@@ -155,7 +155,7 @@ def load(path: Path) -> Manifest:
     return manifest
 
 
-def _saved_as_json(saved_as: SavedAs) -> dict[str, Any]:
+def _saved_as_json(saved_as: OriginalForm) -> dict[str, Any]:
     said: dict[str, Any] = {"format": saved_as.format}
     if saved_as.file is not None:
         said["file"] = saved_as.file
@@ -166,7 +166,7 @@ def _saved_as_json(saved_as: SavedAs) -> dict[str, Any]:
     return said
 
 
-def _saved_as(said: Any, check: Checks) -> SavedAs | None:
+def _saved_as(said: Any, check: FieldReader) -> OriginalForm | None:
     if said.get("saved_as") is None:
         return None
     saved_as = check.mapping(said, "saved_as")
@@ -175,7 +175,7 @@ def _saved_as(said: Any, check: Checks) -> SavedAs | None:
         file is None or (isinstance(file, str) and _is_file_name(file)), "saved_as.file is not the name of a file"
     )
     form = partial(decode, saved_as["form"], check.path) if "form" in saved_as else None
-    return SavedAs(check.text(saved_as, "format"), file, form)
+    return OriginalForm(check.text(saved_as, "format"), file, form)
 
 
 def _is_file_name(text: str) -> bool:
@@ -186,7 +186,7 @@ def _is_file_name(text: str) -> bool:
     )
 
 
-def _parent(said: Any, check: Checks) -> Parent | None:
+def _parent(said: Any, check: FieldReader) -> Parent | None:
     if said.get("parent") is None:
         return None
     parent = check.mapping(said, "parent")

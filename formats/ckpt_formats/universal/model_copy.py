@@ -4,19 +4,19 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import NotApplicable, Rounded
-from ckpt_codecs.lossy import Loss
+from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Array, Decoded, Tensor
+from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import Passing, flat
-from ckpt_formats.universal.entry import State
+from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.error_figures import figures
 
 
-class Copy:
+class ModelCopy:
     """Is it the master, rounded? Then nothing of it needs to be stored."""
 
     def __init__(self, tensor: Tensor, master: Tensor) -> None:
@@ -26,12 +26,12 @@ class Copy:
         self._values = xxhash.xxh3_128()
         only = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
         held = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
-        made = isinstance(only, Decoded) and only.codec == self._codec
-        self._by_definition = made and isinstance(only, Decoded) and (only.base is master or only.base is held)
-        self._lost = Loss()
+        made = isinstance(only, DerivedBlob) and only.codec == self._codec
+        self._by_definition = made and isinstance(only, DerivedBlob) and (only.base is master or only.base is held)
+        self._lost = ErrorStats()
 
     @classmethod
-    def of(cls, parameter: Parameter) -> "Copy | None":
+    def of(cls, parameter: Parameter) -> "ModelCopy | None":
         """None where there are not both, of one shape, or the one cannot be rounded to the other."""
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
@@ -64,7 +64,7 @@ class Copy:
         copy = flat(self.tensor)
         return lambda box, master: self.compare(box, master, transfer, copy)
 
-    def state(self) -> State:
+    def state(self) -> StateEntry:
         digest = hash_text(self._values.intdigest())
         loss = figures(self._lost, changed=False)
-        return State(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)
+        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)

@@ -12,17 +12,17 @@ from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.tensor import Blob, Decoded, Raw, Tensor
-from ckpt_formats.universal.chunked import Coded, Store
-from ckpt_formats.universal.entry import Delta, Entry, State
-from ckpt_formats.universal.replay import Replay, Replayed
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.universal.chunked import ChunkedTensor, EncodedBlob
+from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
+from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 DELTA = "delta"
 """What a file calls the bytes that several states share."""
 _Codec = TypeVar("_Codec", Codec, DeltaCodec)
 
 
-def read_states(path: Path, entry: Entry, earlier: Parameter | None = None) -> dict[str, Tensor]:
+def read_states(path: Path, entry: ParameterEntry, earlier: Parameter | None = None) -> dict[str, Tensor]:
     """The lazy tensors of an entry; `earlier` is the parent's parameter of that name.
 
     Raises `Unsupported` for a codec we do not have, `Corrupt` if a delta does not fit the parent.
@@ -31,27 +31,27 @@ def read_states(path: Path, entry: Entry, earlier: Parameter | None = None) -> d
     blobs: dict[str, Blob] = {}
     for name, state in sorted(entry.states.items(), key=lambda item: item[1].base is not None):
         if replay is not None and name in replay.form:
-            blobs[name] = Replayed.whole(replay, name)
+            blobs[name] = DeltaBlob.whole(replay, name)
         else:
             blobs[name] = _blob(path, entry, name, state, None if state.base is None else blobs[state.base])
     return {name: Tensor.of(blobs[name]) for name in entry.states}
 
 
-def _blob(path: Path, entry: Entry, name: str, state: State, base: Blob | None) -> Blob:
+def _blob(path: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
     dtype, seal = DTYPES[state.dtype], _seal(path, entry, name, state)
     if state.codec is None and state.offset is not None:
-        return Raw.packed(path, state.offset, state.shape, dtype, seal)
+        return FileBlob.packed(path, state.offset, state.shape, dtype, seal)
     codec = _codec(path, entry, lambda: from_config(dict(state.codec or {})))
     if state.offset is None or state.chunk is None:
         assert base is not None  # the manifest saw to it
-        return Decoded(codec, base, dtype)
+        return DerivedBlob(codec, base, dtype)
     label = f"{entry.name}/{name}"
-    return Coded.whole(
-        Store(path, state.offset, state.nbytes, state.shape, dtype, state.chunk, codec, label, base, seal)
+    return EncodedBlob.whole(
+        ChunkedTensor(path, state.offset, state.nbytes, state.shape, dtype, state.chunk, codec, label, base, seal)
     )
 
 
-def _replay(path: Path, entry: Entry, delta: Delta, earlier: Parameter | None) -> Replay:
+def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, earlier: Parameter | None) -> StoredDelta:
     codec = _codec(path, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
@@ -59,7 +59,7 @@ def _replay(path: Path, entry: Entry, delta: Delta, earlier: Parameter | None) -
     for name, blob in before.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
             raise Corrupt(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=path)
-    replay = Replay(
+    replay = StoredDelta(
         path,
         delta.offset,
         delta.nbytes,
@@ -76,21 +76,21 @@ def _replay(path: Path, entry: Entry, delta: Delta, earlier: Parameter | None) -
     return replay
 
 
-def _whole(earlier: Parameter | None, state: str, path: Path, entry: Entry) -> Blob:
+def _whole(earlier: Parameter | None, state: str, path: Path, entry: ParameterEntry) -> Blob:
     tensor = None if earlier is None else earlier.states.get(state)
     if tensor is None:
         raise Corrupt(f"`{entry.name}`: its delta is against a {state!r} that the parent does not have", where=path)
     return tensor.fragments[0].blob
 
 
-def _codec(path: Path, entry: Entry, make: Callable[[], _Codec]) -> _Codec:
+def _codec(path: Path, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Codec:
     try:
         return make()
     except CodecError as error:
         raise Unsupported(f"`{entry.name}`: {error}", where=path) from None
 
 
-def seals(path: Path, entry: Entry) -> tuple[Seal, ...]:
+def seals(path: Path, entry: ParameterEntry) -> tuple[Seal, ...]:
     """The checksums of all bytes of the file: header and states."""
     header = Seal(path, 0, entry.begins, "xxh3-128", hash_number(entry.header), f"header of {entry.name}")
     stored = [_seal(path, entry, name, state) for name, state in entry.states.items() if state.offset is not None]
@@ -99,11 +99,11 @@ def seals(path: Path, entry: Entry) -> tuple[Seal, ...]:
     return (header, *(seal for seal in stored if seal is not None))
 
 
-def _seal(path: Path, entry: Entry, name: str, state: State) -> Seal | None:
+def _seal(path: Path, entry: ParameterEntry, name: str, state: StateEntry) -> Seal | None:
     if state.offset is None or state.stored is None:
         return None
     return Seal(path, state.offset, state.nbytes, "xxh3-128", hash_number(state.stored), f"{entry.name}/{name}")
 
 
-def _delta_seal(path: Path, entry: Entry, delta: Delta) -> Seal:
+def _delta_seal(path: Path, entry: ParameterEntry, delta: DeltaEntry) -> Seal:
     return Seal(path, delta.offset, delta.nbytes, "xxh3-128", hash_number(delta.stored), f"{entry.name}/{DELTA}")

@@ -23,15 +23,15 @@ from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Blob, Decoded, Range, Raw
-from ckpt_formats.universal.chunked import OVERHEAD, Listed, chunk_count, chunk_form, read_chunks
+from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
+from ckpt_formats.universal.chunked import OVERHEAD, ChunkDirectory, chunk_count, chunk_form, read_chunks
 
-Joint = dict[str, Array]
+StateArrays = dict[str, Array]
 """A chunk of every state, each as a vector."""
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class StoredDelta:
     """Some states of one parameter at one step, coded together against those of the step before."""
 
     path: Path
@@ -48,7 +48,7 @@ class Replay:
     seal: Seal
 
     @cached_property
-    def parent(self) -> "Replay | None":
+    def parent(self) -> "StoredDelta | None":
         """The delta that the states before this one are in, if any of them is in one."""
         replays = (_replay_of(blob) for blob in self.before.values())
         return next((replay for replay in replays if replay is not None), None)
@@ -62,7 +62,7 @@ class Replay:
         each = prod(self.chunk)
         return index * each, min((index + 1) * each, prod(self.shape))
 
-    def lineage(self) -> list["Replay"]:
+    def lineage(self) -> list["StoredDelta"]:
         """All deltas on the way to this one, the first of them first."""
         found, at = [self], self.parent
         while at is not None:
@@ -70,7 +70,7 @@ class Replay:
             at = at.parent
         return found[::-1]
 
-    def values(self, index: int, reader: Reader) -> Joint:
+    def values(self, index: int, reader: Reader) -> StateArrays:
         """A chunk of all states, decoded and checked. Raises `Corrupt`."""
         held = reader.keep((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
         start, stop = self.flat_range(index)
@@ -81,21 +81,21 @@ class Replay:
             at += nbytes
         return joint
 
-    def sources(self, box: Box) -> Iterator[Raw]:
+    def sources(self, box: Box) -> Iterator[FileBlob]:
         """The deltas, and what the first of them stands on."""
         for replay in self.lineage():
-            yield Raw.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
+            yield FileBlob.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
             for blob in replay.before.values():
                 if _replay_of(blob) is None:
                     yield from blob.crop(box).sources()
 
-    def _replayed(self, index: int, reader: Reader) -> Joint:
-        joint: Joint = {}
+    def _replayed(self, index: int, reader: Reader) -> StateArrays:
+        joint: StateArrays = {}
         for replay in self.lineage():
             joint = replay._decoded(index, joint, reader)
         return joint
 
-    def _decoded(self, index: int, earlier: Joint, reader: Reader) -> Joint:
+    def _decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
         """The chunk, from that of the parent."""
         start, stop = self.flat_range(index)
         form = chunk_form(self.chunk, stop - start)
@@ -103,7 +103,7 @@ class Replay:
             state: _chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
         }
         most = prod(self.chunk) * sum(dtype.itemsize for dtype in self.form.values()) + OVERHEAD
-        listed = Listed(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+        listed = ChunkDirectory(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
         chunk, digest = listed.chunk(index, reader)
         data = bytes(chunk)
         try:
@@ -116,7 +116,7 @@ class Replay:
             if values is None or values.shape != form or values.dtype != dtype:
                 raise listed.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
             joint[state] = np.ascontiguousarray(values).reshape(-1)
-        if joint_digest(joint) != digest:
+        if states_digest(joint) != digest:
             raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
         return joint
 
@@ -142,12 +142,12 @@ class StatesReplay(Protocol):
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
         """A chunk of all states, each as a vector. Raises `Corrupt`."""
 
-    def sources(self, box: Box) -> Iterator[Raw]:
+    def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges that a block of the states comes from."""
 
 
 @dataclass(frozen=True)
-class Replayed:
+class DeltaBlob:
     """A block of one state of a replay."""
 
     replay: StatesReplay
@@ -155,7 +155,7 @@ class Replayed:
     box: Box
 
     @classmethod
-    def whole(cls, replay: StatesReplay, state: str) -> "Replayed":
+    def whole(cls, replay: StatesReplay, state: str) -> "DeltaBlob":
         return cls(replay, state, Box.whole(replay.shape))
 
     @property
@@ -166,21 +166,21 @@ class Replayed:
     def dtype(self) -> DType:
         return self.replay.form[self.state]
 
-    def crop(self, box: Box) -> "Replayed":
-        return Replayed(self.replay, self.state, box.shift(self.box.start))
+    def crop(self, box: Box) -> "DeltaBlob":
+        return DeltaBlob(self.replay, self.state, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         replay = self.replay
         read_chunks(out, self.box, replay.shape, replay.chunk, lambda index: replay.values(index, reader)[self.state])
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.replay.sources(self.box)
 
     def flaws(self) -> Iterator[str]:
         return iter(())
 
 
-def joint_digest(joint: Mapping[str, Array]) -> int:
+def states_digest(joint: Mapping[str, Array]) -> int:
     """The XXH3-64 of a chunk of several states, one after another."""
     hashed = xxhash.xxh3_64()
     for values in joint.values():
@@ -188,29 +188,29 @@ def joint_digest(joint: Mapping[str, Array]) -> int:
     return int(hashed.intdigest())
 
 
-def _packed(joint: Joint) -> Array:
+def _packed(joint: StateArrays) -> Array:
     return np.concatenate([values.view(np.uint8) for values in joint.values()])
 
 
-def stored_delta(blob: Blob) -> Replay | None:
+def stored_delta(blob: Blob) -> StoredDelta | None:
     """The delta that a blob's values are stored in, if they are."""
-    return blob.replay if isinstance(blob, Replayed) and isinstance(blob.replay, Replay) else None
+    return blob.replay if isinstance(blob, DeltaBlob) and isinstance(blob.replay, StoredDelta) else None
 
 
-def _replay_of(blob: Blob) -> Replay | None:
+def _replay_of(blob: Blob) -> StoredDelta | None:
     """The replay that a blob's values come from, or are derived from."""
-    if isinstance(blob, Decoded):
+    if isinstance(blob, DerivedBlob):
         return _replay_of(blob.base)
     return stored_delta(blob)
 
 
-def _chunk_of(blob: Blob, start: int, stop: int, earlier: Joint, reader: Reader) -> Array:
+def _chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
     """Elements `start` to `stop` of a state of the parent, of which `earlier` is what was replayed."""
-    if isinstance(blob, Replayed) and stored_delta(blob) is not None:
+    if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
         return earlier[blob.state]
-    if isinstance(blob, Decoded) and _replay_of(blob) is not None:
+    if isinstance(blob, DerivedBlob) and _replay_of(blob) is not None:
         base = _chunk_of(blob.base, start, stop, earlier, reader)
         return blob.codec.decode(b"", base.shape, blob.dtype, base)
     values = np.empty(stop - start, blob.dtype)
-    Range(blob, start, stop).read_into(values, reader)
+    FlatRangeBlob(blob, start, stop).read_into(values, reader)
     return values

@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import CodecError, NotApplicable
-from ckpt_codecs.delta import Change
-from ckpt_codecs.lossy import Loss
+from ckpt_codecs.delta import StatePair
+from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER
@@ -17,24 +17,24 @@ from ckpt_formats.core.files import write_all
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, OVERHEAD
-from ckpt_formats.universal.delta_plan import Plan
+from ckpt_formats.universal.delta_plan import DeltaPlan
 from ckpt_formats.universal.encode_state import flat
-from ckpt_formats.universal.entry import Delta, State
+from ckpt_formats.universal.entry import DeltaEntry, StateEntry
 from ckpt_formats.universal.error_figures import figures
-from ckpt_formats.universal.model_copy import Copy
-from ckpt_formats.universal.replay import joint_digest
+from ckpt_formats.universal.model_copy import ModelCopy
+from ckpt_formats.universal.replay import states_digest
 
 
 def write_delta(
-    out: FileIO, plan: Plan, copy: Copy | None, check: bool, transfer: Transfer, where: str
-) -> tuple[Delta, dict[str, State]]:
+    out: FileIO, plan: DeltaPlan, copy: ModelCopy | None, check: bool, transfer: Transfer, where: str
+) -> tuple[DeltaEntry, dict[str, StateEntry]]:
     """Write all chunks, from where the file is on, then their directory.
 
     Raises `NotApplicable` if the codec cannot hold a chunk, or makes it longer than a reader takes.
     """
     at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
     digests = {state: xxhash.xxh3_128() for state in plan.after}
-    losses = {state: Loss() for state in plan.after}
+    losses = {state: ErrorStats() for state in plan.after}
     directory = np.empty(plan.count, ENTRY)
     lossless = plan.codec.lossless
     copied = None if copy is None else flat(copy.tensor)
@@ -62,13 +62,13 @@ def write_delta(
             approximate = None if lossless else kept[MASTER].reshape(-1)
             copy.compare(plan.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
         write(data)
-        directory[index] = len(data), joint_digest(kept)
+        directory[index] = len(data), states_digest(kept)
         nbytes += len(data)
     filling = -nbytes % ALIGNMENT
     write(bytes(filling))
     write(directory.tobytes())
     states = {
-        state: State(
+        state: StateEntry(
             tensor.dtype.name,
             plan.shape,
             hash_text(digests[state].intdigest()),
@@ -79,10 +79,10 @@ def write_delta(
     total = nbytes + filling + directory.nbytes
     names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
     config = plan.codec.config()
-    return Delta(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
+    return DeltaEntry(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
 
 
-def _decoded(plan: Plan, data: bytes, change: Change, where: str) -> dict[str, Array]:
+def _decoded(plan: DeltaPlan, data: bytes, change: StatePair, where: str) -> dict[str, Array]:
     form = {state: values.dtype for state, values in change.after.items()}
     shape = next(iter(change.after.values())).shape
     try:

@@ -8,29 +8,29 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt_formats.containers.safetensors import Slot
+from ckpt_formats.containers.safetensors import TensorSlot
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER, Parameter
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Blob, Decoded, Raw, Tensor
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import flat
-from ckpt_formats.universal.entry import State
-from ckpt_formats.universal.model_copy import Copy
-from ckpt_formats.universal.replay import Replayed, StatesReplay
+from ckpt_formats.universal.entry import StateEntry
+from ckpt_formats.universal.model_copy import ModelCopy
+from ckpt_formats.universal.replay import DeltaBlob, StatesReplay
 
 
-def replay_of(parameter: Parameter) -> StatesReplay | None:
+def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
     """The replay that whole states of a parameter come from, if any does."""
-    return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, Replayed)), None)
+    return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
 
 
-def spilled(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
+def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
     """The same parameter, with all states of a replay plain in the file at `path`, which is written."""
-    blobs, plain, at = _blobs(parameter), dict[int, Raw](), 0
+    blobs, plain, at = _blobs(parameter), dict[int, FileBlob](), 0
     for blob in blobs.values():
-        if isinstance(blob, Replayed) and blob.replay is replay:
-            plain[id(blob)] = Raw.packed(path, at, blob.shape, blob.dtype)
+        if isinstance(blob, DeltaBlob) and blob.replay is replay:
+            plain[id(blob)] = FileBlob.packed(path, at, blob.shape, blob.dtype)
             at += plain[id(blob)].span
     with path.open("wb", buffering=0) as out:
         moving = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
@@ -46,15 +46,15 @@ def spilled(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Tr
 def write_together(
     out: FileIO,
     begin: int,
-    slots: Iterable[Slot],
+    slots: Iterable[TensorSlot],
     parameter: Parameter,
     replay: StatesReplay,
-    copy: Copy | None,
+    copy: ModelCopy | None,
     transfer: Transfer,
-) -> dict[str, State]:
+) -> dict[str, StateEntry]:
     """Write the states of a replay as they are, each into its slot, which is counted from `begin`."""
     blobs = _blobs(parameter)
-    mine = [slot for slot in slots if isinstance(blob := blobs.get(slot.name), Replayed) and blob.replay is replay]
+    mine = [slot for slot in slots if isinstance(blob := blobs.get(slot.name), DeltaBlob) and blob.replay is replay]
     tensors = {slot.name: flat(parameter.states[slot.name]) for slot in mine}
     digests = {slot.name: xxhash.xxh3_128() for slot in mine}
     copied = None if copy is None else flat(copy.tensor)
@@ -70,7 +70,7 @@ def write_together(
     states = {}
     for slot in mine:
         text = hash_text(digests[slot.name].intdigest())
-        states[slot.name] = State(
+        states[slot.name] = StateEntry(
             slot.dtype.name, slot.shape, text, offset=begin + slot.offset, nbytes=slot.nbytes, stored=text
         )
     return states
@@ -85,11 +85,11 @@ def _blobs(parameter: Parameter) -> Mapping[str, Blob]:
     }
 
 
-def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, Raw]) -> Tensor:
+def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> Tensor:
     if id(blob) in plain:
         return Tensor.of(plain[id(blob)])
-    if isinstance(blob, Decoded) and id(blob.base) in plain:
-        return Tensor.of(Decoded(blob.codec, plain[id(blob.base)], blob.dtype))
+    if isinstance(blob, DerivedBlob) and id(blob.base) in plain:
+        return Tensor.of(DerivedBlob(blob.codec, plain[id(blob.base)], blob.dtype))
     return tensor
 
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.deltas.format_ids import MOST_BUCKETS, TABLES
-from ckpt_codecs.deltas.residuals.exponent_buckets import Span, which_bucket
+from ckpt_codecs.deltas.residuals.exponent_buckets import ExponentBuckets, bucket_of
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = Struct("<BBBII")
 """The form, the least exponent, how many buckets, how many bytes of tables, how many words."""
@@ -22,20 +22,20 @@ WEIGHTS = np.array([*range(FINE), *((FINE + i) << octave for octave in range(9) 
 MIDDLES = (WEIGHTS[1:] + WEIGHTS[:-1]) / 2
 
 
-def encode_tables(foretold: Array, found: Array, span: Span) -> bytes | None:
+def encode_ans_steps(foretold: Array, found: Array, span: ExponentBuckets) -> bytes | None:
     """A part with a symbol for each value; None if it would be larger than the values."""
-    which = which_bucket(foretold, span)
+    which = bucket_of(foretold, span)
     told, counts, bits = deltas.count_step_symbols(foretold, found, which, span.many)
     rows = _rows(counts)
     states, words = deltas.write_ans_steps(told, _weights(rows))
-    room = borrow("tables", 2 * rows.size)
+    room = thread_buffer("tables", 2 * rows.size)
     table = room[: deltas.write_rows(rows.reshape(-1), 1 + SYMBOLS, room)]
     head = HEAD.pack(TABLES, span.least, span.many, table.size, words.size)
     made = b"".join([head, table.data, states.data, words.data, bits.data])
     return made if len(made) < found.nbytes else None
 
 
-def decode_tables(data: Bytes, foretold: Array, mantissa: int) -> Array:
+def decode_ans_steps(data: Bytes, foretold: Array, mantissa: int) -> Array:
     if len(data) < HEAD.size:
         raise CodecError("a part of tables ends in its head")
     _, least, many, tabled, worded = HEAD.unpack_from(data)
@@ -48,7 +48,7 @@ def decode_tables(data: Bytes, foretold: Array, mantissa: int) -> Array:
     rows = np.empty((many, 1 + SYMBOLS), np.uint8)
     if not deltas.read_rows(held[HEAD.size : begin], 1 + SYMBOLS, rows.reshape(-1)):
         raise CodecError("a table is damaged")
-    which, out = which_bucket(foretold, Span(mantissa, least, many)), np.empty_like(foretold)
+    which, out = bucket_of(foretold, ExponentBuckets(mantissa, least, many)), np.empty_like(foretold)
     states, words = held[begin:middle].copy().view(np.uint32), held[middle:end].copy().view(np.uint16)
     if not deltas.read_ans_steps(foretold, which, _weights(rows), states, words, held[end:], out):
         raise CodecError("a part of tables is damaged")

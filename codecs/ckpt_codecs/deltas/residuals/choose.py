@@ -3,13 +3,13 @@
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType
-from ckpt_codecs.chunk.frame import MOST, Writer, read
-from ckpt_codecs.chunk.streams import LEVELS, Effort
+from ckpt_codecs.chunk.frame import MOST, ChunkWriter, read
+from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.deltas.format_ids import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE, TABLES
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
-from ckpt_codecs.deltas.residuals.float16 import decode_halves, encode_halves
+from ckpt_codecs.deltas.residuals.float16 import decode_float16, encode_float16
 from ckpt_codecs.deltas.residuals.float32_grid import best_shift, decode_grid, encode_grid
-from ckpt_codecs.deltas.residuals.second_moments import Told
+from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
 from ckpt_codecs.deltas.unpredicted import sampled
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas, lossless
@@ -27,7 +27,7 @@ def encode_residual(
     found: Array,
     dtype: DType,
     level: str,
-    told: Told,
+    told: SecondMoments,
     source: int = CONSTANT_UNIT,
     contexts: bool = False,
 ) -> bytes | None:
@@ -36,7 +36,7 @@ def encode_residual(
     if size > MOST:
         return None
     if dtype.name in MANTISSA and size >= LEAST_HALVES:
-        made = encode_halves(foretold, found, MANTISSA[dtype.name])
+        made = encode_float16(foretold, found, MANTISSA[dtype.name])
         if made is not None:
             return made
     planes = (deltas.zigzag_bits(foretold, found) + 7) // 8
@@ -49,21 +49,21 @@ def encode_residual(
     return encode_steps(foretold, found, planes, effort)
 
 
-def decode_residual(data: Bytes, foretold: Array, dtype: DType, told: Told) -> Array:
+def decode_residual(data: Bytes, foretold: Array, dtype: DType, told: SecondMoments) -> Array:
     """The words. `data` is hostile, and has at least one byte."""
     if data[0] <= foretold.itemsize:
         return decode_steps(data, foretold)
     if data[0] == GRID:
         return decode_grid(data, foretold, told)
     if data[0] in (BUCKETS, RARE, CHANGES, TABLES) and dtype.name in MANTISSA:
-        return decode_halves(data, foretold, MANTISSA[dtype.name])
+        return decode_float16(data, foretold, MANTISSA[dtype.name])
     raise CodecError(f"a part has no residuals of form {data[0]}")
 
 
-def encode_steps(foretold: Array, found: Array, planes: int, effort: Effort) -> bytes | None:
+def encode_steps(foretold: Array, found: Array, planes: int, effort: CodingLevel) -> bytes | None:
     """Planes of zigzagged differences: as many as any needs."""
     size = found.size
-    writer = Writer(planes, planes, size * found.itemsize)
+    writer = ChunkWriter(planes, planes, size * found.itemsize)
     parts = [writer.plane(size, effort) for _ in range(planes)]
     if planes:
         deltas.split_zigzags(foretold, found, parts)

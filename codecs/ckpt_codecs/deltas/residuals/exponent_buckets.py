@@ -15,21 +15,21 @@ HIGHEST = 0.995
 
 
 @dataclass(frozen=True)
-class Span:
+class ExponentBuckets:
     mantissa: int
     least: int
     """The exponent of the first bucket; smaller ones fall into it too."""
     many: int
 
 
-def span_of(foretold: Array, mantissa: int, most: int) -> Span:
+def buckets_for(foretold: Array, mantissa: int, most: int) -> ExponentBuckets:
     """The buckets that suit, at most so many."""
     exponents = (sampled(foretold) & np.uint16(0x7FFF)) >> np.uint16(mantissa)
     ends = np.bincount(exponents).cumsum()
     highest = int(np.searchsorted(ends, HIGHEST * ends[-1])) if ends.size else 0
-    return Span(mantissa, max(highest - most + 1, 0), min(most, highest + 1))
+    return ExponentBuckets(mantissa, max(highest - most + 1, 0), min(most, highest + 1))
 
 
-def which_bucket(foretold: Array, span: Span) -> Array:
+def bucket_of(foretold: Array, span: ExponentBuckets) -> Array:
     """The bucket of each value: this thread's scratch."""
     return deltas.exponent_buckets(foretold, span.mantissa, span.least, span.many)

@@ -6,7 +6,7 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.frame import read
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas
-from ckpt_codecs.scratch import borrow
+from ckpt_codecs.scratch import thread_buffer
 
 _SIZE = Struct("<I")
 DENSE = 255
@@ -22,7 +22,7 @@ def decode(data: Bytes, which: Array, counts: Array, others: list[int]) -> list[
     *rest, kinds, coded = read(data[_SIZE.size :], [*others, counts.size, used], "rare")
     if ((kinds > MOST_BITS) & (kinds != DENSE)).any():
         raise CodecError("a part of rare values has gaps that are too long")
-    gathered, plane = borrow("gathered", which.size), borrow("scattered", which.size)
+    gathered, plane = thread_buffer("gathered", which.size), thread_buffer("scattered", which.size)
     if not deltas.read_sparse_plane(coded, counts, kinds, gathered):
         raise CodecError("a part of rare values is damaged")
     deltas.scatter(which, gathered, plane)

@@ -14,14 +14,14 @@ LEAST_UNIT, GREATEST_UNIT = 1, 254
 
 
 @dataclass(frozen=True)
-class Told:
+class SecondMoments:
     """The words of `exp_avg_sq`, asked for when they are needed."""
 
     before: Callable[[], Array]
     after: Callable[[], Array]
 
 
-def units(source: int, shift: int, size: int, told: Told) -> Array:
+def grid_units(source: int, shift: int, size: int, told: SecondMoments) -> Array:
     """The exponent of the unit of each value's grid."""
     if source == CONSTANT_UNIT:
         return np.full(size, min(max(shift, LEAST_UNIT), GREATEST_UNIT), np.uint8)

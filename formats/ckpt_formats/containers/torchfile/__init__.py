@@ -12,15 +12,15 @@ write           layout_file, write_file
 """
 
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
-from ckpt_formats.containers.torchfile.file_window import Bytes, Window
+from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_writer import emit
 from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
-from ckpt_formats.containers.torchfile.record_forms import Form, Formed
-from ckpt_formats.containers.torchfile.same_shape import Alike
+from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
+from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.containers.torchfile.writer import (
     FileLayout,
-    Slot,
+    StorageSlot,
     StorageView,
     layout_file,
     reading_chunks,
@@ -28,14 +28,14 @@ from ckpt_formats.containers.torchfile.writer import (
 )
 
 __all__ = [
-    "Alike",
-    "Bytes",
+    "ByteSource",
+    "CompactRecord",
     "FileLayout",
-    "Form",
-    "Formed",
-    "Slot",
+    "ParsedTemplate",
+    "RecordForm",
     "Storage",
     "StorageSlice",
+    "StorageSlot",
     "StorageView",
     "TensorRef",
     "TorchFile",

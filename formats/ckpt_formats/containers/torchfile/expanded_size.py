@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from ckpt_formats.containers.torchfile.record_forms import Formed
+from ckpt_formats.containers.torchfile.record_forms import CompactRecord
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, opaque
@@ -19,7 +19,9 @@ MOST_REPEATED = 400_000
 _PER_BYTE = 4
 """The same for each byte of the pickle: a large file may share more."""
 
-_ATOMS = frozenset((int, float, bool, complex, type(None), Global, Storage, StorageSlice, Size, Formed, TensorName))
+_ATOMS = frozenset(
+    (int, float, bool, complex, type(None), Global, Storage, StorageSlice, Size, CompactRecord, TensorName)
+)
 _TEXT = frozenset((str,))
 _CONTAINERS = (list, tuple, dict, set, frozenset, Record)
 

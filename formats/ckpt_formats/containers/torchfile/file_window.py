@@ -9,7 +9,7 @@ from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import open_to_read, unreadable
 
 
-class Bytes(Protocol):
+class ByteSource(Protocol):
     """Bytes that can be had by offset, wherever they come from."""
 
     path: Path

@@ -7,7 +7,7 @@ and one that holds itself many times over takes for ever.
 
 import numpy as np
 
-from ckpt_formats.containers.torchfile.record_forms import Formed
+from ckpt_formats.containers.torchfile.record_forms import CompactRecord
 from ckpt_formats.containers.torchfile.storages import Storage, TensorRef
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
@@ -18,7 +18,7 @@ _MOST_INT = 1 << 64  # hashes of longer integers can be made to collide at will
 
 _ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
 _BY_IDENTITY = frozenset({Record, TensorRef, Storage})
-_FLAT = frozenset({str, Formed})
+_FLAT = frozenset({str, CompactRecord})
 
 
 def hashable(key: Value, where: str) -> Value:

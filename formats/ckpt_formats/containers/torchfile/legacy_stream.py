@@ -24,7 +24,7 @@ _FIRST_WINDOW = 64 << 10
 
 
 @dataclass(eq=False)
-class Stream:
+class LegacyStream:
     """Where the storages of a legacy file are. Known only once its pickles are read. No checksums."""
 
     path: Path
@@ -86,7 +86,7 @@ def read_object(pickles: Pickles) -> Value:
     return pickles.next()
 
 
-def place_storages(pickles: Pickles, storages: dict[str, Storage], stream: Stream) -> None:
+def place_storages(pickles: Pickles, storages: dict[str, Storage], stream: LegacyStream) -> None:
     """Read the keys and the length of each storage; none of the data."""
     window, keys = pickles.window, pickles.next()
     if type(keys) is not list or sorted(map(str, keys)) != sorted(storages):

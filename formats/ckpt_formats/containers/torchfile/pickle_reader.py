@@ -26,7 +26,7 @@ from ckpt_formats.containers.torchfile.allow_list import NOTHING_RAN, refusal
 from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.hashable import hashable
-from ckpt_formats.containers.torchfile.record_forms import SKIPPED, Form, Former
+from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
 from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
@@ -86,7 +86,7 @@ class _Respelled(Exception):
     """A pickle refers to a part of a formed object, or numbers its memo itself: read it without forms."""
 
 
-class _Numbered(list[Value]):
+class _NumberedMemo(list[Value]):
     """A memo that numbers what it is given, as MEMOIZE has it: a tenth of a dict's size."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -101,12 +101,12 @@ class Interpreter:
     """
 
     def __init__(
-        self, where: str, persistent: Callable[[Value], Value] | None = None, forms: Sequence[Form] = ()
+        self, where: str, persistent: Callable[[Value], Value] | None = None, forms: Sequence[RecordForm] = ()
     ) -> None:
         self.where = where
         self._forms = {(form.module, form.name): form for form in forms}
-        self._formers: dict[int, Former] = {}  # by id(Global)
-        self._beginnings: dict[bytes, Former | None] = {}
+        self._formers: dict[int, FormMatcher] = {}  # by id(Global)
+        self._beginnings: dict[bytes, FormMatcher | None] = {}
         self.globals: dict[tuple[str, str], Global] = {}
         """Every name met so far."""
         self._persistent = persistent
@@ -115,7 +115,7 @@ class Interpreter:
         self._size = self._pos = self._ops = 0
         self._stack: list[Value] = []
         self._below: list[list[Value]] = []
-        self._memo: dict[int, Value] | _Numbered = {}
+        self._memo: dict[int, Value] | _NumberedMemo = {}
 
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
         """Read one pickle; return its value and where it ends.
@@ -124,9 +124,9 @@ class Interpreter:
         """
         self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
         self._stack, self._below, self._ops = [], [], 0
-        self._memo = _Numbered() if self._forms else {}
+        self._memo = _NumberedMemo() if self._forms else {}
         known = ((self.globals.get(key), form) for key, form in self._forms.items())
-        self._formers = {id(name): Former(form) for name, form in known if name is not None}
+        self._formers = {id(name): FormMatcher(form) for name, form in known if name is not None}
         self._beginnings = {}
         try:
             made = self._run()
@@ -167,7 +167,7 @@ class Interpreter:
         data, size, pos = self._data, self._size, self._pos
         stack, below, memo, builders = self._stack, self._below, self._memo, self._builders
         push, load_persistent = stack.append, self._persistent
-        formers, numbered = self._formers, memo if isinstance(memo, _Numbered) else None
+        formers, numbered = self._formers, memo if isinstance(memo, _NumberedMemo) else None
         try:
             while True:
                 for _ in repeat(None, _BETWEEN_CHECKS):
@@ -288,7 +288,7 @@ class Interpreter:
         finally:
             self._pos = pos
 
-    def _formed(self, memo: _Numbered, stack: list[Value], pos: int) -> int:
+    def _formed(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
         """Take the objects that are spelled out one after another from here on. Returns where they end.
 
         On the stack are a class and the empty tuple that it is to be called with.
@@ -305,7 +305,7 @@ class Interpreter:
             found = None if former is None else former.match(data, begin, memo)
         return pos
 
-    def _former(self, beginning: bytes, memo: _Numbered) -> Former | None:
+    def _former(self, beginning: bytes, memo: _NumberedMemo) -> FormMatcher | None:
         """Whose objects begin so: with a GET of their class and EMPTY_TUPLE."""
         if beginning not in self._beginnings:
             at = int.from_bytes(beginning[1:-1], "little")
@@ -370,7 +370,7 @@ class Interpreter:
             if build := BUILDERS.get(key):
                 self._builders[id(made)] = build
             if form := self._forms.get(key):
-                self._formers[id(made)] = Former(form)
+                self._formers[id(made)] = FormMatcher(form)
         return self.globals[key]
 
     def call(self, function: Value, args: Value, *, new: bool = False, kwargs: dict[str, Value] | None = None) -> Value:
@@ -503,7 +503,7 @@ def _unicode(m: Interpreter) -> None:
 
 
 def _get(m: Interpreter) -> None:
-    if isinstance(m._memo, _Numbered):
+    if isinstance(m._memo, _NumberedMemo):
         raise _Respelled
     m.push(m._memo[_decimal(m, m.line())])
 

@@ -32,7 +32,7 @@ class _Code(bytes):
     """Opcodes that are ready to be written, among values that are still to be."""
 
 
-class _Made:
+class _Memoize:
     """The point at which an object is on the stack, and may be referred to."""
 
     __slots__ = ("then", "value")
@@ -154,7 +154,7 @@ class _Emitter:
         elif not self._get(value):
             # Nobody can tell two equal tuples of numbers apart; shapes and strides are most tuples there are.
             plain = not self._memoizes and all(type(part) is int for part in value)
-            made = () if plain else (_Made(value, []),)
+            made = () if plain else (_Memoize(value, []),)
             if short := _TUPLES.get(len(value)):
                 self.next(*value, _Code((short,)), *made)
             else:
@@ -167,7 +167,7 @@ class _Emitter:
     def write_persistent(self, value: Persistent) -> None:
         self.next(tuple(value), _Code((op.BINPERSID,)))
 
-    def write_made(self, made: _Made) -> None:
+    def write_made(self, made: _Memoize) -> None:
         value = made.value
         self._open[id(value)] = self._open.get(id(value), 0) - 1
         if id(value) in self._memo:
@@ -183,7 +183,7 @@ class _Emitter:
         if self._get(value):
             return
         if isinstance(record, Persistent):
-            self.next(record, _Made(value, []))
+            self.next(record, _Memoize(value, []))
             return
         within = self._open.get(id(value), 0)
         if within > 2:
@@ -191,9 +191,9 @@ class _Emitter:
         self._open[id(value)] = within + 1
         then: list[Any] = []
         if record.items:
-            then.append(_Later(self._items, record.items))
+            then.append(_Deferred(self._items, record.items))
         if record.mapping:
-            then.append(_Later(self._pairs, record.mapping))
+            then.append(_Deferred(self._pairs, record.mapping))
         if record.state is not None:
             then += [record.state, _Code((op.BUILD,))]
         if record.kwargs:
@@ -203,7 +203,7 @@ class _Emitter:
             how = [record.args, record.kwargs, _Code((op.NEWOBJ_EX,))]
         else:
             how = [record.args, _Code((op.NEWOBJ if record.new else op.REDUCE,))]
-        self.next(record.cls, *how, _Made(value, then))
+        self.next(record.cls, *how, _Memoize(value, then))
 
     def _lowered(self, value: Value) -> "Record | Persistent":
         if self._lower is not None and (lowered := self._lower(value)) is not None:
@@ -251,7 +251,7 @@ class _Emitter:
         return index is not None
 
     def _named_later(self, value: Global, how: Record) -> None:
-        self.next(how, _Later(self._name, value))
+        self.next(how, _Deferred(self._name, value))
 
     def _next_index(self) -> int:
         index = self._count
@@ -271,7 +271,7 @@ class _Emitter:
             self._out += struct.pack("<BI", op.LONG_BINGET, index)
 
 
-class _Later:
+class _Deferred:
     """A step of the emitter, among values that are still to be written."""
 
     __slots__ = ("argument", "step")
@@ -348,6 +348,6 @@ _WRITERS: dict[type, Callable[[_Emitter, Any], None]] = {
     Record: _Emitter.write_record,
     Persistent: _Emitter.write_persistent,
     _Code: _Emitter.write_code,
-    _Made: _Emitter.write_made,
-    _Later: lambda emitter, later: later.step(later.argument),
+    _Memoize: _Emitter.write_made,
+    _Deferred: lambda emitter, later: later.step(later.argument),
 }

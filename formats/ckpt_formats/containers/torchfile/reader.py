@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
-from ckpt_formats.containers.torchfile.file_window import Bytes, Window
+from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, PROTO, Interpreter
-from ckpt_formats.containers.torchfile.record_forms import Form
-from ckpt_formats.containers.torchfile.same_shape import Alike, alike
+from ckpt_formats.containers.torchfile.record_forms import RecordForm
+from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate, parse_template
 from ckpt_formats.containers.torchfile.storages import (
     MOST_ELEMENTS,
-    Places,
     Storage,
+    StorageOffsets,
     StorageSlice,
     TensorRef,
     storage_class,
@@ -22,8 +22,8 @@ from ckpt_formats.containers.torchfile.storages import (
 from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.tensor import Raw
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value
 
 Kind = Literal["zip", "legacy", "pickle"]
@@ -58,13 +58,13 @@ class TorchFile:
         """
         return tuple(self._archive.seals()) if self._archive else ()
 
-    def alike(self, window: Bytes) -> Alike | None:
+    def alike(self, window: ByteSource) -> ParsedTemplate | None:
         """What other archives can be compared with, if this one holds a single plain tensor."""
         if self._archive is None or type(self.root) is not TensorRef:
             return None
         (fragment,) = tensor_of(self.root).fragments
         raw = fragment.blob
-        return alike(self._archive, self.root.storage.key, raw, window) if isinstance(raw, Raw) else None
+        return parse_template(self._archive, self.root.storage.key, raw, window) if isinstance(raw, FileBlob) else None
 
 
 def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
@@ -85,7 +85,7 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
         raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
 
 
-def open_item(window: Bytes) -> TorchFile:
+def open_item(window: ByteSource) -> TorchFile:
     """Read an archive that is one of many in a file, while it is at hand.
 
     Nothing has to be looked up later, and all that is no storage is checked. Raises as `open_file` does.
@@ -98,7 +98,7 @@ def open_item(window: Bytes) -> TorchFile:
     return file
 
 
-def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[Form] = ()) -> Value:
+def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[RecordForm] = ()) -> Value:
     """The value of a pickle in memory, which has no tensors with data elsewhere.
 
     Raises `Corrupt` or `Unsafe`, with `where` for its place.
@@ -109,7 +109,7 @@ def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[Form] = ()
     return value
 
 
-def _open_archive(window: Bytes) -> TorchFile:
+def _open_archive(window: ByteSource) -> TorchFile:
     archive = read_directory(window)
     if "byteorder" in archive:
         order = archive.read("byteorder", window, 64)
@@ -145,14 +145,14 @@ def _check_members(archive: Archive, table: "_Table") -> None:
             "holds values that no tensor refers to" if odd[0].startswith("data/") else "is none that torch.save writes"
         )
         raise Unsupported(
-            f"the archive's member `{show(odd[0][:80])}` {what}: what it is for is not known",
+            f"the archive's member `{printable(odd[0][:80])}` {what}: what it is for is not known",
             where=archive.path,
             hint="Remove it (zip -d), if nothing needs it.",
         )
 
 
 def _open_stream(window: Window) -> TorchFile:
-    stream = legacy.Stream(window.path)
+    stream = legacy.LegacyStream(window.path)
     table = _Table(str(window.path), stream, None)
     interpreter = Interpreter(str(window.path), table.resolve)
     pickles = legacy.Pickles(window, interpreter)
@@ -178,7 +178,7 @@ def _open_stream(window: Window) -> TorchFile:
 class _Table:
     """The storages that the pickle of one file mentions."""
 
-    def __init__(self, where: str, places: Places, archive: Archive | None) -> None:
+    def __init__(self, where: str, places: StorageOffsets, archive: Archive | None) -> None:
         self.storages: dict[str, Storage] = {}
         self._where = where
         self._places = places

@@ -44,21 +44,21 @@ _WIDTHS = {_BYTE: 1, _SHORT: 2, 0x4A: 4}
 _SIZE = Global("torch", "Size")
 
 
-class Skipped:
+class SkippedMemo:
     """Stands in the memo for a part of a formed object. No pickler refers to these."""
 
 
-SKIPPED: Final = Skipped()
+SKIPPED: Final = SkippedMemo()
 
 
-class Formed(tuple[Value, ...]):
+class CompactRecord(tuple[Value, ...]):
     """An object as its form has it: the name of its class, then the values of its fields. Flat, so it can be a key."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
-class Form:
+class RecordForm:
     """A class whose objects have these attributes, in this order. The `last` may be absent; then it is None."""
 
     module: str
@@ -71,10 +71,10 @@ class Form:
         return self.fields if self.last is None else (*self.fields, self.last)
 
 
-class Former:
+class FormMatcher:
     """Recognises the objects of one form in one pickle."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: RecordForm) -> None:
         self._form = form
         self._match = re.compile(_pattern(form), re.DOTALL).match
         self._known: set[tuple[bytes | None, ...]] = set()
@@ -88,7 +88,7 @@ class Former:
             at += 1 + _GROUPS[kind]
         self._names, self._steps = itemgetter(*names), tuple(steps)
 
-    def match(self, data: bytes, at: int, memo: list[Value]) -> tuple[Formed, int] | None:
+    def match(self, data: bytes, at: int, memo: list[Value]) -> tuple[CompactRecord, int] | None:
         """The object spelled out from `at` on, and where that ends; None if there is none.
 
         The parts of the object are in the memo then.
@@ -104,8 +104,8 @@ class Former:
             self._known.add(names)
         parts: list[Value] = [None, SKIPPED]
         try:
-            made = Formed([self._form.name, *[take(groups, i, parts, memo) for take, i in self._steps]])
-        except (_Otherwise, IndexError, UnicodeDecodeError):
+            made = CompactRecord([self._form.name, *[take(groups, i, parts, memo) for take, i in self._steps]])
+        except (_NotThisForm, IndexError, UnicodeDecodeError):
             return None
         parts[0] = made
         memo += parts
@@ -134,7 +134,7 @@ class Former:
         if text is None or length is None:
             return None if get is None else _of_type(memo[_index(get)], str)
         if len(text) != length[0]:
-            raise _Otherwise
+            raise _NotThisForm
         made = self._texts.get(text)
         if made is None:
             made = self._texts[text] = text.decode("utf-8", "surrogatepass")
@@ -162,11 +162,11 @@ class Former:
         return made
 
 
-class _Otherwise(Exception):
+class _NotThisForm(Exception):
     """It only looks like an object of the form."""
 
 
-def _pattern(form: Form) -> bytes:
+def _pattern(form: RecordForm) -> bytes:
     fields = b"".join(rb"(%s)%s" % (_GET, _PATTERNS[kind]) for _, kind in form.fields)
     last = b"" if form.last is None else rb"(?:(%s)%s)?" % (_GET, _PATTERNS[form.last[1]])
     return rb"\x81\x94}\x94\(" + fields + last + b"ub"
@@ -182,9 +182,9 @@ def _size(spelled: bytes) -> Size:
         at = start + width
     # The interpreter refuses these; it shall say why.
     if len(lengths) != _TUPLES.get(kind, len(lengths)) or len(lengths) > MOST_AXES:
-        raise _Otherwise
+        raise _NotThisForm
     if not all(0 <= length < MOST_ELEMENTS for length in lengths):
-        raise _Otherwise
+        raise _NotThisForm
     return Size(lengths)
 
 
@@ -194,5 +194,5 @@ def _index(get: bytes) -> int:
 
 def _of_type(value: Value, kind: type) -> Value:
     if type(value) is not kind:
-        raise _Otherwise
+        raise _NotThisForm
     return value

@@ -8,10 +8,10 @@ compared with it.
 
 from dataclasses import dataclass
 
-from ckpt_formats.containers.torchfile.file_window import Bytes
-from ckpt_formats.containers.torchfile.zip_archive import Archive, Member, central_entries
+from ckpt_formats.containers.torchfile.file_window import ByteSource
+from ckpt_formats.containers.torchfile.zip_archive import Archive, ZipMember, central_entries
 from ckpt_formats.core.files import crc32
-from ckpt_formats.core.tensor import Raw
+from ckpt_formats.core.tensor import FileBlob
 
 _MOST_EDGE = 4096
 _CRC = slice(16, 20)
@@ -22,10 +22,10 @@ _SIGNED = (16, 24)
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class ParsedTemplate:
     """One archive that was read, to compare others with."""
 
-    raw: Raw
+    raw: FileBlob
     """Its tensor, in coordinates of the archive, and without a seal."""
     start: int
     """Where the values' storage lies in the archive."""
@@ -39,7 +39,7 @@ class Alike:
     _id: tuple[slice, slice] | None
     """The id and its checksum, in the tail."""
 
-    def checksum(self, window: Bytes) -> int | None:
+    def checksum(self, window: ByteSource) -> int | None:
         """The CRC-32 of the values in another archive of the same length; None if it is not alike."""
         tail = window.at(self.stop, len(self._tail))
         if window.at(0, self.start) != self._head or _filled(tail, self._holes) != self._tail:
@@ -49,7 +49,7 @@ class Alike:
         return _number(tail[self._checksum])
 
 
-def alike(archive: Archive, key: str, raw: Raw, window: Bytes) -> Alike | None:
+def parse_template(archive: Archive, key: str, raw: FileBlob, window: ByteSource) -> ParsedTemplate | None:
     """What to compare others with; None for an archive without checksums, or with much in it beside the tensor.
 
     `raw` is the tensor as it lies in the file, in storage `key`.
@@ -61,10 +61,10 @@ def alike(archive: Archive, key: str, raw: Raw, window: Bytes) -> Alike | None:
         return None
     entries = dict(central_entries(window))
 
-    def hole(member: Member, part: slice, base: int) -> slice:
+    def hole(member: ZipMember, part: slice, base: int) -> slice:
         return slice(base + part.start - stop, base + part.stop - stop)
 
-    def described(member: Member) -> slice:
+    def described(member: ZipMember) -> slice:
         behind = archive.start(member) - window.base + member.nbytes
         signature = 4 if member.room - (behind - member.header) in _SIGNED else 0
         return hole(member, slice(signature, signature + 4), behind)
@@ -79,9 +79,9 @@ def alike(archive: Archive, key: str, raw: Raw, window: Bytes) -> Alike | None:
     tail = window.at(stop, window.length - stop)
     if any(one.start < 0 for one in holes):
         return None
-    local = Raw(raw.path, raw.offset - window.base, raw.shape, raw.dtype, raw.strides)
+    local = FileBlob(raw.path, raw.offset - window.base, raw.shape, raw.dtype, raw.strides)
     ordered = tuple(sorted(holes, key=lambda one: int(one.start)))
-    return Alike(local, start, stop, window.at(0, start), _filled(tail, ordered), ordered, checksum, identity)
+    return ParsedTemplate(local, start, stop, window.at(0, start), _filled(tail, ordered), ordered, checksum, identity)
 
 
 def _filled(tail: bytes, holes: tuple[slice, ...]) -> bytes:

@@ -14,7 +14,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor, c_strides
+from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 
 # torch stores no more axes than this, and no more elements than fit its int64.
@@ -51,7 +51,7 @@ STORAGE_CLASSES: dict[str, tuple[str | None, int]] = {
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
-class Places(Protocol):
+class StorageOffsets(Protocol):
     """Where a file keeps its storages."""
 
     @property
@@ -74,7 +74,7 @@ class Storage:
     numel: int
     location: str
     """The device it was saved from, such as `cpu` or `cuda:0`."""
-    places: Places = field(repr=False)
+    places: StorageOffsets = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +177,7 @@ def tensor_of(ref: TensorRef) -> Tensor:
     else:
         # The stride of an axis of length 1 is never used, and may be any number.
         strides = tuple(p if n == 1 else s * itemsize for n, s, p in zip(ref.shape, ref.strides, packed, strict=True))
-    return Tensor.of(Raw(storage.path, at + ref.offset * itemsize, ref.shape, ref.dtype, strides, seal))
+    return Tensor.of(FileBlob(storage.path, at + ref.offset * itemsize, ref.shape, ref.dtype, strides, seal))
 
 
 def storage_class(cls: Global) -> tuple[DType | None, int] | None:

@@ -22,7 +22,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Shape, slabs
-from ckpt_formats.core.tensor import Raw, Tensor, c_strides
+from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 
 ALIGNMENT = 64
@@ -58,7 +58,7 @@ class StorageView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class StorageSlot:
     """Where the bytes of one storage go."""
 
     key: str
@@ -84,7 +84,7 @@ class FileLayout:
 
     stem: str
     nbytes: int
-    storages: tuple[Slot, ...]
+    storages: tuple[StorageSlot, ...]
     _members: tuple[_Member, ...] = field(repr=False)
     _directory: int = field(repr=False)
 
@@ -169,7 +169,7 @@ def layout_file(root: Value, stem: str) -> FileLayout:
         at = start + nbytes + (24 if nbytes >= _WIDE else 16)
     starts = (member.start for member in members if member.data is None)
     slots = tuple(
-        Slot(kept.key, kept.tensor, start, kept.nbytes)
+        StorageSlot(kept.key, kept.tensor, start, kept.nbytes)
         for kept, start in zip(storages.kept.values(), starts, strict=True)
     )
     directory = _directory(members, at, [0] * len(members))
@@ -216,7 +216,7 @@ def unwritable(error: OSError, path: Path) -> OutputError:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _StoredOnce:
     key: str
     cls: Global
     numel: int
@@ -235,7 +235,7 @@ class _Storages:
     """The storages that a tree of values needs, numbered as they are met."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[object, ...], _Kept] = {}
+        self.kept: dict[tuple[object, ...], _StoredOnce] = {}
 
     def lower(self, value: Value) -> Record | Persistent | None:
         """What to write for tensors and storages."""
@@ -249,7 +249,7 @@ class _Storages:
             return self._of_storage(value).mark
         return None
 
-    def _of_tensor(self, base: Tensor, location: str) -> _Kept:
+    def _of_tensor(self, base: Tensor, location: str) -> _StoredOnce:
         key = (id(base),)
         if key not in self.kept:
             name = base.dtype.name
@@ -257,14 +257,14 @@ class _Storages:
                 raise Unsupported(f"torch has no tensors of type {base.dtype}")
             cls = _CLASS_OF.get(name, _UNTYPED)
             numel = base.size if cls is not _UNTYPED else base.nbytes
-            self.kept[key] = _Kept(str(len(self.kept)), cls, numel, base.nbytes, location, base, base)
+            self.kept[key] = _StoredOnce(str(len(self.kept)), cls, numel, base.nbytes, location, base, base)
         return self.kept[key]
 
-    def _of_storage(self, storage: Storage) -> _Kept:
+    def _of_storage(self, storage: Storage) -> _StoredOnce:
         key = (storage.path, id(storage.places), storage.key)
         if key not in self.kept:
-            raw = Raw.packed(storage.path, storage.offset, (storage.nbytes,), DTYPES["uint8"], storage.seal)
-            self.kept[key] = _Kept(
+            raw = FileBlob.packed(storage.path, storage.offset, (storage.nbytes,), DTYPES["uint8"], storage.seal)
+            self.kept[key] = _StoredOnce(
                 str(len(self.kept)),
                 storage.cls,
                 storage.numel,
@@ -276,7 +276,7 @@ class _Storages:
         return self.kept[key]
 
 
-def _tensor_record(kept: _Kept, dtype: DType, view: StorageView | TensorRef) -> Record:
+def _tensor_record(kept: _StoredOnce, dtype: DType, view: StorageView | TensorRef) -> Record:
     strides = c_strides(view.shape, 1) if view.strides is None else view.strides
     _check_inside(view, strides, kept.nbytes // dtype.itemsize)
     hooks = StdDict()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile.file_window import Bytes, Window
+from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal, crc32
 
@@ -44,7 +44,7 @@ _AHEAD = 64
 
 
 @dataclass(slots=True, eq=False)  # not frozen, like storages, for the same reason
-class Member:
+class ZipMember:
     """One file in the archive."""
 
     name: str
@@ -64,7 +64,7 @@ class Archive:
     path: Path
     base: int
     length: int
-    members: tuple[Member, ...]
+    members: tuple[ZipMember, ...]
     """In the order in which they lie in the file."""
     index: dict[str, int]
     stem: str = ""
@@ -75,7 +75,7 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> ZipMember:
         """The member of this name, counted from the archive's one folder. Raises `Corrupt` if there is none."""
         at = self.index.get(f"{self.stem}/{name}")
         if at is None:
@@ -94,7 +94,7 @@ class Archive:
             if seal := self._seal(member, self.start(member)):
                 yield seal
 
-    def read(self, name: str, window: Bytes, most: int) -> bytes:
+    def read(self, name: str, window: ByteSource, most: int) -> bytes:
         """All bytes of a member, checked against its checksum."""
         member = self.member(name)
         if member.nbytes > most:
@@ -108,7 +108,7 @@ class Archive:
             )
         return data
 
-    def check(self, window: Bytes, most: int) -> None:
+    def check(self, window: ByteSource, most: int) -> None:
         """Check everything but the storages now, and look up where these are. Raises `Corrupt`."""
         storages = f"{self.stem}/data/"
         for member in self.members:
@@ -116,12 +116,12 @@ class Archive:
             if not member.name.startswith(storages):
                 self.read(member.name[len(self.stem) + 1 :], window, most)
 
-    def _seal(self, member: Member, start: int) -> Seal | None:
+    def _seal(self, member: ZipMember, start: int) -> Seal | None:
         if not self.sealed or not member.nbytes:
             return None
         return Seal(self.path, start, member.nbytes, "crc32", member.crc, member.name)
 
-    def start(self, member: Member) -> int:
+    def start(self, member: ZipMember) -> int:
         """Where the data of a member begin in the file."""
         if member.header not in self._starts:
             first = self.index[member.name]
@@ -132,7 +132,7 @@ class Archive:
         found: int = self._starts[member.header]
         return found
 
-    def _locate(self, member: Member, window: Bytes) -> int:
+    def _locate(self, member: ZipMember, window: ByteSource) -> int:
         """Where the data of a member begin in the window: its local header says how long itself is."""
         name = member.name.encode()
         head = window.at(member.header, _LOCAL.size + len(name))
@@ -154,11 +154,11 @@ class Archive:
             raise Corrupt("the member is longer or shorter than its room in the archive", where=self._where(member))
         return member.header + int(start)
 
-    def _where(self, member: Member) -> str:
+    def _where(self, member: ZipMember) -> str:
         return f"{self.path} ({member.name})"
 
 
-def read_directory(window: Bytes) -> Archive:
+def read_directory(window: ByteSource) -> Archive:
     """Parse the archive's directory, and find the one folder that has a `data.pkl`.
 
     Raises `Corrupt`, `Unsafe` or, for what zip allows but torch never writes, `Unsupported`.
@@ -173,7 +173,7 @@ def read_directory(window: Bytes) -> Archive:
     return archive
 
 
-def central_entries(window: Bytes) -> Iterator[tuple[str, int]]:
+def central_entries(window: ByteSource) -> Iterator[tuple[str, int]]:
     """Where the directory's entry of each member begins. The directory is known to be sound."""
     at, _, count = _find_directory(window)
     for _ in range(count):
@@ -182,7 +182,7 @@ def central_entries(window: Bytes) -> Iterator[tuple[str, int]]:
         at += _CENTRAL.size + sum(lengths)
 
 
-def _find_directory(window: Bytes) -> tuple[int, int, int]:
+def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     """First and last byte of the central directory, and the number of its entries."""
     size = window.length
     if size < _END.size:
@@ -224,7 +224,7 @@ def _find_directory(window: Bytes) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _members(window: Bytes, directory: bytes, end: int, count: int) -> tuple[Member, ...]:
+def _members(window: ByteSource, directory: bytes, end: int, count: int) -> tuple[ZipMember, ...]:
     found: list[tuple[int, str, int, int, int, int]] = []
     names: set[str] = set()
     at = 0
@@ -280,7 +280,7 @@ def _members(window: Bytes, directory: bytes, end: int, count: int) -> tuple[Mem
             raise Corrupt("overlaps with what follows it in the archive", where=f"{window.path} ({name})")
         if slack > _MOST_SLACK:
             raise Corrupt("there are bytes behind it that belong to nothing", where=f"{window.path} ({name})")
-        members.append(Member(name, header, room, nbytes, crc, flags))
+        members.append(ZipMember(name, header, room, nbytes, crc, flags))
     return tuple(members)
 
 
@@ -299,7 +299,7 @@ def _unlike_torch(where: str, flags: int, method: int, twice: bool) -> CkptError
     return Corrupt("the archive gives two sizes for one member", where=where)
 
 
-def _checked_name(raw: bytes, window: Bytes) -> str:
+def _checked_name(raw: bytes, window: ByteSource) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -309,7 +309,7 @@ def _checked_name(raw: bytes, window: Bytes) -> str:
     return name
 
 
-def _widened(extra: bytes, fields: tuple[int, int, int], window: Bytes, name: str) -> list[int]:
+def _widened(extra: bytes, fields: tuple[int, int, int], window: ByteSource, name: str) -> list[int]:
     """Replace the fields that are too short by those of the zip64 extra field, which has them in this order."""
     at = 0
     while at + 4 <= len(extra):

@@ -15,7 +15,7 @@ write      the files, and the metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.dcp.folder import looks
 from ckpt_formats.engines.dcp.plan import plan_parts
@@ -33,19 +33,19 @@ class DCP(WritableFormat):
     def detect(self, path: Path) -> bool:
         return looks(path)
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         return read(path, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         return plan_parts(source, goal)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_part(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         write_metadata(folder, receipts)
 
-    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
         added = ", ".join(added_options(source))
         return (
             (f"options that the source does not speak of are as torch.optim.AdamW has them: {added}",) if added else ()

@@ -14,7 +14,7 @@ from ckpt_formats.core.geometry import Box, Shape
 
 
 @dataclass(frozen=True)
-class Mesh:
+class RankGrid:
     """Ranks in two dimensions."""
 
     dp: int
@@ -28,7 +28,7 @@ class Mesh:
         return dp * self.tp + tp
 
 
-def blocks(shape: Shape, mesh: Mesh, axis: int | None = None) -> Iterator[tuple[Box, Sequence[int]]]:
+def blocks(shape: Shape, mesh: RankGrid, axis: int | None = None) -> Iterator[tuple[Box, Sequence[int]]]:
     """The blocks of a tensor that hold something, each with the ranks that hold it.
 
     `axis` is the one that tensor parallelism cuts along; with None, all its ranks hold the same.
@@ -60,7 +60,7 @@ def _pieces(block: Box, axis: int, count: int) -> Iterator[tuple[int, Box]]:
 
 
 @dataclass
-class Loads:
+class BytesPerRank:
     """How much each rank has been given to write."""
 
     ranks: int

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Raw, Tensor
+from ckpt_formats.core.tensor import Array, FileBlob, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class BlockBlob:
     """The blob of one block of a tensor."""
 
     whole: Tensor
@@ -24,13 +24,13 @@ class Section:
     def dtype(self) -> DType:
         return self.whole.dtype
 
-    def crop(self, box: Box) -> "Section":
-        return Section(self.whole, box.shift(self.box.start))
+    def crop(self, box: Box) -> "BlockBlob":
+        return BlockBlob(self.whole, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self.whole.crop(self.box).read_into(out, reader)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return self.whole.crop(self.box).sources()
 
     def flaws(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Raw
+from ckpt_formats.core.tensor import Array, FileBlob
 
 DESCRIPTOR = "stream.zstd/1"
 _MOST_WINDOW = 1 << 27
@@ -118,11 +118,11 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Inflated:
+class DecompressedBlob:
     """Values in an item that is compressed. `raw` says where they lie in what it decodes to."""
 
     frame: Frame
-    raw: Raw
+    raw: FileBlob
 
     @property
     def shape(self) -> Shape:
@@ -132,21 +132,21 @@ class Inflated:
     def dtype(self) -> DType:
         return self.raw.dtype
 
-    def crop(self, box: Box) -> "Inflated":
-        return Inflated(self.frame, self.raw.crop(box))
+    def crop(self, box: Box) -> "DecompressedBlob":
+        return DecompressedBlob(self.frame, self.raw.crop(box))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        self.raw.read_into(out, _Through(self.frame, reader))
+        self.raw.read_into(out, _Stream(self.frame, reader))
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         """All of the item: there is no telling which of its bytes are which values."""
-        yield Raw.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
+        yield FileBlob.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
 
     def flaws(self) -> Iterator[str]:
         return iter(())
 
 
-class _Through(Reader):
+class _Stream(Reader):
     """Reads what a frame decodes to."""
 
     def __init__(self, frame: Frame, reader: Reader) -> None:

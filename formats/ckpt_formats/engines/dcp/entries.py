@@ -11,11 +11,11 @@ from ckpt_formats.containers.torchfile import FileLayout, layout_file
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Tensor, Zeros
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Tensor, ZeroBlob
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp.block import Section
+from ckpt_formats.engines.dcp.block import BlockBlob
 from ckpt_formats.engines.dcp.metadata import Steps
 
 _STEM = "archive"
@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass
-class Layouts:
+class EntryLayouts:
     """Where every byte of an item goes."""
 
     _alike: dict[tuple[DType, Shape], FileLayout] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class Layouts:
                 return layout_file(entry.value, _STEM)
             kind = entry.value.dtype, entry.box.shape
             if kind not in self._alike:
-                self._alike[kind] = layout_file(Tensor.of(Zeros(kind[1], kind[0])), _STEM)
+                self._alike[kind] = layout_file(Tensor.of(ZeroBlob(kind[1], kind[0])), _STEM)
         except Unsupported as error:
-            error.where = error.where or f"`{show(entry.name)}`"
+            error.where = error.where or f"`{printable(entry.name)}`"
             raise
         return self._alike[kind]
 
@@ -65,7 +65,7 @@ def block_of(entry: Entry) -> Tensor:
     assert entry.box is not None
     if entry.box.shape == entry.value.shape:
         return entry.value  # type: ignore[no-any-return]  # a tensor, since there is a box
-    return Tensor.of(Section(entry.value, entry.box))
+    return Tensor.of(BlockBlob(entry.value, entry.box))
 
 
 def _chunks(entry: Entry, transfer: Transfer) -> Callable[[Tensor], Iterator[memoryview]]:

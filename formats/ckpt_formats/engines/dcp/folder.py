@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import Incomplete, NotFound
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 METADATA = ".metadata"
 DRAFT = ".metadata.tmp"
@@ -33,20 +33,20 @@ _STEPS_INSIDE = ("", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Member:
+class MetadataFolder:
     """One folder with metadata: `.metadata`, or one file for each rank."""
 
     folder: Path
     metadata: tuple[Path, ...]
-    leftovers: tuple[str, ...] = ()
+    stale_files: tuple[str, ...] = ()
     """Names of metadata that do not count."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFolders:
     """The folders that together are a checkpoint, and what to tell the user about how they were chosen."""
 
-    members: tuple[Member, ...]
+    members: tuple[MetadataFolder, ...]
     notices: tuple[Notice, ...] = ()
     step: int | None = None
     """In the folder's name."""
@@ -60,19 +60,19 @@ def looks(path: Path) -> bool:
         return False
 
 
-def find(path: Path) -> Found:
+def find(path: Path) -> FoundFolders:
     """The checkpoint at a path. Raises `Incomplete` if the save was broken off, `NotFound` if there are several."""
     try:
         if _is_one_file(path):
             raise NotFound(
                 "one file of a distributed checkpoint, which is a folder",
                 where=path,
-                hint=f"Name the folder: {show(str(path.parent))}",
+                hint=f"Name the folder: {printable(str(path.parent))}",
             )
         if _has_traces(path):
-            return Found((_member(path),), (), _number(path.name))
+            return FoundFolders((_member(path),), (), _number(path.name))
         if _is_pair(path):
-            return Found(
+            return FoundFolders(
                 tuple(_member(path / name) for name in ACCELERATE if (path / name).is_dir()), (), _number(path.name)
             )
         return _newest(path)
@@ -104,7 +104,7 @@ def _is_pair(path: Path) -> bool:
     return path.is_dir() and any(_has_traces(path / name) for name in ACCELERATE)
 
 
-def _member(folder: Path) -> Member:
+def _member(folder: Path) -> MetadataFolder:
     names = sorted(entry.name for entry in folder.iterdir())
     by_rank = {int(match[1]): name for name in names if (match := _OF_RANK.fullmatch(name))}
     drafts = [name for name in names if name == DRAFT or _DRAFT_OF_RANK.fullmatch(name)]
@@ -116,10 +116,10 @@ def _member(folder: Path) -> Member:
                 where=folder,
                 hint=f"If you know that no save came after it, remove {DRAFT}.",
             )
-        return Member(folder, (folder / METADATA,), tuple(by_rank.values()))
+        return MetadataFolder(folder, (folder / METADATA,), tuple(by_rank.values()))
     if drafts:
         raise Incomplete(
-            f"the save was broken off: there is {show(drafts[0])}, which torch renames when all is written",
+            f"the save was broken off: there is {printable(drafts[0])}, which torch renames when all is written",
             where=folder,
             hint="Take an earlier checkpoint.",
         )
@@ -131,25 +131,27 @@ def _member(folder: Path) -> Member:
         )
     if lacking := next((rank for rank in range(max(by_rank)) if rank not in by_rank), None):
         raise Incomplete(f"__{lacking}.metadata is missing", where=folder, hint="Copy the files of all ranks.")
-    return Member(folder, tuple(folder / by_rank[rank] for rank in sorted(by_rank)))
+    return MetadataFolder(folder, tuple(folder / by_rank[rank] for rank in sorted(by_rank)))
 
 
-def _newest(path: Path) -> Found:
+def _newest(path: Path) -> FoundFolders:
     """The newest complete one of the folders of steps, all of which must be called alike."""
     steps = _steps(path)
     if not steps:
         raise NotFound("there is no distributed checkpoint here", where=path)
     if len({prefix for prefix, _, _ in steps}) > 1:
-        names = ", ".join(show(folder.name) for _, _, folder in steps[:5])
+        names = ", ".join(printable(folder.name) for _, _, folder in steps[:5])
         raise NotFound(f"there are several checkpoints here: {names}", where=path, hint="Name one of them.")
     later: list[str] = []
     for _, number, folder in sorted(steps, key=lambda step: -step[1]):
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
-            newest = Notice(f"of {len(steps)} checkpoints here, {show(folder.name)} is read, the newest")
+            newest = Notice(f"of {len(steps)} checkpoints here, {printable(folder.name)} is read, the newest")
             broken = (Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE),) if later else ()
             found = find(folder)
-            return Found(found.members, (*((newest,) if len(steps) > 1 else ()), *broken, *found.notices), number)
-        later.append(show(folder.name))
+            return FoundFolders(
+                found.members, (*((newest,) if len(steps) > 1 else ()), *broken, *found.notices), number
+            )
+        later.append(printable(folder.name))
     raise Incomplete(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
 
 
@@ -173,7 +175,7 @@ def _number(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def leftovers(folder: Path, named: Collection[str]) -> Iterator[str]:
+def stale_files(folder: Path, named: Collection[str]) -> Iterator[str]:
     """Files of data that the metadata do not name: those of a former save by more ranks, say."""
     for entry in sorted(folder.iterdir()):
         # A rank that has nothing to save leaves an empty file.

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
 
-from ckpt_formats.containers.torchfile import Alike, TensorRef, Window, open_item, tensor_of
+from ckpt_formats.containers.torchfile import ParsedTemplate, TensorRef, Window, open_item, tensor_of
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Array, Blob, Raw
-from ckpt_formats.core.text import show
-from ckpt_formats.engines.dcp.compressed_items import DESCRIPTOR, Frame, Inflated
-from ckpt_formats.engines.dcp.metadata import Item
+from ckpt_formats.core.tensor import Array, Blob, FileBlob
+from ckpt_formats.core.text import printable
+from ckpt_formats.engines.dcp.compressed_items import DESCRIPTOR, DecompressedBlob, Frame
+from ckpt_formats.engines.dcp.metadata import ItemRange
 
 _EDGE = 4096
 """Bytes read at either end of an item: all of an archive that is no tensor data fits, as torch writes it."""
@@ -30,14 +30,14 @@ _MOST_OVERHEAD = 1 << 24
 
 
 @dataclass(eq=False)
-class Items:
+class ItemReader:
     """The items of one folder, and where in them the values of the last few lie."""
 
     folder: Path
     _known: dict[tuple[str, int, int], Blob] = field(default_factory=dict, repr=False)
-    _forms: dict[tuple[int, DType, Shape], Alike] = field(default_factory=dict, repr=False)
+    _forms: dict[tuple[int, DType, Shape], ParsedTemplate] = field(default_factory=dict, repr=False)
 
-    def window(self, item: Item, most: int) -> Window | Frame:
+    def window(self, item: ItemRange, most: int) -> Window | Frame:
         """The bytes of an item, which may decode to so many. Raises `Corrupt`, `Unsafe`, `NotFound`, `Unsupported`."""
         path = self.folder / item.file
         window = Window(path, item.offset, item.nbytes, _EDGE)
@@ -45,11 +45,11 @@ class Items:
             return window
         with window:
             if item.transforms != (DESCRIPTOR,):
-                names = ", ".join(show(name) for name in item.transforms)
+                names = ", ".join(printable(name) for name in item.transforms)
                 raise Unsupported(f"the item went through {names:.200}, which is unknown", where=path)
             return Frame(path, item.offset, item.nbytes, most)
 
-    def blob(self, block: "Block") -> Blob:
+    def blob(self, block: "ItemBlob") -> Blob:
         """All values of a block. Raises as `window` does, and `Corrupt` if the item does not hold what it should."""
         key = (block.item.file, block.item.offset, block.item.nbytes)
         found = self._known.get(key)
@@ -76,7 +76,7 @@ class Items:
     def __setstate__(self, folder: Path) -> None:
         self.folder, self._known, self._forms = folder, {}, {}
 
-    def _found(self, block: "Block") -> Blob:
+    def _found(self, block: "ItemBlob") -> Blob:
         with self.window(block.item, 2 * block.at.size * block.dtype.itemsize + _MOST_OVERHEAD) as window:
             form = (block.item.nbytes, block.dtype, block.at.shape)
             known = self._forms.get(form)
@@ -87,25 +87,25 @@ class Items:
                 raise Corrupt("the item holds no tensor")
             (fragment,) = tensor_of(file.root).fragments
             raw = fragment.blob
-            assert isinstance(raw, Raw)
+            assert isinstance(raw, FileBlob)
             if isinstance(window, Frame):
                 window.check(file.seals())
-                return Inflated(window, replace(raw, seal=None))
+                return DecompressedBlob(window, replace(raw, seal=None))
             if (found := file.alike(window)) is not None and len(self._forms) < _MOST_FORMS:
                 self._forms[form] = found
             return raw if raw.seal is None else replace(raw, seal=replace(raw.seal, label=block.label))
 
 
-def _placed(known: Alike, crc: int, window: Window, block: "Block") -> Raw:
+def _placed(known: ParsedTemplate, crc: int, window: Window, block: "ItemBlob") -> FileBlob:
     """The values of an item that is like another."""
     raw, base = known.raw, window.base
     seal = Seal(window.path, base + known.start, known.stop - known.start, "crc32", crc, block.label)
-    return Raw(window.path, base + raw.offset, raw.shape, raw.dtype, raw.strides, seal)
+    return FileBlob(window.path, base + raw.offset, raw.shape, raw.dtype, raw.strides, seal)
 
 
 # Not frozen, as items are not: there are as many.
 @dataclass(slots=True, eq=False)
-class Block:
+class ItemBlob:
     """The blob of one item, or of a block of it."""
 
     name: str
@@ -113,8 +113,8 @@ class Block:
     at: Box
     """Where in the tensor all of the item belongs."""
     dtype: DType
-    item: Item
-    items: Items
+    item: ItemRange
+    items: ItemReader
     part: Box | None = None
     """Counted from the item's corner; None for all of it."""
 
@@ -124,16 +124,16 @@ class Block:
 
     @property
     def label(self) -> str:
-        return f"`{show(self.name)}` {self.at}"
+        return f"`{printable(self.name)}` {self.at}"
 
-    def crop(self, box: Box) -> "Block":
+    def crop(self, box: Box) -> "ItemBlob":
         part = box if self.part is None else box.shift(self.part.start)
-        return Block(self.name, self.at, self.dtype, self.item, self.items, part)
+        return ItemBlob(self.name, self.at, self.dtype, self.item, self.items, part)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         self._blob().read_into(out, reader)
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         """None where the item cannot be opened: then `flaws` says why."""
         try:
             blob = self._blob()
@@ -156,10 +156,10 @@ class Block:
         return blob if self.part is None else blob.crop(self.part)
 
 
-class Seals(Sequence[Seal]):
+class ItemSeals(Sequence[Seal]):
     """The checksums of all items. They are in the items, so these are opened when somebody asks for the first one."""
 
-    def __init__(self, blocks: Sequence[Block], others: Sequence[Seal]) -> None:
+    def __init__(self, blocks: Sequence[ItemBlob], others: Sequence[Seal]) -> None:
         self._blocks, self._others = blocks, others
         self._found: tuple[Seal, ...] | None = None
 
@@ -180,7 +180,7 @@ class Seals(Sequence[Seal]):
         return len(self._all)
 
 
-def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[Item]) -> Iterator[Notice]:
+def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[ItemRange]) -> Iterator[Notice]:
     """Files that are longer than the items that are named in them: torch writes items without gaps.
 
     Raises `Corrupt` if what lies behind the last item is more than padding: a later save overwrote the file.
@@ -197,7 +197,7 @@ def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[Item])
                 opened.seek(end)
                 if opened.read(_EDGE).strip(b"\0"):
                     raise Corrupt(
-                        f"{show(file)} has {size - end:,} bytes behind the last item that .metadata names",
+                        f"{printable(file)} has {size - end:,} bytes behind the last item that .metadata names",
                         where=folder,
                         hint="A later save overwrote the file: copy all files of one save again.",
                     )

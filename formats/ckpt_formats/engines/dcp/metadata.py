@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from operator import add
 from pathlib import Path, PurePosixPath
 
-from ckpt_formats.containers.torchfile import Form, Formed, load_pickle
+from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, load_pickle
 from ckpt_formats.containers.torchfile.storages import MOST_AXES, MOST_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 MOST_BYTES = 512 << 20
 
-_CHUNK = Form(MODULE, "ChunkStorageMetadata", (("offsets", "size"), ("sizes", "size")))
-_INDEX = Form(MODULE, "MetadataIndex", (("fqn", "text"), ("index", "int")), last=("offset", "size"))
-_PLACE = Form(STORAGE_MODULE, "_StorageInfo", (("relative_path", "text"), ("offset", "int"), ("length", "int")))
+_CHUNK = RecordForm(MODULE, "ChunkStorageMetadata", (("offsets", "size"), ("sizes", "size")))
+_INDEX = RecordForm(MODULE, "MetadataIndex", (("fqn", "text"), ("index", "int")), last=("offset", "size"))
+_PLACE = RecordForm(STORAGE_MODULE, "_StorageInfo", (("relative_path", "text"), ("offset", "int"), ("length", "int")))
 
 FORMS = (_CHUNK, _INDEX, _PLACE)
 """Objects that there is one of, or two, for each block."""
@@ -46,7 +46,7 @@ Key = tuple[str, Shape | None]
 
 # As for storages of `torchfile`: there are as many as a checkpoint has blocks, and freezing takes time.
 @dataclass(slots=True)
-class Item:
+class ItemRange:
     """Where one saved object lies: bytes `offset` to `offset + nbytes` of a file in the checkpoint's folder."""
 
     file: str
@@ -57,24 +57,24 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor: its blocks that hold something, each with its item, if any file has it."""
 
     dtype: DType
     shape: Shape
-    blocks: tuple[tuple[Box, Item | None], ...]
+    blocks: tuple[tuple[Box, ItemRange | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """What `.metadata` says, checked: names are names, boxes are boxes, paths stay inside."""
 
-    tensors: Mapping[str, Stored]
-    objects: Mapping[str, Item]
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, ItemRange]
     paths: Mapping[str, Steps]
     files: tuple[str, ...]
     """All that it names, also those with nothing but empty shards."""
-    items: Collection[Item]
+    items: Collection[ItemRange]
     notices: tuple[Notice, ...] = ()
     nesting: tuple[Notice, ...] = ()
     """Of how paths were found, for whoever needs them."""
@@ -83,7 +83,7 @@ class Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata`. Raises `Corrupt`, `Unsafe`, `Unsupported`."""
     root = load_pickle(read_whole(path, MOST_BYTES), str(path), FORMS)
-    return _Reading(path).metadata(root)
+    return _MetadataReader(path).metadata(root)
 
 
 _VERSION = "1.0.0"
@@ -104,7 +104,7 @@ def _apart(names: Sequence[str], tensors: Collection[str]) -> dict[str, Steps]:
     return {name: (head, rest) if head in heads and rest else (name,) for name, (head, _, rest) in parts.items()}
 
 
-class _Reading:
+class _MetadataReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, str] = {}
@@ -123,8 +123,8 @@ class _Reading:
             raise self._corrupt("it does not say how names are made, not even that they are not")
         items = self._items(placed)
         self._unlisted = set(items) if len(items) < _MOST_COUNTED else set()
-        tensors: dict[str, Stored] = {}
-        objects: dict[str, Item] = {}
+        tensors: dict[str, StoredTensor] = {}
+        objects: dict[str, ItemRange] = {}
         for name, entry in entries.items():
             kind = entry.cls.name if type(entry) is Record else ""
             if kind == "TensorStorageMetadata":
@@ -132,33 +132,33 @@ class _Reading:
             elif kind == "BytesStorageMetadata":
                 item = items.get((name, None))
                 if item is None:
-                    raise self._corrupt(f"it does not say where `{show(name)}` is stored")
+                    raise self._corrupt(f"it does not say where `{printable(name)}` is stored")
                 objects[name] = item
                 self._unlisted.discard((name, None))
             else:
-                raise self._corrupt(f"`{show(name)}` is neither a tensor nor an object")
+                raise self._corrupt(f"`{printable(name)}` is neither a tensor nor an object")
         if self._unlisted:
             fqn, at = min(self._unlisted, key=str)
             raise self._corrupt(
-                f"it says where a block of `{show(fqn)}` at {'no place' if at is None else list(at)} is stored, "
+                f"it says where a block of `{printable(fqn)}` at {'no place' if at is None else list(at)} is stored, "
                 "but lists no such block"
             )
         paths, nesting = self._paths(root.get("planner_data"), entries, tensors)
         notices: tuple[Notice, ...] = ()
         version = root.get("version")
         if version not in (None, _VERSION):
-            text = f"the metadata are of version {show(str(version))[:20]}, which is not known: read as {_VERSION}"
+            text = f"the metadata are of version {printable(str(version))[:20]}, which is not known: read as {_VERSION}"
             notices = (Notice(text, weight=Weight.UNSURE),)
         return Metadata(tensors, objects, paths, tuple(self._files), items.values(), notices, nesting)
 
-    def _items(self, placed: Mapping[Value, Value]) -> dict[Key, Item]:
-        found: dict[Key, Item] = {}
+    def _items(self, placed: Mapping[Value, Value]) -> dict[Key, ItemRange]:
+        found: dict[Key, ItemRange] = {}
         for index, place in placed.items():
-            if type(index) is Formed and index[0] == "MetadataIndex":
+            if type(index) is CompactRecord and index[0] == "MetadataIndex":
                 fqn, offset = index[1], index[3]
             else:
                 fqn, offset = self._fields(index, "MetadataIndex", "fqn", "offset")
-            if type(place) is Formed and place[0] == "_StorageInfo":
+            if type(place) is CompactRecord and place[0] == "_StorageInfo":
                 file, start, nbytes, transforms = place[1], place[2], place[3], None
             else:
                 file, start, nbytes, transforms = self._fields(
@@ -166,35 +166,35 @@ class _Reading:
                 )
             key = (fqn, offset)
             if key in found:
-                raise self._corrupt(f"it says twice where a block of `{show(str(fqn))}` is stored")
+                raise self._corrupt(f"it says twice where a block of `{printable(str(fqn))}` is stored")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
-                raise self._corrupt(f"an item of `{show(str(fqn))}` is at an impossible place")
+                raise self._corrupt(f"an item of `{printable(str(fqn))}` is at an impossible place")
             known = self._files.get(file) if type(file) is str else None
-            item = found[key] = Item(known or self._file(file), start, nbytes)
+            item = found[key] = ItemRange(known or self._file(file), start, nbytes)
             if transforms:
                 item.transforms = self._transforms(transforms)
         return found
 
-    def _tensor(self, name: str, entry: Record, items: Mapping[Key, Item]) -> Stored:
+    def _tensor(self, name: str, entry: Record, items: Mapping[Key, ItemRange]) -> StoredTensor:
         dtype = self._dtype(name, entry.get("properties"))
         shape, chunks = entry.get("size"), entry.get("chunks")
         if not _is_shape(shape) or type(chunks) is not list:
-            raise self._corrupt(f"tensor `{show(name)}` has an impossible shape")
+            raise self._corrupt(f"tensor `{printable(name)}` has an impossible shape")
         blocks = []
         for chunk in chunks:
-            if type(chunk) is Formed and chunk[0] == "ChunkStorageMetadata":
+            if type(chunk) is CompactRecord and chunk[0] == "ChunkStorageMetadata":
                 offsets, sizes = chunk[1], chunk[2]
             else:
                 offsets, sizes = self._fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
                 if not _is_shape(offsets) or not _is_shape(sizes):
-                    raise self._corrupt(f"a block of tensor `{show(name)}` has an impossible shape")
+                    raise self._corrupt(f"a block of tensor `{printable(name)}` has an impossible shape")
             if len(offsets) != len(shape) or len(sizes) != len(shape):
-                raise self._corrupt(f"a block of tensor `{show(name)}` has {len(offsets)} axes, not {len(shape)}")
+                raise self._corrupt(f"a block of tensor `{printable(name)}` has {len(offsets)} axes, not {len(shape)}")
             start = tuple(offsets)
             self._unlisted.discard((name, start))
             if 0 not in sizes:
                 blocks.append((Box(start, tuple(map(add, start, sizes))), items.get((name, start))))
-        return Stored(dtype, tuple(shape), tuple(blocks))
+        return StoredTensor(dtype, tuple(shape), tuple(blocks))
 
     def _dtype(self, name: str, properties: Value) -> DType:
         state = properties.state if type(properties) is Record else None
@@ -202,9 +202,11 @@ class _Reading:
             state = (state.get("dtype"),)
         found = state[0] if isinstance(state, tuple) and state else None
         if type(found) is not Global or found.module != "torch":
-            raise self._corrupt(f"tensor `{show(name)}` has no element type")
+            raise self._corrupt(f"tensor `{printable(name)}` has no element type")
         if found.name not in DTYPES:
-            raise Unsupported(f"tensor `{show(name)}` has elements of type {show(str(found))}", where=self._path)
+            raise Unsupported(
+                f"tensor `{printable(name)}` has elements of type {printable(str(found))}", where=self._path
+            )
         return DTYPES[found.name]
 
     def _paths(
@@ -221,9 +223,11 @@ class _Reading:
         for name in names:
             path = said.get(name)
             if type(path) not in (tuple, list) or not path or not all(type(key) in (str, int) for key in path):
-                raise self._corrupt(f"`{show(name)}` has an impossible path in the state dict")
+                raise self._corrupt(f"`{printable(name)}` has an impossible path in the state dict")
             if ".".join(map(str, path)) != name:
-                raise self._corrupt(f"`{show(name)}` has another path in the state dict: {show(str(list(path))):.200}")
+                raise self._corrupt(
+                    f"`{printable(name)}` has another path in the state dict: {printable(str(list(path))):.200}"
+                )
             paths[name] = tuple(path)
         return paths, ()
 
@@ -238,7 +242,7 @@ class _Reading:
             raise self._corrupt("an item is in a file without a name")
         path = PurePosixPath(said)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in said or "\\" in said:
-            raise Unsafe(f"it names {show(said)!r:.200}, which is not a file inside its folder", where=self._path)
+            raise Unsafe(f"it names {printable(said)!r:.200}, which is not a file inside its folder", where=self._path)
         self._files[said] = said
         return said
 
@@ -246,7 +250,7 @@ class _Reading:
         """The attributes of an object that was not spelled in the usual way."""
         if type(value) is not Record or value.cls.name != name or not isinstance(value.state, dict):
             if type(value) is Record and name == "_StorageInfo":
-                raise Unsupported(f"items are kept in the way of {show(str(value.cls))}", where=self._path)
+                raise Unsupported(f"items are kept in the way of {printable(str(value.cls))}", where=self._path)
             raise self._corrupt(f"something is not a {name}")
         found = tuple(value.state.get(field) for field in fields)
         if name == "MetadataIndex":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.metadata import Steps
 
@@ -35,7 +35,7 @@ def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path)
             if type(node) is not _Node:
                 break
         if type(node) is not _Node or last in node or len(before) > _MOST_DEPTH:
-            raise Corrupt(f"`{show(name)}` is at a place of the state dict that something else has", where=where)
+            raise Corrupt(f"`{printable(name)}` is at a place of the state dict that something else has", where=where)
         node[last] = value
     made = _plain(root, where)
     if not isinstance(made, dict):
@@ -55,7 +55,7 @@ def flattened(tree: Mapping[str, Value]) -> Iterator[tuple[str, Steps, Value]]:
             name = ".".join(map(str, path))
             if name in seen:
                 raise Unsupported(
-                    f"two values of the state dict would both be called `{show(name)}`",
+                    f"two values of the state dict would both be called `{printable(name)}`",
                     hint="Keys with dots clash with nested ones: choose other --keys.",
                 )
             seen.add(name)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import (
-    Bytes,
+    ByteSource,
     Storage,
     StorageSlice,
     TensorRef,
@@ -20,12 +20,12 @@ from ckpt_formats.containers.torchfile.pickle_reader import PROTO
 from ckpt_formats.containers.torchfile.zip_archive import END, LOCAL
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.tensor import Raw, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Size, Value
-from ckpt_formats.engines.dcp.compressed_items import Frame, Inflated
-from ckpt_formats.engines.dcp.items import Items
-from ckpt_formats.engines.dcp.metadata import Item
+from ckpt_formats.engines.dcp.compressed_items import DecompressedBlob, Frame
+from ckpt_formats.engines.dcp.items import ItemReader
+from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.state_dicts.extras import rebuilt
 
 MOST_BYTES = 256 << 20
@@ -44,13 +44,13 @@ class Object:
 
 
 @dataclass(eq=False)
-class Objects:
+class ObjectReader:
     """Reads them. Checkpoints have the same few numbers thousands of times: equal bytes are read once."""
 
-    items: Items
+    items: ItemReader
     _known: dict[bytes, Object] = field(default_factory=dict)
 
-    def read(self, name: str, item: Item) -> Object:
+    def read(self, name: str, item: ItemRange) -> Object:
         """The value of an item: what torch.save saved, as inert data, or its bytes if it is of another kind.
 
         Raises `Unsafe` for what would run code or exhaust memory; `Corrupt`, `NotFound`, `Unsupported`.
@@ -68,10 +68,10 @@ class Objects:
                         self._known[data] = found
             return found
         except CkptError as error:
-            error.where = f"{path}, `{show(name)}`"
+            error.where = f"{path}, `{printable(name)}`"
             raise
 
-    def same(self, first: Item, other: Item) -> bool:
+    def same(self, first: ItemRange, other: ItemRange) -> bool:
         """Do both items hold the same bytes?"""
         with self.items.window(first, MOST_BYTES) as one, self.items.window(other, MOST_BYTES) as two:
             return one.length == two.length and all(
@@ -81,7 +81,7 @@ class Objects:
             )
 
 
-def _read(window: Bytes, item: Item) -> Object:
+def _read(window: ByteSource, item: ItemRange) -> Object:
     length = window.length
     head = window.at(0, min(4, length))
     if head == LOCAL or (length > _END_NBYTES and window.at(length - _END_NBYTES, 4) == END):
@@ -97,7 +97,7 @@ def _read(window: Bytes, item: Item) -> Object:
     return Object(window.at(0, length), raw=True)
 
 
-def check_between(item: Item, others: Collection[Item], where: Path) -> None:
+def check_between(item: ItemRange, others: Collection[ItemRange], where: Path) -> None:
     """Check that an item begins where another ends, and ends where another begins. Raises `Corrupt`.
 
     Torch writes items without gaps. For bytes of an unknown form this is the only sign of a wrong place.
@@ -118,8 +118,8 @@ def _inflated(frame: Frame, value: Value) -> Value:
     if not isinstance(value, TensorRef):
         return value
     (fragment,) = tensor_of(value).fragments
-    assert isinstance(fragment.blob, Raw)
-    return Tensor.of(Inflated(frame, replace(fragment.blob, seal=None)))
+    assert isinstance(fragment.blob, FileBlob)
+    return Tensor.of(DecompressedBlob(frame, replace(fragment.blob, seal=None)))
 
 
 def _is_constant(value: Value) -> bool:

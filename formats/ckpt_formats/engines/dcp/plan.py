@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Parameter, Part
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Parameter
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp.balance import Loads, Mesh, blocks
-from ckpt_formats.engines.dcp.entries import Entry, Layouts, block_of
+from ckpt_formats.engines.dcp.balance import BytesPerRank, RankGrid, blocks
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, block_of
 from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
 from ckpt_formats.engines.dcp.metadata import Steps
 from ckpt_formats.engines.dcp.nesting import flattened
@@ -20,12 +20,12 @@ from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, keys_of
 from ckpt_formats.state_dicts.write import state_tree
 
 
-def plan_parts(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+def plan_parts(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
     """The files. Raises `Unsupported` for what PyTorch cannot hold."""
     keys = goal.keys or keys_of(source.origin.layout.get("keys")) or NESTED
     pair = goal.keys == ACCELERATE or (goal.keys is None and source.origin.layout.get(PAIR) is True)
     tree = state_tree(source, keys, objects=True)
-    placing = _Placing(source, mesh_of(source, goal), _rules(source, goal))
+    placing = _Placement(source, mesh_of(source, goal), _rules(source, goal))
     if not pair:
         return tuple(placing.parts("", tree))
     optimizer = {key: value for key, value in tree.items() if key == keys.optimizer}
@@ -34,11 +34,11 @@ def plan_parts(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
     return tuple(part for folder, one in trees.items() if one for part in placing.parts(f"{folder}/", one))
 
 
-def mesh_of(source: Checkpoint, goal: Goal) -> Mesh:
+def mesh_of(source: Checkpoint, goal: Goal) -> RankGrid:
     """The ranks asked for; else as many as wrote the source, if it is of this kind; else one."""
     tp = goal.degrees.tp or 1
     world = source.origin.layout.get("world")
-    return Mesh(goal.degrees.dp or (max(1, world // tp) if type(world) is int else 1), tp)
+    return RankGrid(goal.degrees.dp or (max(1, world // tp) if type(world) is int else 1), tp)
 
 
 def _rules(source: Checkpoint, goal: Goal) -> tuple[Rule, ...]:
@@ -47,14 +47,14 @@ def _rules(source: Checkpoint, goal: Goal) -> tuple[Rule, ...]:
 
 
 @dataclass(frozen=True)
-class _Placing:
+class _Placement:
     source: Checkpoint
-    mesh: Mesh
+    mesh: RankGrid
     rules: tuple[Rule, ...]
 
-    def parts(self, prefix: str, tree: Mapping[str, Value]) -> Iterator[Part]:
+    def parts(self, prefix: str, tree: Mapping[str, Value]) -> Iterator[FilePlan]:
         """The files of one folder. Objects go to the first rank, in front, as PyTorch has them."""
-        layouts, loads = Layouts(), Loads(self.mesh.world)
+        layouts, loads = EntryLayouts(), BytesPerRank(self.mesh.world)
         entries: list[list[Entry]] = [[] for _ in range(self.mesh.world)]
         sizes = [0] * self.mesh.world
         for entry, holders in self._entries(tree):
@@ -64,7 +64,7 @@ class _Placing:
             sizes[rank] += size
         for rank, held in enumerate(entries):
             if held:
-                yield Part(
+                yield FilePlan(
                     f"{prefix}__{rank}_0.distcp",
                     self._parameters(held),
                     {"entries": tuple(held)},

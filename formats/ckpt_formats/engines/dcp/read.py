@@ -5,20 +5,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Options, Origin, Shard
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, ReadOptions, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Seal, unreadable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Fragment, Tensor, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp.folder import ACCELERATE, Found, Member, find, leftovers, rank_of
-from ckpt_formats.engines.dcp.items import Block, Items, Seals, unnamed_bytes
-from ckpt_formats.engines.dcp.metadata import Item, Metadata, Steps, Stored, read_metadata
+from ckpt_formats.engines.dcp.folder import ACCELERATE, FoundFolders, MetadataFolder, find, rank_of, stale_files
+from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
+from ckpt_formats.engines.dcp.metadata import ItemRange, Metadata, Steps, StoredTensor, read_metadata
 from ckpt_formats.engines.dcp.nesting import nested
-from ckpt_formats.engines.dcp.objects import Objects, check_between
+from ckpt_formats.engines.dcp.objects import ObjectReader, check_between
 from ckpt_formats.state_dicts.extras import numbered
 from ckpt_formats.state_dicts.keys import TORCHTITAN
 from ckpt_formats.state_dicts.read import training_state
@@ -36,7 +36,7 @@ _MEGATRON = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
 _STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_-]?0*(\d{1,15})")
 
 
-def read(path: Path, options: Options) -> Checkpoint:
+def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
     try:
         return _checkpoint(path, options)
@@ -44,13 +44,13 @@ def read(path: Path, options: Options) -> Checkpoint:
         raise unreadable(error, path) from error
 
 
-def _checkpoint(path: Path, options: Options) -> Checkpoint:
+def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     found = find(path)
     parts = [_read(member, options.rules) for member in found.members]
     tree: dict[str, Value] = {}
     for part in parts:
         if twice := next((key for key in part.tree if key in tree), None):
-            raise Corrupt(f"two folders hold a state dict called `{show(twice)}`", where=path)
+            raise Corrupt(f"two folders hold a state dict called `{printable(twice)}`", where=path)
         tree |= part.tree
     state = training_state(tree, path, options.order, options.orders)
     _check_step(state.step, found, path)
@@ -74,33 +74,33 @@ def _checkpoint(path: Path, options: Options) -> Checkpoint:
         state.extras,
         state.aliases,
         tuple(shard for part in parts for shard in part.shards),
-        Seals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
+        ItemSeals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
         (*found.notices, *state.notices, *(n for part in parts for n in part.notices)),
     )
 
 
 @dataclass
-class _Part:
+class _FolderContent:
     """What one folder holds."""
 
     tree: dict[str, Value]
     ranks: frozenset[int]
-    shards: tuple[Shard, ...]
-    blocks: list[Block] = field(default_factory=list)
+    shards: tuple[SourceFile, ...]
+    blocks: list[ItemBlob] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
 
-def _read(member: Member, rules: Sequence[Rule]) -> _Part:
+def _read(member: MetadataFolder, rules: Sequence[Rule]) -> _FolderContent:
     folder = member.folder
     by_rank = [read_metadata(path) for path in member.metadata]
     _check_engine(folder, by_rank)
     sizes = _sizes(folder, by_rank)
     ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
-    shards = [Shard(path, path.stat().st_size, "metadata") for path in member.metadata]
-    shards += [Shard(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
-    part = _Part({}, ranks, tuple(shards))
-    items = Items(folder)
+    shards = [SourceFile(path, path.stat().st_size, "metadata") for path in member.metadata]
+    shards += [SourceFile(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
+    part = _FolderContent({}, ranks, tuple(shards))
+    items = ItemReader(folder)
     values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
     apart = _objects(by_rank, items, values, part.seals)
     paths: dict[str, Steps] = {}
@@ -112,8 +112,8 @@ def _read(member: Member, rules: Sequence[Rule]) -> _Part:
     if apart:
         part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
         part.notices.append(Notice(f"ranks saved values of their own under the same keys: carried under `{RANKS}`"))
-    if left := [*member.leftovers, *leftovers(folder, sizes)]:
-        text = f"{show(folder.name)} has leftovers of another save, which no metadata name"
+    if left := [*member.stale_files, *stale_files(folder, sizes)]:
+        text = f"{printable(folder.name)} has leftovers of another save, which no metadata name"
         part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
     return part
 
@@ -123,13 +123,14 @@ def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
     for metadata in by_rank:
         if odd := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
             raise Incomplete(
-                f"common.pt and metadata.json are missing, which Megatron writes beside objects such as `{show(odd)}`",
+                "common.pt and metadata.json are missing, which Megatron writes beside objects such as "
+                f"`{printable(odd)}`",
                 where=folder,
                 hint="Copy all files of the iteration's folder.",
             )
 
 
-def _check_step(state_step: int | None, found: Found, path: Path) -> None:
+def _check_step(state_step: int | None, found: FoundFolders, path: Path) -> None:
     """Raises `Corrupt` if the folder's name states another step than what was saved in it."""
     first = found.members[0].folder
     folder = first.parent if len(found.members) > 1 else first
@@ -140,7 +141,7 @@ def _check_step(state_step: int | None, found: Found, path: Path) -> None:
 
 
 def _tensors(
-    by_rank: Sequence[Metadata], items: Items, blocks: list[Block], rules: Sequence[Rule]
+    by_rank: Sequence[Metadata], items: ItemReader, blocks: list[ItemBlob], rules: Sequence[Rule]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, of the blocks that any rank saved.
 
@@ -153,8 +154,8 @@ def _tensors(
     for name in dict.fromkeys(name for metadata in by_rank for name in metadata.tensors):
         saved = [metadata.tensors[name] for metadata in by_rank if name in metadata.tensors]
         if any((one.shape, one.dtype) != (saved[0].shape, saved[0].dtype) for one in saved):
-            raise Corrupt(f"ranks disagree about the shape or type of tensor `{show(name)}`", where=items.folder)
-        copies: dict[Box, list[Item | None]] = {}
+            raise Corrupt(f"ranks disagree about the shape or type of tensor `{printable(name)}`", where=items.folder)
+        copies: dict[Box, list[ItemRange | None]] = {}
         for one in saved:
             for box, item in one.blocks:
                 copies.setdefault(box, []).append(item)
@@ -166,20 +167,24 @@ def _tensors(
 
 
 def _tensor(
-    name: str, stored: Stored, saved: Sequence[tuple[Box, Item | None]], items: Items, blocks: list[Block]
+    name: str,
+    stored: StoredTensor,
+    saved: Sequence[tuple[Box, ItemRange | None]],
+    items: ItemReader,
+    blocks: list[ItemBlob],
 ) -> Tensor:
     """A tensor. Blocks that no file holds are left out: its flaws tell."""
-    held = [(box, Block(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
+    held = [(box, ItemBlob(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
     blocks += (block for _, block in held)
     return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
 
 
 def _objects(
-    by_rank: Sequence[Metadata], items: Items, values: dict[str, Value], seals: list[Seal]
+    by_rank: Sequence[Metadata], items: ItemReader, values: dict[str, Value], seals: list[Seal]
 ) -> dict[str, dict[str, Value]]:
     """Add every object to the values. Returns what ranks saved otherwise than the first that has it, by rank."""
-    objects = Objects(items)
-    first: dict[str, Item] = {}
+    objects = ObjectReader(items)
+    first: dict[str, ItemRange] = {}
     apart: dict[str, dict[str, Value]] = {}
     for rank, metadata in enumerate(by_rank):
         for name, item in metadata.objects.items():
@@ -211,7 +216,7 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
         _check_serialization(folder, metadata)
     if missing:
         more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
-        what = f"{', '.join(map(show, missing[:3]))}{more} is missing, which the metadata name"
+        what = f"{', '.join(map(printable, missing[:3]))}{more} is missing, which the metadata name"
         raise Incomplete(what, where=folder, hint="Copy the files of all ranks.")
     return sizes
 
@@ -222,7 +227,8 @@ def _check_serialization(folder: Path, metadata: Metadata) -> None:
         for box, item in stored.blocks:
             if item is not None and not item.transforms and item.nbytes == box.size * stored.dtype.itemsize:
                 raise Unsupported(
-                    f"tensor `{show(name)}` was saved with SerializationFormat.SAFETENSORS, whose items torch notes "
+                    f"tensor `{printable(name)}` was saved with SerializationFormat.SAFETENSORS, whose items torch "
+                    "notes "
                     "at wrong places: nobody can read them, not even torch",
                     where=folder,
                     hint="Save again with the default format, or with HuggingFaceStorageWriter.",

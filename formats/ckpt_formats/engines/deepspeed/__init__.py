@@ -12,25 +12,25 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Origin, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Origin, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
-from ckpt_formats.engines.deepspeed.consistency import check_one_run
-from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, carry
+from ckpt_formats.engines.deepspeed.consistency import check_same_run
+from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras
 from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
-from ckpt_formats.engines.deepspeed.rank import Rank, read_ranks
+from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
 from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
-from ckpt_formats.engines.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
 from ckpt_formats.engines.deepspeed.weights import tied_layers
-from ckpt_formats.engines.deepspeed.write_layout import settle_target
+from ckpt_formats.engines.deepspeed.write_layout import resolve_layout
 from ckpt_formats.engines.deepspeed.write_parts import parts
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
 
@@ -44,21 +44,21 @@ class DeepSpeed(WritableFormat):
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = list_folder(step_of(path))
         with form_of("a DeepSpeed checkpoint", folder.path):
             return _read(path, open_step(folder), options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
-        return tuple(parts(settle_target(source, goal)))
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+        return tuple(parts(resolve_layout(source, goal)))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
         files = {rank_name(Path(part.file)) for part in parts}
         said = source.extras.get("ranks")
         gone = sorted(name for name in (said if isinstance(said, dict) else ()) if name not in files)
         return (Notice("what only these ranks of the source had, such as RNG states", tuple(gone)),) if gone else ()
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(exist_ok=True)
         return write_tree(folder, part, transfer)
 
@@ -68,16 +68,16 @@ class DeepSpeed(WritableFormat):
         os.replace(draft, folder / "latest")
 
 
-def _read(path: Path, step: Step, options: Options) -> Checkpoint:
+def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
     ranks = read_ranks(step, options.order)
     stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
     parameters, tied = merge_stages(stages)
-    check_one_run(parameters, step.folder.path)
+    check_same_run(parameters, step.folder.path)
     models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
     optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
     optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
     beside = {path: items for rank in ranks for path, items in rank.beside.items()}
-    extras = carry(models, optims, parameters, beside)
+    extras = collect_extras(models, optims, parameters, beside)
     return Checkpoint(
         path,
         origin_of(step, [list(stage) for stage in stages]),
@@ -92,7 +92,7 @@ def _read(path: Path, step: Step, options: Options) -> Checkpoint:
     )
 
 
-def own_rules(step: Step, mp: int) -> tuple[Rule, ...]:
+def own_rules(step: OpenedStep, mp: int) -> tuple[Rule, ...]:
     file = step.models(mp)[0]
     info = file.root.get(ORIGIN)
     return rules_of(info, file.path) if isinstance(info, dict) and info else ()
@@ -104,7 +104,7 @@ def notices_of(tied: list[str]) -> tuple[Notice, ...]:
     return (Notice("on several pipeline stages, where the first stage's copy counts", tuple(tied)),)
 
 
-def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> Iterator[Notice]:
+def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, Value]) -> Iterator[Notice]:
     models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
     yield from doubtful_steps(models)
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
@@ -123,7 +123,7 @@ def _notices(step: Step, ranks: Sequence[Rank], extras: Mapping[str, Value]) -> 
         yield Notice(text, tuple(unplaced), Weight.UNSURE)
 
 
-def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:
+def origin_of(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
     root = step.first.root
     steps, version = root.get("global_steps"), root.get("ds_version")
     zero = step.config.get("zero_optimization")
@@ -137,4 +137,4 @@ def origin_of(step: Step, by_stage: list[list[str]]) -> Origin:
         layout["pipeline"] = find_pipeline(
             by_stage, tied_layers(files, [n for names in by_stage for n in names])
         ).to_json()
-    return Origin("deepspeed", None if version is None else str(version), steps if natural(steps) else None, layout)
+    return Origin("deepspeed", None if version is None else str(version), steps if is_natural(steps) else None, layout)

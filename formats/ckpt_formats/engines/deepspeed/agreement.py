@@ -8,7 +8,7 @@ from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.deepspeed.folder import Folder, rank_in_name
 from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreement, step_in_name, whole
@@ -68,7 +68,7 @@ def doubtful_steps(models: Sequence[TorchFile]) -> Iterator[Notice]:
 
 def _statements(folder: Folder, files: Mapping[Path, TorchFile], models: Sequence[TorchFile]) -> Iterator[Statement]:
     for file in models:
-        name = show(file.path.name)
+        name = printable(file.path.name)
         for key in _NUMBERS:
             yield Statement(f"`{key}`", name, whole(file.root.get(key)))
         degrees = file.root.get("checkpoint_parallel_dimensions")
@@ -79,7 +79,7 @@ def _statements(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
     if folder.model3:
         yield Statement("the ZeRO stage", f"the name of {next(iter(folder.model3.values())).name}", 3)
     for file in files.values():
-        name = show(file.path.name)
+        name = printable(file.path.name)
         version = file.root.get("ds_version")
         yield Statement("`ds_version`", name, version if isinstance(version, str) else None)
         yield from _of_config(file.root.get("ds_config"), name)
@@ -117,7 +117,7 @@ def _check_name(file: TorchFile) -> None:
     saved, named = rank_in_name(f"{file.stem}.pt"), rank_in_name(file.path.name)
     if saved is not None and saved != named:
         raise Corrupt(
-            f"{show(file.path.name)} was saved as {show(file.stem)}.pt: it is another rank's, renamed",
+            f"{printable(file.path.name)} was saved as {printable(file.stem)}.pt: it is another rank's, renamed",
             where=file.path,
             hint="Copy the files of all ranks again, under their own names.",
         )

@@ -10,13 +10,13 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
-from ckpt_formats.core.tensor import Raw, Tensor, read
+from ckpt_formats.core.tensor import FileBlob, Tensor, read
 
 _VALUES = 64
 _SAMPLES = 4
 
 
-def check_one_run(parameters: Mapping[str, Parameter], where: Path) -> None:
+def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
     """Raises `Corrupt` if nothing that we sample of a file's masters rounds to the weights in another."""
     with Reader(check=False) as reader:
         for (path, other), samples in _samples(parameters).items():
@@ -45,7 +45,7 @@ def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], lis
 
 def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
     for fragment in tensor.fragments:
-        if isinstance(fragment.blob, Raw):
+        if isinstance(fragment.blob, FileBlob):
             yield fragment.blob.path, fragment.box
 
 

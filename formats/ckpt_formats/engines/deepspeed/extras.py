@@ -11,7 +11,7 @@ from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.values import Value
-from ckpt_formats.state_dicts.extras import lift
+from ckpt_formats.state_dicts.extras import names_for_tensors
 
 BUFFERS = "buffers"
 """Of a rank among the extras: the model's buffers that it has otherwise than the first rank."""
@@ -50,7 +50,7 @@ _LAYOUT_OF_OPTIMIZER = {
 }
 
 
-def carry(
+def collect_extras(
     models: Mapping[str, TorchFile],
     optims: Mapping[str, TorchFile],
     parameters: dict[str, Parameter],
@@ -115,4 +115,4 @@ def _add(
 ) -> None:
     for key, value in items.items():
         if target is first or key not in first or not same(value, first[key]):
-            target[key] = lift(value, f"{prefix}{key}", parameters)
+            target[key] = names_for_tensors(value, f"{prefix}{key}", parameters)

@@ -11,7 +11,7 @@ from math import prod
 from ckpt_formats.core.geometry import Shape
 
 
-def starts(shapes: Iterable[Shape], paddings: Sequence[int] | None = None) -> list[int]:
+def parameter_offsets(shapes: Iterable[Shape], paddings: Sequence[int] | None = None) -> list[int]:
     """Where each parameter of a ZeRO-1 or 2 group begins, and at last where all end, in elements.
 
     `paddings` are the zeros after each parameter that `parameter_alignment` asks for.
@@ -27,20 +27,20 @@ def chunk(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def dealt(names: Sequence[str], ranks: int) -> list[str]:
+def round_robin(names: Sequence[str], ranks: int) -> list[str]:
     """The order that `round_robin_gradients` gives a group: dealt out to the ranks in turn.
 
-    >>> dealt("abcde", 2)
+    >>> round_robin("abcde", 2)
     ['a', 'c', 'e', 'b', 'd']
     """
     return [name for rank in range(ranks) for name in names[rank::ranks]]
 
 
-def gathered(names: Sequence[str], ranks: int) -> list[str]:
-    """The order before `dealt`.
+def undo_round_robin(names: Sequence[str], ranks: int) -> list[str]:
+    """The order before `round_robin`.
 
-    >>> gathered(["a", "c", "e", "b", "d"], 2)
+    >>> undo_round_robin(["a", "c", "e", "b", "d"], 2)
     ['a', 'b', 'c', 'd', 'e']
     """
-    places = dealt([str(i) for i in range(len(names))], ranks)
+    places = round_robin([str(i) for i in range(len(names))], ranks)
     return [name for _, name in sorted(zip(map(int, places), names, strict=True))]

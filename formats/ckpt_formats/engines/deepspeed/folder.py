@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -95,13 +95,13 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
     except OSError as error:
         raise unreadable(error, latest) from error
     tag = raw.decode("utf-8", "replace").strip()
-    hint = f"Name one step: {', '.join(show(s) for s in steps)}." if steps else "No step is here."
+    hint = f"Name one step: {', '.join(printable(s) for s in steps)}." if steps else "No step is here."
     if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
         raise Corrupt(
-            f"`{pointer}` holds {show(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
+            f"`{pointer}` holds {printable(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
         )
     if not is_step(path / tag):
-        raise NotFound(f"`{pointer}` names {show(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        raise NotFound(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
     return path / tag
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor, packed
+from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order
 from ckpt_formats.core.values import Value, kind_of
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _HINT = "Is it a file of another engine, or of another version of DeepSpeed?"
 
 def shape_of(value: Value, where: Path) -> Shape:
     """A `torch.Size`, tuple or list of whole numbers."""
-    if not isinstance(value, Sequence) or len(value) > 64 or not all(map(natural, value)):
+    if not isinstance(value, Sequence) or len(value) > 64 or not all(map(is_natural, value)):
         raise Corrupt(f"not a shape: {str(value)[:60]}", where=where)
     return tuple(value)
 
@@ -42,13 +42,13 @@ def tensor(value: Value, where: Path) -> Tensor:
     return tensor_of(value)
 
 
-def vector(value: Value, where: Path) -> Raw:
+def vector(value: Value, where: Path) -> FileBlob:
     """A stored tensor as a flat vector. Raises `Unsupported` if it is not packed."""
     found = tensor(value, where)
     blob = found.fragments[0].blob if found.fragments else None
-    if not isinstance(blob, Raw):
+    if not isinstance(blob, FileBlob):
         raise Unsupported("a flat partition is not plainly stored", where=where)
-    if not packed(blob.shape, blob.strides, blob.dtype.itemsize):
+    if not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
         raise Unsupported("a flat partition is stored with gaps", where=where)
     return blob.shaped((found.size,))
 

@@ -9,12 +9,12 @@ from ckpt_formats.core.checkpoint import Group, Parameter
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.layout import Layout, Rule, merge
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.engines.deepspeed.optimizer_states import has_tensor_in
-from ckpt_formats.engines.deepspeed.rank import Rank
+from ckpt_formats.engines.deepspeed.rank import RankState
 
 
-def merge_rows(ranks: Sequence[Rank], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
+def merge_rows(ranks: Sequence[RankState], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
     """The parameters of each pipeline stage: `tp` ranks one after another, by the layout that holds at the first."""
     stages = []
     for first in range(0, len(ranks), tp):
@@ -24,7 +24,7 @@ def merge_rows(ranks: Sequence[Rank], tp: int, layout_at: Callable[[int], Layout
     return stages
 
 
-def everywhere(name: str, ranks: Sequence[Rank]) -> list[Parameter]:
+def everywhere(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
     """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
     for number, rank in enumerate(ranks):
         if name not in rank.parameters:
@@ -91,8 +91,8 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
             if other is not group:
                 odd = sorted(k for k in {*other.options, *group.options} if not _alike(other, group, k))
                 raise Corrupt(
-                    f"`{show(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
-                    f"{', '.join(map(show, odd[:3]))}",
+                    f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
+                    f"{', '.join(map(printable, odd[:3]))}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )

@@ -34,7 +34,7 @@ ELEMENTWISE = frozenset(
 
 
 @dataclass
-class Optimized:
+class OptimizerStates:
     """Master, moments and plain numbers of each parameter, in its local shape; and the groups."""
 
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Optimized:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SplitState:
     """An optimizer's state of one group: vectors by rank, and what all ranks must agree upon."""
 
     vectors: dict[str, list[Value]]
@@ -55,7 +55,7 @@ class Sorted:
     values: dict[str, Value]
 
 
-def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> Sorted:
+def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
     """Tell vectors from scalars in the state of one group, as each rank has it.
 
     Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
@@ -86,7 +86,7 @@ def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFil
             scalars[name] = found[0]
         else:
             vectors[name] = every
-    return Sorted(vectors, scalars, values)
+    return SplitState(vectors, scalars, values)
 
 
 def options_of(group: Value, where: Path) -> dict[str, Value]:

@@ -8,7 +8,7 @@ own unless it is only a function, such as the use of a tied embedding as head.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import Value
 
@@ -84,7 +84,7 @@ def pipeline_of(said: Value) -> Pipeline | None:
     if not isinstance(said, dict) or set(said) != {"stages", "tied", "users"}:
         return None
     lists = [*said["stages"], *said["tied"].values(), *said["users"].values()]
-    if not all(isinstance(one, list) and all(map(natural, one)) for one in lists):
+    if not all(isinstance(one, list) and all(map(is_natural, one)) for one in lists):
         return None
     return Pipeline(
         tuple(map(tuple, said["stages"])),

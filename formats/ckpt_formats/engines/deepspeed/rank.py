@@ -10,16 +10,16 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Decoded, Tensor, with_replicas
+from ckpt_formats.core.tensor import DerivedBlob, Tensor, with_replicas
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.experts import is_expert
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED
 from ckpt_formats.engines.deepspeed.lookups import get
-from ckpt_formats.engines.deepspeed.optimizer_states import Optimized
+from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates
 from ckpt_formats.engines.deepspeed.stage0 import read_whole
-from ckpt_formats.engines.deepspeed.step import Step
+from ckpt_formats.engines.deepspeed.step import OpenedStep
 from ckpt_formats.engines.deepspeed.weights import (
-    Weights,
+    ModelTensors,
     model_dtype,
     others_in,
     own_buffers,
@@ -30,13 +30,13 @@ from ckpt_formats.engines.deepspeed.weights import (
 )
 from ckpt_formats.engines.deepspeed.zero3 import read_sub_groups
 from ckpt_formats.engines.deepspeed.zero12 import mapped_names, read_groups, stated_shapes
-from ckpt_formats.state_dicts.parameter_order import Named
+from ckpt_formats.state_dicts.parameter_order import NamedTensor
 
 Layers = Mapping[tuple[int, int], TorchFile]
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankState:
     """What one model-parallel rank has."""
 
     parameters: Mapping[str, Parameter]
@@ -47,15 +47,15 @@ class Rank:
     unknown: tuple[str, ...] = ()
     """Tensors of the model in files of layers that no optimizer knows."""
     by_order: bool = False
-    """As in `Optimized`."""
+    """As in `OptimizerStates`."""
 
 
-def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
+def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
     """All model-parallel ranks, in order. `order` names the parameters of an optimizer that numbers them."""
     modules = [read_module(step.models(mp), step.stage3) for mp in range(step.tp * step.pp)]
     experts = {key: step.files[path] for key, path in step.folder.experts.items()}
     layers = {key: step.files[path] for key, path in step.folder.layers.items()}
-    optimized: list[Optimized] = []
+    optimized: list[OptimizerStates] = []
     for mp, module in enumerate(modules):
         module.tensors |= dict(read_experts(experts, mp))
         before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
@@ -74,7 +74,7 @@ def read_ranks(step: Step, order: Sequence[str] = ()) -> list[Rank]:
     ]
 
 
-def _beside(step: Step, mp: int, optimized: Optimized, layers: Layers) -> dict[Path, dict[str, Value]]:
+def _beside(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
     """What a rank's files hold beside tensors of the model and elements of flat buffers."""
     files = step.models(mp)
     found: dict[Path, dict[str, Value]] = {path: {UNPLACED: held} for path, held in optimized.unplaced.items()}
@@ -94,7 +94,7 @@ def _beside(step: Step, mp: int, optimized: Optimized, layers: Layers) -> dict[P
 _IN_EXPERTS = "experts."
 
 
-def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
+def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -> RankState:
     dtype = model_dtype(step.config)
     tensors = with_aliases(weights)
     parameters = {}
@@ -103,11 +103,15 @@ def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
             states = dict(optimized.states[name])
             if name in tensors and MASTER not in states and tensors[name].dtype == DTYPES["float32"]:
                 # Stage 0 in fp32: the optimizer updates the weights themselves.
-                states = {MASTER: tensors[name], **states, MODEL: Tensor.of(Decoded(Rounded(), tensors[name], dtype))}
+                states = {
+                    MASTER: tensors[name],
+                    **states,
+                    MODEL: Tensor.of(DerivedBlob(Rounded(), tensors[name], dtype)),
+                }
             elif name in tensors:
                 states[MODEL] = tensors[name]
             elif step.stage3:  # stores no copy: it is the master, rounded
-                states[MODEL] = Tensor.of(Decoded(Rounded(), states[MASTER], dtype))
+                states[MODEL] = Tensor.of(DerivedBlob(Rounded(), states[MASTER], dtype))
             else:
                 raise Incomplete(
                     f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
@@ -124,20 +128,20 @@ def _rank(step: Step, weights: Weights, optimized: Optimized) -> Rank:
                 where=step.folder.path,
                 hint="Files of several runs may be mixed.",
             )
-    return Rank(parameters, tuple(optimized.groups), weights.aliases, by_order=optimized.by_order)
+    return RankState(parameters, tuple(optimized.groups), weights.aliases, by_order=optimized.by_order)
 
 
 _ALL = "Copy the files of all ranks into one folder."
 
 
-def _contradiction(step: Step, name: str, said: str, found: Shape) -> Corrupt:
+def _contradiction(step: OpenedStep, name: str, said: str, found: Shape) -> Corrupt:
     what = f"`{name}` has the shape {said}, but {list(found)} in the model"
     return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
 def _optimizer(
-    step: Step, mp: int, module: Weights, layer_files: Layers, before: Container[str], order: Sequence[str]
-) -> Optimized:
+    step: OpenedStep, mp: int, module: ModelTensors, layer_files: Layers, before: Container[str], order: Sequence[str]
+) -> OptimizerStates:
     model, optims = step.models(mp)[0], step.optims(mp)
     if step.stage3:
         return read_sub_groups(model, optims)
@@ -153,15 +157,15 @@ def _optimizer(
     tensors = {
         n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases
     }
-    named = [Named(name, tensor) for name, tensor in tensors.items() if name not in before]
+    named = [NamedTensor(name, tensor) for name, tensor in tensors.items() if name not in before]
     if step.folder.expert_optim:
         return _by_expert_rank(step, mp, named, order)
     if model.root.get("optimizer") is None:
-        return Optimized()
+        return OptimizerStates()
     return read_whole(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
 
 
-def _shapes(step: Step, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
+def _shapes(step: OpenedStep, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
     model, optims = step.models(mp)[0], step.optims(mp)
     if model.root.get("param_shapes") is not None:
         return [dict(shapes) for shapes in stated_shapes(model)]
@@ -170,18 +174,18 @@ def _shapes(step: Step, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
     return [{name: get(layers, name, Tensor, step.folder.path).shape for name in group} for group in names]
 
 
-def _by_expert_rank(step: Step, mp: int, named: Sequence[Named], order: Sequence[str]) -> Optimized:
+def _by_expert_rank(step: OpenedStep, mp: int, named: Sequence[NamedTensor], order: Sequence[str]) -> OptimizerStates:
     """Stage 0 with experts: each expert-parallel rank has the whole optimizer, with its own experts."""
     paths = [path for (rank, _), path in sorted(step.folder.expert_optim.items()) if rank == mp]
     common = [one for one in named if not is_expert(one.name)]
     experts = [one for one in named if is_expert(one.name)]
-    layers: dict[str, dict[str, list[Named]]] = {}
+    layers: dict[str, dict[str, list[NamedTensor]]] = {}
     for one in experts:
         layer, _, rest = one.name.partition(".deepspeed_experts.")
         layers.setdefault(layer, {}).setdefault(rest.partition(".")[0], []).append(one)
-    merged = Optimized()
+    merged = OptimizerStates()
     for e, path in enumerate(paths):
-        own: list[Named] = []
+        own: list[NamedTensor] = []
         for by_number in layers.values():
             numbers = sorted(by_number, key=int)
             count = len(numbers) // len(paths)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.layout import How, Placed, Rule
+from ckpt_formats.core.layout import Partitioning, Rule, ShardBlock
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import c_strides
 from ckpt_formats.core.values import Value
@@ -36,9 +36,9 @@ def _rules(info: Mapping[str, Value], where: Path) -> Iterator[Rule]:
         yield _affine(_prefix(pattern, origin), mapped, origin)
     vocabulary = {_prefix(p, origin) for p in info.get("vocabulary_parameter_patterns") or ()}
     true_rows = info.get("original_vocab_size")
-    if vocabulary and not natural(true_rows):
+    if vocabulary and not is_natural(true_rows):
         raise ValueError("vocabulary patterns without original_vocab_size")
-    whole: tuple[tuple[str, How], ...] = (
+    whole: tuple[tuple[str, Partitioning], ...] = (
         ("tp_replicated_parameter_patterns", "replicated"),
         ("parameter_to_average_patterns", "averaged"),
     )
@@ -75,12 +75,12 @@ def _prefix(pattern: Any, origin: str) -> str:
 
 def _fused(said: Any) -> int | tuple[int, ...]:
     """Lengths of the pieces, or how many there are: (q, k, v), or 3, or the older (3, -1)."""
-    if natural(said) and said:
+    if is_natural(said) and said:
         return int(said)
     lengths = tuple(said)
     if len(lengths) == 2 and lengths[1] == -1:
         return _fused(lengths[0])
-    if not all(map(natural, lengths)) or not lengths:
+    if not all(map(is_natural, lengths)) or not lengths:
         raise ValueError(f"sub-parameters of lengths {said!r}")
     return lengths
 
@@ -94,16 +94,16 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
         tuple(_placed(piece, _shape(ranks[r]["shard_shape"]), shape) for piece in ranks[r]["pieces"])
         for r in range(len(ranks))
     ]
-    if all(block == (Placed(Box.whole(shape), Box.whole(shape)),) for block in blocks):
+    if all(block == (ShardBlock(Box.whole(shape), Box.whole(shape)),) for block in blocks):
         return Rule(pattern, "replicated", origin=f"{origin}.affine_map")
     return Rule(pattern, "blocks", shape=shape, blocks=tuple(blocks), origin=f"{origin}.affine_map")
 
 
-def _placed(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> Placed:
+def _placed(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> ShardBlock:
     if piece.get("scale", 1) != 1:
         raise Unsupported("affine_map: a piece is scaled, which optimizer states cannot follow")
     size = _shape(piece["shape"])
-    return Placed(_box(size, piece["dest"], shard), _box(size, piece["source"], whole))
+    return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], whole))
 
 
 def _box(size: Shape, view: Any, tensor: Shape) -> Box:
@@ -111,7 +111,7 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
     offset, strides = view
     expected = c_strides(tensor, 1)
     if (
-        not natural(offset)
+        not is_natural(offset)
         or len(size) != len(tensor)
         or any(s != e for s, e, n in zip(strides, expected, size, strict=True) if n > 1)
     ):
@@ -128,6 +128,6 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
 
 def _shape(said: Any) -> Shape:
     shape = tuple(said)
-    if not all(map(natural, shape)) or len(shape) > 64:
+    if not all(map(is_natural, shape)) or len(shape) > 64:
         raise ValueError(f"shape {said!r:.60}")
     return shape

@@ -10,18 +10,27 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, tensor, vector
-from ckpt_formats.engines.deepspeed.optimizer_states import Optimized, Sorted, options_of, sort_state
-from ckpt_formats.state_dicts.parameter_order import Match, Named, Run, Slot, by_values, has_equals, in_order, one_way
+from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates, SplitState, options_of, sort_state
+from ckpt_formats.state_dicts.parameter_order import (
+    Assignment,
+    NamedTensor,
+    NumberedGroup,
+    NumberedParameter,
+    by_values,
+    has_equals,
+    in_order,
+    only_assignment,
+)
 
 
 def read_whole(
     file: TorchFile,
     optimizer: Mapping[Value, Value],
-    named: Sequence[Named],
+    named: Sequence[NamedTensor],
     *,
     order: Sequence[str] = (),
     skips: bool = True,
-) -> Optimized:
+) -> OptimizerStates:
     """Give the optimizer's parameters their names: as `order` says, or in the one way that fits.
 
     A pipeline stage, which is given the layers of later stages as well, takes
@@ -32,10 +41,10 @@ def read_whole(
         get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
     )
     listed = get(inner, "param_groups", list, file.path)
-    groups = [_Numbered(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
+    groups = [_NumberedGroup(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
     runs = [group.run for group in groups]
     told = in_order(runs, named, order, file.path, skips=skips) if order else None
-    matches = told or one_way(runs, named, skips=skips) or by_values(runs, named)
+    matches = told or only_assignment(runs, named, skips=skips) or by_values(runs, named)
     if matches is None:
         raise Unsupported(
             "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",
@@ -44,7 +53,7 @@ def read_whole(
             "or save from ZeRO stage 1, where names are stored.",
         )
     bare = any(run.flat is None and any(slot.master is None for slot in run.slots) for run in runs)
-    found = Optimized(by_order=not told and bare and has_equals((match.name for match in matches), named))
+    found = OptimizerStates(by_order=not told and bare and has_equals((match.name for match in matches), named))
     shapes = {one.name: one.tensor for one in named}
     for match in matches:
         group = groups[match.run]
@@ -56,7 +65,7 @@ def read_whole(
     return found
 
 
-class _Numbered:
+class _NumberedGroup:
     """One group of the optimizer, as the wrapper for low precision (flat or not) or plain PyTorch saves it."""
 
     def __init__(
@@ -68,19 +77,19 @@ class _Numbered:
         if "fp32_groups_flat" in outer:
             flat = vector(get(get(outer, "fp32_groups_flat", list, file.path), g, object, file.path), file.path)
             self._sorted = [sort_state([states.get(number, {})], [file]) for number in numbers[:1]]
-            self.run = Run(flat=flat)
+            self.run = NumberedGroup(flat=flat)
             return
         masters: list[Value] = [None] * len(numbers)
         if "fp32_groups" in outer:
             masters = get(get(outer, "fp32_groups", list, file.path), g, list, file.path)
         self._sorted = [sort_state([states.get(number, {})], [file]) for number in numbers]
         slots = (
-            Slot(tensor(master, file.path) if is_tensor(master) else None, _shapes(one))
+            NumberedParameter(tensor(master, file.path) if is_tensor(master) else None, _shapes(one))
             for master, one in zip(masters, self._sorted, strict=True)
         )
-        self.run = Run(tuple(slots))
+        self.run = NumberedGroup(tuple(slots))
 
-    def states(self, match: Match, model: Tensor) -> tuple[dict[str, Tensor], dict[str, Value]]:
+    def states(self, match: Assignment, model: Tensor) -> tuple[dict[str, Tensor], dict[str, Value]]:
         """The states and plain values of the parameter at a place of the run."""
         if self.run.flat is None:
             slot, one = self.run.slots[match.start], self._sorted[match.start]
@@ -91,15 +100,15 @@ class _Numbered:
         cut = {key: Tensor.of(flat.flat(match.start, match.stop).shaped(model.shape)) for key, flat in flats.items()}
         return {**cut, **one.scalars}, dict(one.values)
 
-    def _vectors(self, one: Sorted) -> dict[str, Tensor]:
+    def _vectors(self, one: SplitState) -> dict[str, Tensor]:
         return {key: tensor(value[0], self._path) for key, value in one.vectors.items()}
 
 
-def _shapes(one: Sorted) -> dict[str, Shape]:
+def _shapes(one: SplitState) -> dict[str, Shape]:
     return {key: value[0].shape for key, value in one.vectors.items()}
 
 
-def _one_step(found: Optimized, names: Sequence[str]) -> None:
+def _one_step(found: OptimizerStates, names: Sequence[str]) -> None:
     """DeepSpeed's fused Adam counts only the last parameter of a group, and uses that count for all of them."""
     counts: list[Any] = [found.values[name].get("step") for name in names]
     if counts and all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.values import Value
@@ -15,7 +15,7 @@ from ckpt_formats.engines.deepspeed.folder import Folder
 
 
 @dataclass(frozen=True)
-class Step:
+class OpenedStep:
     """The files of one step, and the degrees they were written at. `mp_rank = pp_rank * tp + tp_rank`."""
 
     folder: Folder
@@ -47,7 +47,7 @@ class Step:
         return [self.files[path] for (rank, _), path in sorted(self.folder.optim.items()) if rank == mp]
 
 
-def open_step(folder: Folder) -> Step:
+def open_step(folder: Folder) -> OpenedStep:
     """Open all files. Raises `Incomplete`, `Corrupt` if they are not of one step and one run."""
     paths = [path for path, *_ in _roles(folder)]
     files = dict(zip(paths, in_threads(open_file, paths), strict=True))
@@ -56,14 +56,14 @@ def open_step(folder: Folder) -> Step:
             raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)
     models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
     check_files(folder, files, models)
-    return Step(folder, files, *_degrees(folder, models[0]))
+    return OpenedStep(folder, files, *_degrees(folder, models[0]))
 
 
-def shards(step: Step) -> Iterator[Shard]:
+def shards(step: OpenedStep) -> Iterator[SourceFile]:
     """Every file, with its rank."""
     for path, role, mp, more in _roles(step.folder):
         rank = {} if mp is None else {"pp": mp // step.tp, "tp": mp % step.tp}
-        yield Shard(path, path.stat().st_size, role, {**rank, **more})
+        yield SourceFile(path, path.stat().st_size, role, {**rank, **more})
 
 
 def rank_name(path: Path) -> str:
@@ -95,7 +95,7 @@ def _models(folder: Folder, mp: int) -> list[Path]:
 def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
     """Tensor- and pipeline-parallel degree. Files before DeepSpeed 0.16 do not state them; their names tell."""
     stated = first.root.get("checkpoint_parallel_dimensions")
-    if isinstance(stated, dict) and natural(stated.get("tp_degree")) and natural(stated.get("pp_degree")):
+    if isinstance(stated, dict) and is_natural(stated.get("tp_degree")) and is_natural(stated.get("pp_degree")):
         tp, pp = stated["tp_degree"], stated["pp_degree"]
     else:
         tp = 1 + max((rank for _, rank in folder.layers), default=folder.mp - 1)

@@ -10,8 +10,8 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor, read, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Tensor, read, with_replicas
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, tensor, vector
 from ckpt_formats.engines.deepspeed.zero3 import sliced
@@ -21,7 +21,7 @@ _MOST_COMPARED = 1 << 20
 
 
 @dataclass
-class Weights:
+class ModelTensors:
     """Tensors by name, in the local shape of one model-parallel rank."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -45,10 +45,10 @@ def model_dtype(config: Mapping[str, Value]) -> DType:
     return DTYPES["float32"]
 
 
-def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
+def read_module(files: Sequence[TorchFile], stage3: bool) -> ModelTensors:
     """What the model files of one model-parallel rank hold: one file, or with stage 3 that of every rank."""
     file = files[0]
-    found = Weights()
+    found = ModelTensors()
     module = file.root.get("module") or {}
     buffers = {str(name) for name in file.root.get("buffer_names") or ()}
     for name, value in _tensors(module):
@@ -73,7 +73,7 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> Weights:
     return found
 
 
-def _check_frozen(found: Weights, name: str, shape: Shape, file: TorchFile) -> None:
+def _check_frozen(found: ModelTensors, name: str, shape: Shape, file: TorchFile) -> None:
     """Before stage 3 a frozen parameter is in the module, and again among the fragments: the same values twice."""
     fragments = file.root.get("frozen_param_fragments")
     again = fragments.get(name) if isinstance(fragments, dict) else None
@@ -81,7 +81,8 @@ def _check_frozen(found: Weights, name: str, shape: Shape, file: TorchFile) -> N
     for one in copies:
         if one.shape != shape or one.dtype != copies[0].dtype:
             raise Corrupt(
-                f"frozen parameter `{show(name)}` is {one.dtype.name} {list(one.shape)}, but listed as {list(shape)}",
+                f"frozen parameter `{printable(name)}` is {one.dtype.name} {list(one.shape)}, but listed as "
+                f"{list(shape)}",
                 where=file.path,
             )
     if copies:
@@ -161,7 +162,7 @@ def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) 
                 yield name, tensor(value, file.path)
 
 
-def with_aliases(weights: Weights) -> dict[str, Tensor]:
+def with_aliases(weights: ModelTensors) -> dict[str, Tensor]:
     """The tensors without their other names, whose copies, where they are copies, are kept for comparison."""
     kept = {name: one for name, one in weights.tensors.items() if name not in weights.aliases}
     for alias, name in weights.aliases.items():
@@ -177,7 +178,7 @@ def _tensors(module: Value) -> Iterator[tuple[str, Value]]:
             yield str(name), value
 
 
-def _shared(weights: Weights) -> dict[str, str]:
+def _shared(weights: ModelTensors) -> dict[str, str]:
     """Names that lie on the same bytes as an earlier name."""
     first: dict[object, str] = {}
     aliases = {}
@@ -187,6 +188,6 @@ def _shared(weights: Weights) -> dict[str, str]:
     return aliases
 
 
-def _place(one: Tensor) -> Raw | None:
+def _place(one: Tensor) -> FileBlob | None:
     blob = one.fragments[0].blob if one.fragments else None
-    return blob if isinstance(blob, Raw) else None
+    return blob if isinstance(blob, FileBlob) else None

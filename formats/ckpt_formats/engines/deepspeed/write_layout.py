@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Unsupported
@@ -18,7 +18,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Target:
+class WriteLayout:
     """A source, and the layout to write it in."""
 
     source: Checkpoint
@@ -51,7 +51,7 @@ class Target:
             return self.vocab_rows
         info = self.source.extras.get(ORIGIN)
         rows = info.get("padded_vocab_size") if isinstance(info, dict) else None
-        return rows if natural(rows) else None
+        return rows if is_natural(rows) else None
 
     def of_rank(self, name: str) -> Mapping[str, Value]:
         """What the rank of this name in the source had otherwise than the first."""
@@ -75,7 +75,7 @@ class Target:
         return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
 
 
-def settle_target(source: Checkpoint, goal: Goal) -> Target:
+def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
     said, degrees = source.origin.layout, goal.degrees
     stage = _first(degrees.zero, said.get("zero_stage"), 1)
@@ -84,7 +84,7 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     pp = _first(degrees.pp, said.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
         raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
-    target = target_of(source, goal, stage, dp, tp)
+    target = layout_at(source, goal, stage, dp, tp)
     pipeline = _pipeline(source, pp, degrees.stages)
     if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
         raise Unsupported(
@@ -94,7 +94,7 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     return replace(target, pp=pp, pipeline=pipeline)
 
 
-def target_of(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> Target:
+def layout_at(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> WriteLayout:
     """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
     _check_kind(source)
     _check_options(source)
@@ -106,7 +106,7 @@ def target_of(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> T
     layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
     for name in source.parameters if tp > 1 else ():
         layout.rule(name)
-    return Target(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, goal.vocab_rows)
+    return WriteLayout(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, goal.vocab_rows)
 
 
 def _first(*values: Any) -> int:

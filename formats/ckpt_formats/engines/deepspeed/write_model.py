@@ -10,7 +10,7 @@ from ckpt_formats.core.values import Size, StdDict, Value
 from ckpt_formats.engines.deepspeed.extras import BUFFERS
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.rules import ORIGIN
-from ckpt_formats.engines.deepspeed.write_layout import Target
+from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     Local,
     ds_version,
@@ -19,12 +19,12 @@ from ckpt_formats.engines.deepspeed.write_optimizer import (
     stage0_entry,
     sub_groups,
 )
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _OF_OLD_DEGREE = ("affine_map", "sub_param_shard_widths")
 
 
-def locals_of(target: Target) -> list[dict[str, Parameter]]:
+def locals_of(target: WriteLayout) -> list[dict[str, Parameter]]:
     """The parameters as each tensor-parallel rank has them."""
     ranks: list[dict[str, Parameter]] = [{} for _ in range(target.tp)]
     for name, parameter in target.source.parameters.items():
@@ -42,7 +42,7 @@ def locals_of(target: Target) -> list[dict[str, Parameter]]:
     return ranks
 
 
-def model_file(target: Target, local: Local, rank: str) -> dict[str, Value]:
+def model_file(target: WriteLayout, local: Local, rank: str) -> dict[str, Value]:
     """Stages 0 to 2: everything of one model-parallel rank, called `rank` in file names."""
     weights = {name: parameter.states[MODEL] for name, parameter in local.items()}
     module = StdDict()
@@ -65,7 +65,7 @@ def model_file(target: Target, local: Local, rank: str) -> dict[str, Value]:
     }
 
 
-def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
+def model3_file(target: WriteLayout, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stage 3: buffers whole, frozen parameters in slices, and empty tensors in the place of all others."""
     module = StdDict()
     empty = Tensor((0,), target.dtype, ())
@@ -75,7 +75,7 @@ def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
     module.update((alias, empty) for alias in aliases)
     own = target.of_rank(rank).get(BUFFERS)
     buffers = (
-        {str(name): lower(value, target.source.parameters) for name, value in own.items()}
+        {str(name): tensors_for_names(value, target.source.parameters) for name, value in own.items()}
         if isinstance(own, dict)
         else {}
     )
@@ -95,10 +95,10 @@ def model3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
     }
 
 
-def _extra_states(target: Target, rank: str) -> dict[str, Value]:
+def _extra_states(target: WriteLayout, rank: str) -> dict[str, Value]:
     """What modules saved by `get_extra_state`: its place is among the tensors."""
     items = {**target.source.extras, **target.of_rank(rank)}
-    return {k: lower(v, target.source.parameters) for k, v in items.items() if _is_extra_state(k)}
+    return {k: tensors_for_names(v, target.source.parameters) for k, v in items.items() if _is_extra_state(k)}
 
 
 def _is_extra_state(key: str) -> bool:
@@ -115,7 +115,7 @@ def _ordered(items: Mapping[str, Value]) -> StdDict:
     return made
 
 
-def _carried(target: Target, rank: str) -> dict[str, Value]:
+def _carried(target: WriteLayout, rank: str) -> dict[str, Value]:
     """Counters, schedulers and the client's own items, with the degrees of the new layout."""
     source = target.source
     extras = {key: value for key, value in source.extras.items() if key not in ("optimizer", "ranks")}
@@ -139,6 +139,6 @@ def _carried(target: Target, rank: str) -> dict[str, Value]:
         "mp_world_size": target.tp * target.pp,
         "checkpoint_parallel_dimensions": {"pp_degree": target.pp, "tp_degree": target.tp},
         "ds_version": ds_version(target),
-        **{key: lower(value, source.parameters) for key, value in extras.items()},
+        **{key: tensors_for_names(value, source.parameters) for key, value in extras.items()},
         "ds_config": dict(target.config),
     }

@@ -9,11 +9,11 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Fragment, Range, Tensor, Zeros, join, read
+from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob, from_fragments, read
 from ckpt_formats.core.values import Global, Record, StdDict, Value
-from ckpt_formats.engines.deepspeed.flat_partitions import chunk, dealt, starts
-from ckpt_formats.engines.deepspeed.write_layout import Target
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.engines.deepspeed.flat_partitions import chunk, parameter_offsets, round_robin
+from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 Local = Mapping[str, Parameter]
 """The parameters as one tensor-parallel rank has them."""
@@ -21,7 +21,7 @@ Local = Mapping[str, Parameter]
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
+def zero12_file(target: WriteLayout, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stages 1 and 2: this rank's equal part of every group's flat buffer."""
     stripped = not target.own_bf16  # DeepSpeed strips the tail's padding off the masters, but here
     state: dict[int, Value] = {}
@@ -31,7 +31,7 @@ def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
         names = flat_order(target, group)
         members = [local[name] for name in names]
         aligned = alignment(target, members)
-        begins = starts([p.weight.shape for p in members], aligned)
+        begins = parameter_offsets([p.weight.shape for p in members], aligned)
         total = begins[-1]
         length = -(-total // (2 * target.dp)) * 2
         low, high = dp_rank * length, (dp_rank + 1) * length
@@ -63,7 +63,7 @@ def zero12_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[s
     return _file(target, items, rank)
 
 
-def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
+def zero3_file(target: WriteLayout, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stage 3: this rank's slice of every parameter, those of a sub-group end to end."""
     state: dict[int, Value] = {}
     masters: list[Tensor] = []
@@ -94,7 +94,7 @@ def zero3_file(target: Target, local: Local, dp_rank: int, rank: str) -> dict[st
     )
 
 
-def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
+def stage0_entry(target: WriteLayout, local: Local) -> dict[str, Value]:
     """Stage 0: the `optimizer` entry of the model file, by number."""
     groups = param_groups(target.source.groups)
     fused = target.dtype.itemsize == 2 and _is_fused(target.config)
@@ -104,7 +104,7 @@ def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
     for g, group in enumerate(target.source.groups):
         members = [local[name] for name in group.names]
         if fused:
-            begins = starts([p.weight.shape for p in members])
+            begins = parameter_offsets([p.weight.shape for p in members])
             flats.append(_flat(members, MASTER, begins, 0, begins[-1]))
             state[g] = {
                 name: _flat(members, name, begins, 0, begins[-1]) if name in vectors_of(members[0]) else value
@@ -129,7 +129,7 @@ def stage0_entry(target: Target, local: Local) -> dict[str, Value]:
     )
 
 
-def sub_groups(target: Target, local: Local) -> list[tuple[int, list[Parameter]]]:
+def sub_groups(target: WriteLayout, local: Local) -> list[tuple[int, list[Parameter]]]:
     """The sub-groups of stage 3, each with its group: closed as soon as a rank's slices reach `sub_group_size`."""
     most = target.zero.get("sub_group_size")
     found: list[tuple[int, list[Parameter]]] = []
@@ -149,14 +149,14 @@ def sub_groups(target: Target, local: Local) -> list[tuple[int, list[Parameter]]
     return found
 
 
-def flat_order(target: Target, group: Group) -> list[str]:
+def flat_order(target: WriteLayout, group: Group) -> list[str]:
     """The order of the flat buffer: as given, or dealt out to the ranks in turn with `round_robin_gradients`."""
     if not target.zero.get("round_robin_gradients") or target.own_bf16 or target.dp == 1:
         return list(group.names)
-    return dealt(group.names, target.dp)
+    return round_robin(group.names, target.dp)
 
 
-def alignment(target: Target, members: Sequence[Parameter]) -> list[int]:
+def alignment(target: WriteLayout, members: Sequence[Parameter]) -> list[int]:
     """Zeros after each parameter: none, or up to 16 bytes with `parameter_alignment`, and none after the last."""
     if not target.zero.get("parameter_alignment") or target.own_bf16:
         return [0] * len(members)
@@ -168,27 +168,29 @@ def alignment(target: Target, members: Sequence[Parameter]) -> list[int]:
     return [*zeros, 0]
 
 
-def ds_version(target: Target) -> str:
+def ds_version(target: WriteLayout) -> str:
     """The version that the files claim: the source's own, else the one whose layout this is."""
     source = target.source.origin
     return source.version if source.engine == "deepspeed" and source.version else "0.19.8"
 
 
-def clip_grad(target: Target) -> Value:
+def clip_grad(target: WriteLayout) -> Value:
     """The gradient norm to clip at; 0 means none."""
     return _own(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
 
 
-def with_others(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
+def with_others(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, Value]:
     """The items, and whatever else the source's optimizer kept."""
     known = {*items, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", *_SCALES}
     of_rank = target.of_rank(rank).get("optimizer")
     others = {**_own(target), **(of_rank if isinstance(of_rank, dict) else {})}
-    carried = {key: lower(value, target.source.parameters) for key, value in others.items() if key not in known}
+    carried = {
+        key: tensors_for_names(value, target.source.parameters) for key, value in others.items() if key not in known
+    }
     return {**items, **carried}
 
 
-def _file(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value]:
+def _file(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, Value]:
     return {
         "optimizer_state_dict": with_others(target, items, rank),
         "ds_config": dict(target.config),
@@ -196,7 +198,7 @@ def _file(target: Target, items: dict[str, Value], rank: str) -> dict[str, Value
     }
 
 
-def _own(target: Target) -> Mapping[str, Value]:
+def _own(target: WriteLayout) -> Mapping[str, Value]:
     found = target.source.extras.get("optimizer")
     return found if isinstance(found, dict) else {}
 
@@ -265,7 +267,7 @@ def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int) -> Ten
         piece = slice_of(tensor, size, rank)
         fragments += [Fragment(f.box.shift((at,)), f.blob) for f in piece.fragments]
         at += size
-    return join((at,), fragments, dtype)
+    return from_fragments((at,), fragments, dtype)
 
 
 def slice_of(tensor: Tensor, size: int, rank: int) -> Tensor:
@@ -281,11 +283,11 @@ def _vector(pieces: Sequence[tuple[int, int, Tensor]], low: int, high: int, dtyp
         if a >= b:
             continue
         if at < a:
-            fragments.append(Fragment(Box((at - low,), (a - low,)), Zeros((a - at,), dtype)))
-        fragments.append(Fragment(Box((a - low,), (b - low,)), Range(tensor, a - begin, b - begin)))
+            fragments.append(Fragment(Box((at - low,), (a - low,)), ZeroBlob((a - at,), dtype)))
+        fragments.append(Fragment(Box((a - low,), (b - low,)), FlatRangeBlob(tensor, a - begin, b - begin)))
         at = b
     if at < high:
-        fragments.append(Fragment(Box((at - low,), (high - low,)), Zeros((high - at,), dtype)))
+        fragments.append(Fragment(Box((at - low,), (high - low,)), ZeroBlob((high - at,), dtype)))
     return Tensor((max(high - low, 0),), dtype, tuple(fragments))
 
 
@@ -302,7 +304,7 @@ def _mapping(names: Sequence[str], members: Sequence[Parameter], begins: Sequenc
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-def scaler_items(target: Target) -> dict[str, Value]:
+def scaler_items(target: WriteLayout) -> dict[str, Value]:
     """The loss scaler as stages 1 to 3 keep it: an object."""
     own, state = _own(target), _scaling(target)
     scaler = own.get("loss_scaler")
@@ -325,13 +327,13 @@ def scaler_items(target: Target) -> dict[str, Value]:
     }
 
 
-def _scale_items(target: Target) -> dict[str, Value]:
+def _scale_items(target: WriteLayout) -> dict[str, Value]:
     """The loss scaler as stage 0 keeps it: its fields."""
     fields = _scaling(target)
     return {"dynamic_loss_scale": fields.pop("dynamic"), **fields}
 
 
-def _scaling(target: Target) -> dict[str, Value]:
+def _scaling(target: WriteLayout) -> dict[str, Value]:
     """The fields of the loss scaler: as the source has them, at whichever stage it was, else as configured."""
     own, asked = _own(target), _fp16(target)
     scaler = own.get("loss_scaler")
@@ -348,7 +350,7 @@ def _scaling(target: Target) -> dict[str, Value]:
     return {"cur_scale": fields["cur_scale"], "dynamic": dynamic} | fields
 
 
-def _fp16(target: Target) -> Mapping[str, Value]:
+def _fp16(target: WriteLayout) -> Mapping[str, Value]:
     """What the configuration says of the loss scaler, which only fp16 has."""
     section = target.config.get("fp16")
     return section if isinstance(section, dict) and target.dtype.name == "float16" else {}

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Part
+from ckpt_formats.core.checkpoint import MODEL, FilePlan, Group, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import StdDict
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, split_name
-from ckpt_formats.engines.deepspeed.write_layout import Target
+from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_model import locals_of, model3_file, model_file
 from ckpt_formats.engines.deepspeed.write_optimizer import Local, zero3_file, zero12_file
 
 
-def parts(target: Target) -> Iterator[Part]:
+def parts(target: WriteLayout) -> Iterator[FilePlan]:
     """The files of every rank. Raises `Unsupported`, `BadRules` for what DeepSpeed could not load."""
     step = target.source.origin.step
     folder = f"global_step{0 if step is None else step}"
@@ -29,7 +29,7 @@ def parts(target: Target) -> Iterator[Part]:
         yield from _layer_parts(target.pipeline, folder, tp_rank, local)
 
 
-def _rank_parts(target: Target, folder: str, pp_rank: int, tp_rank: int, local: Local) -> Iterator[Part]:
+def _rank_parts(target: WriteLayout, folder: str, pp_rank: int, tp_rank: int, local: Local) -> Iterator[FilePlan]:
     mp = f"mp_rank_{pp_rank * target.tp + tp_rank:02}"
     bf16 = "bf16_" if target.dtype.name == "bfloat16" else ""
     rank = {"pp": pp_rank, "tp": tp_rank}
@@ -50,7 +50,7 @@ def _rank_parts(target: Target, folder: str, pp_rank: int, tp_rank: int, local: 
         yield tree_part(file, tree, local.values(), "optimizer", {**rank, "dp": dp})
 
 
-def _stage(target: Target, pipeline: Pipeline, pp_rank: int) -> Target:
+def _stage(target: WriteLayout, pipeline: Pipeline, pp_rank: int) -> WriteLayout:
     """The target as one stage has it."""
     source = target.source
     held: dict[str, Parameter] = {
@@ -66,7 +66,7 @@ def _stage(target: Target, pipeline: Pipeline, pp_rank: int) -> Target:
     return replace(target, source=replace(source, parameters=held, groups=groups, aliases=aliases))
 
 
-def _layer_parts(pipeline: Pipeline, folder: str, tp_rank: int, local: Local) -> Iterator[Part]:
+def _layer_parts(pipeline: Pipeline, folder: str, tp_rank: int, local: Local) -> Iterator[FilePlan]:
     layers: dict[int, StdDict] = {}
     for name, parameter in local.items():
         for layer in pipeline.layers_of(name):

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor, with_replicas
+from ckpt_formats.core.tensor import FileBlob, Tensor, with_replicas
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.experts import ExpertNames, expert_ranks
-from ckpt_formats.engines.deepspeed.flat_partitions import gathered, starts
+from ckpt_formats.engines.deepspeed.flat_partitions import parameter_offsets, undo_round_robin
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, vector
 from ckpt_formats.engines.deepspeed.optimizer_states import (
     ELEMENTWISE,
-    Optimized,
+    OptimizerStates,
     check_count,
     check_options,
     options_of,
@@ -33,12 +33,12 @@ from ckpt_formats.state_dicts.statements import MIXED
 Shapes = Mapping[str, Shape]
 
 
-def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: Mapping[str, Value]) -> Optimized:
+def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: Mapping[str, Value]) -> OptimizerStates:
     """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order.
 
     `groups` are the shapes of each group's parameters, in the order of the flat buffer.
     """
-    found = Optimized()
+    found = OptimizerStates()
     zero = config.get("zero_optimization")
     contiguous = bool(config.get("use_data_before_expert_parallelism"))
     roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
@@ -54,7 +54,7 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
             rename = ExpertNames(shapes, expert_rank) if count < len(optims) else None
             local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
             _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
-            names += gathered(list(local), count) if round_robin else local
+            names += undo_round_robin(list(local), count) if round_robin else local
         check_options([_options(root, g, file.path) for root, file in zip(roots, optims, strict=True)], optims, g)
         found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
     _check_names(groups, roots, optims)
@@ -102,7 +102,7 @@ def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], 
 
 
 def _read_group(
-    found: Optimized,
+    found: OptimizerStates,
     g: int,
     shapes: Mapping[str, Shape],
     roots: Sequence[dict[Value, Value]],
@@ -112,7 +112,7 @@ def _read_group(
         vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
         for root, file in zip(roots, files, strict=True)
     ]
-    begins = starts(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
+    begins = parameter_offsets(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
     length = max(master.shape[0] for master in masters)
     if sum(master.shape[0] for master in masters) == begins[-1]:  # the tail's padding is stripped, off the first too
         padding = _paddings(roots[0], "group_paddings", None, files[0].path) or [0] * (g + 1)
@@ -123,13 +123,13 @@ def _read_group(
             where=files[0].path,
             hint="Files of several runs may be mixed.",
         )
-    by_state = {MASTER: [Piece(rank * length, master) for rank, master in enumerate(masters)]}
+    by_state = {MASTER: [FlatPiece(rank * length, master) for rank, master in enumerate(masters)]}
     state = sort_state([_base(root, g, file.path) for root, file in zip(roots, files, strict=True)], files)
     wholes: dict[str, dict[str, Tensor]] = {}
     for key, values in state.vectors.items():
         vectors = [vector(value, file.path) for value, file in zip(values, files, strict=True)]
         if all(_fits(v.shape[0], rank, length, begins[-1]) for rank, v in enumerate(vectors)):
-            by_state[key] = [Piece(rank * length, v) for rank, v in enumerate(vectors)]
+            by_state[key] = [FlatPiece(rank * length, v) for rank, v in enumerate(vectors)]
         elif (copies := _whole_per_rank(shapes, begins, length, vectors)) is not None:
             wholes[key] = copies
         elif key in ELEMENTWISE:
@@ -155,14 +155,14 @@ def _fits(size: int, rank: int, length: int, end: int) -> bool:
     return size == length or (size < length and rank * length + size >= end)
 
 
-def _keep_apart(found: Optimized, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]) -> None:
+def _keep_apart(found: OptimizerStates, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]) -> None:
     """A state of a shape of its own, such as the errors that 1-bit Adam keeps of its communication."""
     for value, file in zip(values, files, strict=True):
         found.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
 
 
 def _whole_per_rank(
-    shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[Raw]
+    shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[FileBlob]
 ) -> dict[str, Tensor] | None:
     """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum).
 
@@ -236,6 +236,6 @@ def _paddings(root: dict[Value, Value], key: str, g: int | None, where: Path) ->
     if not listed:
         return None
     paddings = listed if g is None else get(listed, g, list, where)
-    if not isinstance(paddings, list) or not all(map(natural, paddings)):
+    if not isinstance(paddings, list) or not all(map(is_natural, paddings)):
         raise Corrupt(f"not a list of paddings: {str(paddings)[:60]}", where=where)
     return paddings

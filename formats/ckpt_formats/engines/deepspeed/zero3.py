@@ -6,14 +6,14 @@ from math import prod
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.lookups import get, vector
 from ckpt_formats.engines.deepspeed.optimizer_states import (
     ELEMENTWISE,
-    Optimized,
+    OptimizerStates,
     check_count,
     check_options,
     options_of,
@@ -23,9 +23,9 @@ from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import MIXED
 
 
-def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
+def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerStates:
     """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order."""
-    found = Optimized()
+    found = OptimizerStates()
     outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
     for root, file in zip(outer, optims, strict=True):
@@ -92,7 +92,7 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> Optimized:
     return found
 
 
-def sliced(shape: Shape, slices: Sequence[Raw]) -> Tensor:
+def sliced(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
     """A tensor of the equal slices that all ranks hold, the last of them padded."""
     size = slices[0].shape[0]
-    return tensor_in(shape, slices[0].dtype, 0, [Piece(rank * size, piece) for rank, piece in enumerate(slices)])
+    return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, piece) for rank, piece in enumerate(slices)])

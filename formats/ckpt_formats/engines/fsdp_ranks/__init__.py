@@ -17,18 +17,18 @@ carried          everything else
 
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Options, Origin, Shard
+from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
 from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.fsdp_ranks.extras import apart, carry
+from ckpt_formats.engines.fsdp_ranks.extras import apart, collect_extras
 from ckpt_formats.engines.fsdp_ranks.folder import Folder, holds_own_names, is_rank_file, list_folder
-from ckpt_formats.engines.fsdp_ranks.leaves import Known
-from ckpt_formats.engines.fsdp_ranks.merge import Merge
+from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves
+from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
 from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_in, shapes_stated
 from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups, took_order
@@ -52,18 +52,18 @@ class FsdpRanks(Format):
         except OSError:
             return False
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         if path.is_file():
             raise Unsupported(
-                "is what one rank of several holds", where=path, hint=f"Name the folder: {show(str(path.parent))}"
+                "is what one rank of several holds", where=path, hint=f"Name the folder: {printable(str(path.parent))}"
             )
         folder = list_folder(path)
         with form_of("an FSDP checkpoint", path):
             return _read(folder, options)
 
 
-def _read(folder: Folder, options: Options) -> Checkpoint:
-    known = Known()
+def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
+    known = SharedLeaves()
     opened = _opened(folder, known)
     files = sorted_files(opened)
     unwrap = unwrapping(str(name) for file in files["model"].values() for name in file.root)
@@ -78,11 +78,11 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     if any(is_flat(name) for tree in models.values() for name in tree):
         shapes = shapes_stated(optimizers) | shapes_in(options.shapes)
         listed = listed or names_in_groups(optimizers)
-    merge = Merge()
+    merge = RankMerge()
     model = merge_model(models, merge, shapes, listed, folder.path)
     root: dict[str, Value] = {"model": model}
     rest, shared = merged_extras(files.get("extra", {}))
-    extra = carry(rest, merge.apart) | shared
+    extra = collect_extras(rest, merge.apart) | shared
     if optimizers:
         order = options.orders.get("optim", options.order)
         optimizer = merge_optimizer(optimizers, model, merge.spread, order)
@@ -116,7 +116,7 @@ def _layout(folder: Folder, mesh: Mesh | None) -> dict[str, Value]:
     return {"world": folder.world, "mesh": shape}
 
 
-def _opened(folder: Folder, known: Known) -> Files:
+def _opened(folder: Folder, known: SharedLeaves) -> Files:
     def opened(one: tuple[str, int, Path]) -> RankFile:
         role, rank, path = one
         return open_rank(path, role, rank, folder.world, known)
@@ -145,8 +145,8 @@ def _check_one_step(optimizer: Value, folder: Folder) -> None:
         )
 
 
-def _shard(role: str, rank: int, path: Path, mesh: Mesh | None) -> Shard:
+def _shard(role: str, rank: int, path: Path, mesh: Mesh | None) -> SourceFile:
     place = {"rank": rank}
     if mesh is not None and mesh.names and rank in mesh.ranks:
         place |= zip(mesh.names, mesh.coordinate(rank), strict=True)
-    return Shard(path, path.stat().st_size, role, place)
+    return SourceFile(path, path.stat().st_size, role, place)

@@ -13,12 +13,12 @@ from pathlib import Path
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Fragment, Tensor, join, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments, with_replicas
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.engines.fsdp_ranks.lookups import attribute, numbers, parts
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh, mesh_of
-from ckpt_formats.engines.fsdp_ranks.placement import Cut, Placement, Spec, cut, cut_first
+from ckpt_formats.engines.fsdp_ranks.placement import Placement, PlacementSpec, RankBlock, cut, cut_first
 
 _MOST_FACTOR = 1 << 20
 
@@ -27,19 +27,19 @@ _MOST_FACTOR = 1 << 20
 class DTensor:
     """What one rank holds."""
 
-    spec: Spec
+    spec: PlacementSpec
     local: TensorRef
 
 
 @dataclass(frozen=True)
-class Meshes:
+class MeshCache:
     """The meshes of one rank's file. Its tensors share few of them, and each is decoded once."""
 
     rank: int
     where: Path
     same: dict[Mesh, Mesh]
     """Shared with the files of other ranks: equal meshes are one object, compared in no time."""
-    specs: dict[Spec, Spec]
+    specs: dict[PlacementSpec, PlacementSpec]
     """Likewise."""
     _decoded: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Meshes:
         return self._decoded[id(record)][1]
 
 
-def dtensor_of(record: Record, meshes: Meshes) -> DTensor:
+def dtensor_of(record: Record, meshes: MeshCache) -> DTensor:
     """The DTensor that was saved as this record. Raises `Corrupt`, `Unsupported`."""
     where, arguments = meshes.where, record.args[2]
     state = {key: value for part in parts(record.args[3]) for key, value in part.items()}
@@ -71,7 +71,7 @@ def dtensor_of(record: Record, meshes: Meshes) -> DTensor:
     if len(listed) != len(mesh.shape):
         raise Corrupt(f"{len(listed)} placements on a mesh of {len(mesh.shape)} dimensions", where=where)
     placements = tuple(_placement(one, shape, where) for one in listed)
-    found = Spec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
+    found = PlacementSpec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
     return DTensor(meshes.specs.setdefault(found, found), local)
 
 
@@ -86,12 +86,12 @@ def gather(name: str, held: Mapping[int, DTensor]) -> Tensor:
     for rank in spec.mesh.ranks:
         if rank not in held:
             raise Corrupt(
-                f"tensor `{show(name)}` is spread over {spec.mesh}, but rank {rank} lacks it",
+                f"tensor `{printable(name)}` is spread over {spec.mesh}, but rank {rank} lacks it",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
         if held[rank].spec != spec or held[rank].local.dtype != dtype:
             raise Corrupt(
-                f"tensor `{show(name)}` is {dtype.name}, {spec} on one rank, "
+                f"tensor `{printable(name)}` is {dtype.name}, {spec} on one rank, "
                 f"but {held[rank].local.dtype.name}, {held[rank].spec} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
@@ -101,25 +101,25 @@ def gather(name: str, held: Mapping[int, DTensor]) -> Tensor:
         (local,) = tensor_of(held[rank].local).fragments
         kept = copies.setdefault(spec.copy(rank), [])
         kept += (Fragment(placed.whole, local.blob.crop(placed.local)) for placed in own.blocks())
-    return with_replicas([join(spec.shape, fragments, dtype) for fragments in copies.values()])
+    return with_replicas([from_fragments(spec.shape, fragments, dtype) for fragments in copies.values()])
 
 
-def _cuts(name: str, spec: Spec, shapes: Mapping[int, Shape]) -> dict[int, Cut]:
+def _cuts(name: str, spec: PlacementSpec, shapes: Mapping[int, Shape]) -> dict[int, RankBlock]:
     """What each rank has, as the spec says it; of the ways to read that, the one that the ranks' own shapes fit."""
     plain = cut_first(spec) if any(placement.factor > 1 for placement in spec.placements) else None
-    fitting: list[dict[int, Cut]] = []
+    fitting: list[dict[int, RankBlock]] = []
     for way in (spec, plain):
         if way is not None:
             cuts = {rank: cut(way, rank) for rank in shapes}
             if all(own.shape == shapes[rank] for rank, own in cuts.items()) and cuts not in fitting:
                 fitting.append(cuts)
     if len(fitting) > 1:
-        raise Unsupported(f"tensor `{show(name)}` ({spec}) can be put together in more than one way")
+        raise Unsupported(f"tensor `{printable(name)}` ({spec}) can be put together in more than one way")
     if fitting:
         return fitting[0]
     rank = next(rank for rank, shape in shapes.items() if cut(spec, rank).shape != shape)
     raise Corrupt(
-        f"tensor `{show(name)}` ({spec}): rank {rank} should hold {list(cut(spec, rank).shape)} of it, "
+        f"tensor `{printable(name)}` ({spec}): rank {rank} should hold {list(cut(spec, rank).shape)} of it, "
         f"and holds {list(shapes[rank])}"
     )
 

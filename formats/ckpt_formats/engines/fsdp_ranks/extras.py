@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 
 
-def carry(files: Mapping[int, RankFile], differing: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
+def collect_extras(files: Mapping[int, RankFile], differing: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
     """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
 
     `differing` is what was found in the ranks' models that is no tensor and not the same.
@@ -47,7 +47,7 @@ def _check_one_epoch(files: Mapping[int, RankFile]) -> None:
                 first, other = seen.setdefault(str(key), (epoch, file))
                 if first != epoch:
                     raise Corrupt(
-                        f"`{show(str(key))}` has counted to {first} in {other.path.name}, but to {epoch} here",
+                        f"`{printable(str(key))}` has counted to {first} in {other.path.name}, but to {epoch} here",
                         where=file.path,
                         hint="Files of several steps were mixed: copy all files of one step again.",
                     )

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt, Unsupported
-from ckpt_formats.core.flat_partitions import Piece, tensor_in
+from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Raw, Tensor, packed, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order, with_replicas
+from ckpt_formats.core.text import printable
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, order
 
@@ -34,7 +34,7 @@ _SAME = "Is the checkpoint that --shapes names of the same model?"
 
 
 @dataclass(frozen=True)
-class Unit:
+class FlatParameter:
     """A flat parameter, as each rank holds it."""
 
     prefix: str
@@ -46,21 +46,21 @@ class Unit:
         return ref.size > 0 and any(ref.storage is own.storage for _, own in self.held[rank].held)
 
 
-def units_of(leaves: Mapping[str, Mapping[int, Leaf]]) -> dict[str, Unit]:
+def units_of(leaves: Mapping[str, Mapping[int, Leaf]]) -> dict[str, FlatParameter]:
     """The flat parameters among a model's tensors, by the prefix of their names."""
     found = {}
     for name, held in leaves.items():
         sharded = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, ShardedTensor)}
         if name.rpartition(".")[2] == FLAT and len(sharded) == len(held):
             if any(len(leaf.shape) != 1 for leaf in sharded.values()):
-                raise Corrupt(f"`{show(name)}` is not flat: it has several axes")
-            found[name.removesuffix(FLAT)] = Unit(name.removesuffix(FLAT), sharded, gather(name, sharded))
+                raise Corrupt(f"`{printable(name)}` is not flat: it has several axes")
+            found[name.removesuffix(FLAT)] = FlatParameter(name.removesuffix(FLAT), sharded, gather(name, sharded))
     return found
 
 
 def unflatten(
     leaves: Mapping[str, Mapping[int, Leaf]],
-    units: Mapping[str, Unit],
+    units: Mapping[str, FlatParameter],
     shapes: Mapping[str, Shape],
     listed: Sequence[str],
     where: Path,
@@ -90,21 +90,21 @@ def slices_of(name: str, shape: Shape, refs: Iterable[TensorRef], hint: str) -> 
     pieces, at = [], 0
     vectors = [_vector(ref) for ref in refs]
     for vector in vectors:
-        pieces.append(Piece(at, vector))
+        pieces.append(FlatPiece(at, vector))
         at += vector.shape[0]
     if at != prod(shape):
         raise Corrupt(
-            f"`{show(name)}`: the ranks' slices have {at:,} elements, but shape {list(shape)} has {prod(shape):,}",
+            f"`{printable(name)}`: the ranks' slices have {at:,} elements, but shape {list(shape)} has {prod(shape):,}",
             hint=hint,
         )
     return tensor_in(shape, vectors[0].dtype, 0, pieces)
 
 
 def _sliced(
-    leaves: Mapping[str, Mapping[int, Leaf]], units: Mapping[str, Unit], shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, Unit]]:
+    leaves: Mapping[str, Mapping[int, Leaf]], units: Mapping[str, FlatParameter], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, FlatParameter]]:
     """The slices, and the unit of each. Buffers are told from them by their shapes, or by being no views of it."""
-    vectors: dict[str, tuple[Unit, dict[int, TensorRef]]] = {}
+    vectors: dict[str, tuple[FlatParameter, dict[int, TensorRef]]] = {}
     for name, held in leaves.items():
         prefix = innermost(name, units)
         refs = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, TensorRef)}
@@ -119,32 +119,36 @@ def _sliced(
                 yield name, unit
             elif name not in shapes and not views and _may_be_sliced(unit, own.values()):
                 raise Unsupported(
-                    f"`{show(name)}` may be a buffer, or a slice of a flattened parameter: nothing in the files tells",
+                    f"`{printable(name)}` may be a buffer, or a slice of a flattened parameter: nothing in the files "
+                    "tells",
                     hint=_SHAPES,
                 )
 
 
-def _may_be_sliced(unit: Unit, vectors: Collection[Mapping[int, TensorRef]]) -> bool:
+def _may_be_sliced(unit: FlatParameter, vectors: Collection[Mapping[int, TensorRef]]) -> bool:
     """Are there enough elements in these vectors to make up the flat parameter, but for what aligns its members?"""
     held = sum(ref.size for refs in vectors for ref in refs.values())
     return held + _ALIGNMENT * len(vectors) >= unit.whole.size
 
 
-def _of_slices(name: str, shape: Shape, unit: Unit, refs: Mapping[int, TensorRef]) -> Tensor:
+def _of_slices(name: str, shape: Shape, unit: FlatParameter, refs: Mapping[int, TensorRef]) -> Tensor:
     copies = []
     for ranks in order(unit.held):
         if absent := [rank for rank in ranks if rank not in refs]:
-            raise Corrupt(f"rank {absent[0]} has its part of `{show(unit.prefix + FLAT)}`, but no `{show(name)}`")
+            raise Corrupt(
+                f"rank {absent[0]} has its part of `{printable(unit.prefix + FLAT)}`, but no `{printable(name)}`"
+            )
         copies.append(slices_of(name, shape, [refs[rank] for rank in ranks], _SAME))
     return with_replicas(copies)
 
 
-def _of_flat(unit: Unit, shapes: Mapping[str, Shape], where: Path) -> dict[str, Tensor]:
+def _of_flat(unit: FlatParameter, shapes: Mapping[str, Shape], where: Path) -> dict[str, Tensor]:
     name = unit.prefix + FLAT
     flat, total = unit.whole, sum(map(prod, shapes.values()))
     if flat.size != total:
         raise Unsupported(
-            f"`{show(name)}` has {flat.size:,} elements, but the {len(shapes)} parameters that are known below it have "
+            f"`{printable(name)}` has {flat.size:,} elements, but the {len(shapes)} parameters that are known below "
+            "it have "
             f"{total:,}",
             where=where,
             hint="It was saved with use_orig_params=False: name all its parameters in the order of the module with "
@@ -155,7 +159,7 @@ def _of_flat(unit: Unit, shapes: Mapping[str, Shape], where: Path) -> dict[str, 
     for member, shape in shapes.items():
         copies = []
         for copy in (flat, *flat.replicas):
-            pieces = [Piece(f.box.start[0], f.blob) for f in copy.fragments if isinstance(f.blob, Raw)]
+            pieces = [FlatPiece(f.box.start[0], f.blob) for f in copy.fragments if isinstance(f.blob, FileBlob)]
             copies.append(tensor_in(shape, flat.dtype, begin, pieces))
         found[member] = with_replicas(copies)
         begin += prod(shape)
@@ -169,9 +173,13 @@ def innermost(name: str, units: Collection[str]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in units), None)
 
 
-def _vector(ref: TensorRef) -> Raw:
+def _vector(ref: TensorRef) -> FileBlob:
     blob = tensor_of(ref).fragments[0].blob
-    if not isinstance(blob, Raw) or len(ref.shape) != 1 or not packed(blob.shape, blob.strides, blob.dtype.itemsize):
+    if (
+        not isinstance(blob, FileBlob)
+        or len(ref.shape) != 1
+        or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize)
+    ):
         raise Corrupt(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or lies in pieces")
     return blob
 
@@ -180,7 +188,8 @@ def _need_shapes(names: Sequence[str], where: Path) -> None:
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise Unsupported(
-            f"`{show(names[0])}`{others}: the files hold flattened parameters (LOCAL_STATE_DICT of FSDP1), and nothing "
+            f"`{printable(names[0])}`{others}: the files hold flattened parameters (LOCAL_STATE_DICT of FSDP1), and "
+            "nothing "
             "says what shapes they had",
             where=where,
             hint=_SHAPES,

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 MOST_RANKS = 1 << 16
 
@@ -99,7 +99,7 @@ def list_folder(path: Path) -> Folder:
     counted = {name: match for name in names if (match := _COUNTED.fullmatch(name))}
     if sized and counted:
         raise Corrupt(
-            f"{show(next(iter(sized)))} and {show(next(iter(counted)))} are of two ways of saving",
+            f"{printable(next(iter(sized)))} and {printable(next(iter(counted)))} are of two ways of saving",
             where=path,
             hint="Two runs were saved into one folder: separate them.",
         )
@@ -113,7 +113,7 @@ def list_folder(path: Path) -> Folder:
 def _of_script(path: Path, found: Mapping[str, Mapping[tuple[str, str], Mapping[int, str]]]) -> Folder:
     """The files of a script's own naming. Raises `Unsupported` if they are of several checkpoints."""
     if len(models := found.get("model", {})) > 1:
-        firsts = ", ".join(show(next(iter(ranks.values()))) for ranks in list(models.values())[:_MOST_NAMED])
+        firsts = ", ".join(printable(next(iter(ranks.values()))) for ranks in list(models.values())[:_MOST_NAMED])
         raise Unsupported(
             f"files of ranks are here under several names: {firsts}",
             where=path,
@@ -193,7 +193,8 @@ def _checked(folder: Folder) -> Folder:
             absent = next(rank for rank in range(folder.world) if rank not in ranks)
             name = _name_at(next(iter(ranks.values())).name, absent)
             raise Incomplete(
-                f"the {role} file of rank {absent}, {show(name)}, is missing ({len(ranks)} of {folder.world} are here)",
+                f"the {role} file of rank {absent}, {printable(name)}, is missing ({len(ranks)} of {folder.world} "
+                "are here)",
                 where=folder.path,
                 hint=_COPY,
             )

@@ -7,13 +7,13 @@ from typing import TypeAlias
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.tensor import Tensor, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks import dtensor, sharded_tensor
-from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, Meshes, dtensor_of
+from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, MeshCache, dtensor_of
 from ckpt_formats.engines.fsdp_ranks.lookups import class_of, subclass
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
-from ckpt_formats.engines.fsdp_ranks.placement import Spec
+from ckpt_formats.engines.fsdp_ranks.placement import PlacementSpec
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, Tilings, sharded_of
 
 Leaf: TypeAlias = TensorRef | DTensor | ShardedTensor
@@ -21,15 +21,15 @@ Leaf: TypeAlias = TensorRef | DTensor | ShardedTensor
 
 
 @dataclass(frozen=True)
-class Known:
+class SharedLeaves:
     """What the files of all ranks say again and again; equal ones are kept once."""
 
     meshes: dict[Mesh, Mesh] = field(default_factory=dict)
-    specs: dict[Spec, Spec] = field(default_factory=dict)
+    specs: dict[PlacementSpec, PlacementSpec] = field(default_factory=dict)
     tilings: Tilings = field(default_factory=dict)
 
 
-def leaf_of(value: Value, meshes: Meshes, world: int, known: Known) -> Leaf | None:
+def leaf_of(value: Value, meshes: MeshCache, world: int, known: SharedLeaves) -> Leaf | None:
     """What a value in the file of one rank says of a tensor; None if it is none."""
     if isinstance(value, TensorRef):
         return value
@@ -42,7 +42,7 @@ def leaf_of(value: Value, meshes: Meshes, world: int, known: Known) -> Leaf | No
         case "ShardedTensor":
             return sharded_of(record, meshes.rank, world, meshes.where, known.tilings)
         case other:
-            raise Unsupported(f"a tensor of class {show(other)}", where=meshes.where)
+            raise Unsupported(f"a tensor of class {printable(other)}", where=meshes.where)
 
 
 def whole(name: str, held: Mapping[int, Leaf]) -> Tensor:
@@ -51,7 +51,7 @@ def whole(name: str, held: Mapping[int, Leaf]) -> Tensor:
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise Corrupt(
-            f"tensor `{show(name)}` is a {one.__name__} on rank {first}, but a {other.__name__} on rank {second}",
+            f"tensor `{printable(name)}` is a {one.__name__} on rank {first}, but a {other.__name__} on rank {second}",
             hint="Files of several steps or runs may be mixed: copy those of one step again.",
         )
     if dtensors := {rank: leaf for rank, leaf in held.items() if isinstance(leaf, DTensor)}:
@@ -88,7 +88,8 @@ def _copies(name: str, tensors: Mapping[int, Tensor]) -> Tensor:
     for rank, tensor in tensors.items():
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             raise Corrupt(
-                f"`{show(name)}` should be the same on every rank, but is {first.dtype.name} of {list(first.shape)} "
+                f"`{printable(name)}` should be the same on every rank, but is {first.dtype.name} of "
+                f"{list(first.shape)} "
                 f"on one and {tensor.dtype.name} of {list(tensor.shape)} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )

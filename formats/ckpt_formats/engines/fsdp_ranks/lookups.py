@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Global, Record, Value, kind_of
@@ -25,7 +25,7 @@ def attribute(record: Value, name: str, kind: type[T], where: Path) -> T:
 
 def numbers(value: Value, what: str, where: Path) -> Shape:
     """Whole numbers from 0 on: a `torch.Size`, tuple or list. Raises `Corrupt` for anything else."""
-    if not isinstance(value, (tuple, list)) or len(value) > 64 or not all(map(natural, value)):
+    if not isinstance(value, (tuple, list)) or len(value) > 64 or not all(map(is_natural, value)):
         raise Corrupt(f"{what} is not a list of whole numbers: {str(value)[:60]}", where=where)
     return tuple(value)
 

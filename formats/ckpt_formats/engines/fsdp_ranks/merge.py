@@ -8,14 +8,14 @@ from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf, whole
 
 
 @dataclass
-class Merge:
+class RankMerge:
     """One merging, and what it found on the way."""
 
     apart: dict[int, dict[str, Value]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Merge:
         """Names of the same stored elements on every rank get the same object, as tied tensors are."""
         held = {rank: value for rank, value in values.items() if isinstance(value, Leaf)}
         if len(held) < len(values):
-            raise Corrupt(f"`{show(place)}` is a tensor on some ranks, and something else on others")
+            raise Corrupt(f"`{printable(place)}` is a tensor on some ranks, and something else on others")
         tensor = whole(place, held)
         if not isinstance(next(iter(held.values())), TensorRef):
             self.spread[place] = held
@@ -67,7 +67,7 @@ class Merge:
             return first
         if strict:
             raise Corrupt(
-                f"`{show(place)}` is {_short(first)} on rank {first_rank}, but {_short(held[differing])} on "
+                f"`{printable(place)}` is {_short(first)} on rank {first_rank}, but {_short(held[differing])} on "
                 f"rank {differing}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
@@ -91,4 +91,4 @@ def _stored(leaf: Leaf) -> tuple[Value, ...]:
 
 
 def _short(value: Value) -> str:
-    return show(str(value)[:60])
+    return printable(str(value)[:60])

@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Shape
@@ -100,7 +100,7 @@ def _axes(layout: Record, where: Path) -> list[list[tuple[int, int]]]:
         pairs = [(attribute(one, "shape", object, where), attribute(one, "stride", object, where)) for one in axes]
     else:  # until PyTorch 2.10, all sizes and all strides
         sizes, strides = layout.get("shape"), layout.get("stride")
-        pairs = [(sizes, strides)] if natural(sizes) else list(zip(sizes, strides, strict=True))
+        pairs = [(sizes, strides)] if is_natural(sizes) else list(zip(sizes, strides, strict=True))
     return [_steps_of(_flat(size), _flat(stride), where) for size, stride in pairs]
 
 

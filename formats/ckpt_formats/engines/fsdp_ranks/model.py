@@ -7,7 +7,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT, innermost, unflatten, units_of
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
-from ckpt_formats.engines.fsdp_ranks.merge import Merge
+from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor
 from ckpt_formats.registry import open_checkpoint
 
@@ -16,7 +16,7 @@ Trees = Mapping[int, Mapping[str, Value]]
 
 
 def merge_model(
-    trees: Trees, merge: Merge, shapes: Mapping[str, Shape], listed: Sequence[str], where: Path
+    trees: Trees, merge: RankMerge, shapes: Mapping[str, Shape], listed: Sequence[str], where: Path
 ) -> dict[str, Value]:
     """The model's state dict. `shapes` and `listed` are needed only where parameters are flat: see `unflatten`."""
     names = dict.fromkeys(name for tree in trees.values() for name in tree)

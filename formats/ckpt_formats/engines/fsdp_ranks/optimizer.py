@@ -14,9 +14,9 @@ from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import slices_of
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf, copies_of, whole
-from ckpt_formats.engines.fsdp_ranks.merge import Merge
+from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.model import Trees
-from ckpt_formats.state_dicts.parameter_order import Named, Run, Slot, one_way
+from ckpt_formats.state_dicts.parameter_order import NamedTensor, NumberedGroup, NumberedParameter, only_assignment
 from ckpt_formats.state_dicts.read import role_of
 
 Spread = Mapping[str, Mapping[int, Leaf]]
@@ -42,7 +42,7 @@ def merge_optimizer(
     """
     if spread and any(_is_vector(value) for tree in trees.values() for own in _states(tree) for value in own.values()):
         return _of_slices(trees, model, spread, order)
-    merged: dict[str, Value] = Merge().tree(trees, strict=True)
+    merged: dict[str, Value] = RankMerge().tree(trees, strict=True)
     return merged
 
 
@@ -75,7 +75,7 @@ def _of_slices(
     trees: Trees, model: Mapping[str, Tensor], spread: Spread, order: Sequence[str]
 ) -> dict[str, Value] | None:
     """Vectors are slices of the parameter, unless all of them have its shape: then they are replicas."""
-    groups = Merge().tree({rank: tree["param_groups"] for rank, tree in trees.items()}, "param_groups", strict=True)
+    groups = RankMerge().tree({rank: tree["param_groups"] for rank, tree in trees.items()}, "param_groups", strict=True)
     keys = [key for group in groups for key in group["params"]]
     held = {key: {rank: tree["state"][key] for rank, tree in trees.items() if key in tree["state"]} for key in keys}
     titles = _titles(keys, groups, held, model, order)
@@ -103,7 +103,7 @@ def _merged(
     values = {rank: own[state] for rank, own in held.items() if state in own}
     refs = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
     if len(refs) < len(values) or any(len(ref.shape) != 1 for ref in refs.values()):
-        return Merge().tree(values, name, strict=True)
+        return RankMerge().tree(values, name, strict=True)
     if not spread or all(ref.shape == shape for ref in refs.values()):
         return whole(name, refs)
     slices = [[refs[rank] for rank in ranks if rank in refs] for ranks in copies_of(spread)]
@@ -126,21 +126,21 @@ def _titles(
     if order:
         fit = all(isinstance(key, int) and 0 <= key < len(order) for key in keys)
         return {key: order[key] for key in keys} if fit else None
-    flat = [Named(name, Tensor((tensor.size,), tensor.dtype, ())) for name, tensor in model.items()]
+    flat = [NamedTensor(name, Tensor((tensor.size,), tensor.dtype, ())) for name, tensor in model.items()]
     trained = [one for one in flat if role_of(one) != "buffer"]
-    runs = [Run(tuple(_slot(held[key]) for key in group["params"])) for group in groups]
-    matches = one_way(runs, trained) if trained else None
+    runs = [NumberedGroup(tuple(_slot(held[key]) for key in group["params"])) for group in groups]
+    matches = only_assignment(runs, trained) if trained else None
     return None if matches is None else {groups[m.run]["params"][m.start]: m.name for m in matches}
 
 
-def _slot(held: Mapping[int, Mapping[str, Value]]) -> Slot:
+def _slot(held: Mapping[int, Mapping[str, Value]]) -> NumberedParameter:
     """How many elements all ranks together have of a parameter."""
     sizes: dict[str, int] = {}
     for own in held.values():
         for state, value in own.items():
             if isinstance(value, TensorRef) and len(value.shape) == 1:
                 sizes[state] = sizes.get(state, 0) + value.size
-    return Slot(None, {state: (size,) for state, size in sizes.items()})
+    return NumberedParameter(None, {state: (size,) for state, size in sizes.items()})
 
 
 def _states(tree: Mapping[str, Value]) -> Iterator[Mapping[str, Value]]:

@@ -13,7 +13,7 @@ from math import prod
 
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.layout import Placed
+from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
 
 Runs = tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Spec:
+class PlacementSpec:
     """How a tensor is spread over a mesh: a placement for each dimension of the mesh."""
 
     shape: Shape
@@ -56,7 +56,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankBlock:
     """What one rank has: ranges along each axis, of which it holds every combination."""
 
     axes: tuple[Runs, ...]
@@ -66,16 +66,16 @@ class Cut:
         """Of the rank's own tensor."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.axes)
 
-    def blocks(self) -> Iterator[Placed]:
+    def blocks(self) -> Iterator[ShardBlock]:
         """The blocks, in the rank's own tensor and in the whole one."""
         if prod(len(runs) for runs in self.axes) > _MOST_RUNS:
             raise Unsafe(f"a rank would hold more than {_MOST_RUNS:,} blocks of one tensor")
         local = [list(_end_to_end(runs)) for runs in self.axes]
         for ours, theirs in zip(product(*local), product(*self.axes), strict=True):
-            yield Placed(_box(ours), _box(theirs))
+            yield ShardBlock(_box(ours), _box(theirs))
 
 
-def cut(spec: Spec, rank: int) -> Cut:
+def cut(spec: PlacementSpec, rank: int) -> RankBlock:
     """What a rank of the mesh has of the tensor."""
     at = spec.mesh.coordinate(rank)
     axes: list[Runs] = [((0, length),) for length in spec.shape]
@@ -84,10 +84,10 @@ def cut(spec: Spec, rank: int) -> Cut:
         if placement.axis is not None:
             runs = _chunks(axes[placement.axis], placement.factor, spec.mesh.shape[dim], at[dim])
             axes[placement.axis] = tuple(runs)
-    return Cut(tuple(_joined(runs) for runs in axes))
+    return RankBlock(tuple(_joined(runs) for runs in axes))
 
 
-def cut_first(spec: Spec) -> Spec | None:
+def cut_first(spec: PlacementSpec) -> PlacementSpec | None:
     """The same cuts with no stride: each strided dimension cuts after those that it leaves room for.
 
     FSDP2 cuts what tensor parallelism has cut already, and calls that strided. Where
@@ -105,7 +105,7 @@ def cut_first(spec: Spec) -> Spec | None:
             return None
         order.insert(before, dim)
     plain = tuple(Placement(placement.axis) for placement in spec.placements)
-    return Spec(spec.shape, spec.mesh, plain, tuple(order))
+    return PlacementSpec(spec.shape, spec.mesh, plain, tuple(order))
 
 
 def _chunks(runs: Runs, factor: int, ranks: int, at: int) -> Iterator[tuple[int, int]]:

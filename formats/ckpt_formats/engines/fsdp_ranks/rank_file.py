@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.errors import Corrupt, Unsafe
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
-from ckpt_formats.engines.fsdp_ranks.dtensor import Meshes
-from ckpt_formats.engines.fsdp_ranks.leaves import Known, leaf_of
+from ckpt_formats.engines.fsdp_ranks.dtensor import MeshCache
+from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves, leaf_of
 
 _RANK = re.compile(r"rank_?(\d{1,9})")
 """The rank in a file's name, and in the name that it was saved under, which its archive holds."""
@@ -33,13 +33,13 @@ class RankFile:
     """Without its own tree."""
 
 
-def open_rank(path: Path, role: str, rank: int, world: int, known: Known) -> RankFile:
+def open_rank(path: Path, role: str, rank: int, world: int, known: SharedLeaves) -> RankFile:
     """Open a file, headers only. Raises `Corrupt`, `Unsupported`, `Unsafe`."""
     file = open_file(path)
     saved, named = (_RANK.findall(name) for name in (file.stem, path.stem))
     if saved and named and int(saved[-1]) != int(named[-1]):
         raise Corrupt(
-            f"was saved as {show(file.stem)}: it is another rank's, renamed",
+            f"was saved as {printable(file.stem)}: it is another rank's, renamed",
             where=path,
             hint="Copy the files of all ranks again, under their own names.",
         )
@@ -51,7 +51,7 @@ def open_rank(path: Path, role: str, rank: int, world: int, known: Known) -> Ran
             (root,) = root.values()
         if not isinstance(root, dict):
             raise Corrupt(f"holds {kind_of(root)}, not a state dict", where=path)
-        root = _Leaves(role == "optimizer", Meshes(rank, path, known.meshes, known.specs), world, known).tree(root)
+        root = _Leaves(role == "optimizer", MeshCache(rank, path, known.meshes, known.specs), world, known).tree(root)
     return RankFile(rank, path, root, replace(file, root=None))
 
 
@@ -61,9 +61,9 @@ class _Leaves:
 
     lists: bool
     """Also into its lists: an optimizer's may have tensors."""
-    meshes: Meshes
+    meshes: MeshCache
     world: int
-    known: Known
+    known: SharedLeaves
     count: int = 0
 
     def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:

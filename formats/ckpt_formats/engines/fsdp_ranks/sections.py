@@ -6,10 +6,10 @@ from typing import get_args
 
 from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
-from ckpt_formats.engines.fsdp_ranks.merge import Merge
+from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile
 from ckpt_formats.state_dicts.model import MODEL_KEYS
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
@@ -26,7 +26,7 @@ def sorted_files(files: Files) -> Files:
     for rank, file in files["model"].items():
         optimizers = optimizers_in(file.root)
         if len(optimizers) > 1:
-            names = ", ".join(show(one.title) for one in optimizers)
+            names = ", ".join(printable(one.title) for one in optimizers)
             raise Unsupported(f"holds the states of several optimizers: {names}", where=file.path)
         tree = without(file.root, optimizers)
         key = next((key for key in MODEL_KEYS if _holds_leaf(tree.get(key))), None)
@@ -56,7 +56,7 @@ def merged_extras(files: Mapping[int, RankFile]) -> tuple[dict[int, RankFile], d
         str(key) for file in files.values() for key, value in file.root.items() if _holds_leaf(value, whole=False)
     }
     whole = {
-        key: Merge().tree({rank: file.root[key] for rank, file in files.items() if key in file.root}, key)
+        key: RankMerge().tree({rank: file.root[key] for rank, file in files.items() if key in file.root}, key)
         for key in sorted(spread)
     }
     rest = {

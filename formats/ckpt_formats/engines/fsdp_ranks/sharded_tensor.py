@@ -13,8 +13,8 @@ from pathlib import Path
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Fragment, Tensor, join, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments, with_replicas
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.engines.fsdp_ranks.lookups import attribute, numbers
 
@@ -88,7 +88,8 @@ def gather(name: str, held: Mapping[int, ShardedTensor]) -> Tensor:
     for rank, own in held.items():
         if (own.shape, own.dtype, own.boxes, own.copies) != (first.shape, first.dtype, first.boxes, first.copies):
             raise Corrupt(
-                f"tensor `{show(name)}`: rank {rank} has other blocks, another shape or type than the ranks before it: "
+                f"tensor `{printable(name)}`: rank {rank} has other blocks, another shape or type than the ranks "
+                "before it: "
                 f"{list(own.shape)} in {len(own.boxes)} blocks against {list(first.shape)} in {len(first.boxes)}",
                 hint=_MIXED,
             )
@@ -98,7 +99,7 @@ def gather(name: str, held: Mapping[int, ShardedTensor]) -> Tensor:
     for box, refs in holders.items():
         if len(refs) != first.copies:
             raise Corrupt(
-                f"tensor `{show(name)}`: block {box} of {list(first.shape)} is held by {len(refs)} ranks, "
+                f"tensor `{printable(name)}`: block {box} of {list(first.shape)} is held by {len(refs)} ranks, "
                 f"not by {first.copies}",
                 hint=_MIXED,
             )
@@ -108,7 +109,7 @@ def gather(name: str, held: Mapping[int, ShardedTensor]) -> Tensor:
         [Fragment(box, tensor_of(refs[i]).fragments[0].blob) for box, refs in holders.items()]
         for i in range(first.copies)
     ]
-    return with_replicas([join(first.shape, fragments, dtype) for fragments in copies])
+    return with_replicas([from_fragments(first.shape, fragments, dtype) for fragments in copies])
 
 
 def _box(metadata: Value, shape: Shape, where: Path) -> Box:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, StdDict, Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT
 from ckpt_formats.engines.fsdp_ranks.lookups import class_of, parts, subclass
@@ -47,13 +47,13 @@ def other_files(path: Path, world: int) -> str:
         f"{path.name[: own.start()]}{own[1]}{rank:0{len(own[2])}d}{path.name[own.end() :]}"
         for rank in others[:_MOST_NAMED]
     ]
-    return f"{', '.join(map(show, names))}{'' if world and len(others) <= _MOST_NAMED else ', …'}"
+    return f"{', '.join(map(printable, names))}{'' if world and len(others) <= _MOST_NAMED else ', …'}"
 
 
 def _part(kind: str, name: str, world: int, path: Path) -> Unsupported:
     ranks = f" of {world}" if world else " of several"
     return Unsupported(
-        f"is what one rank{ranks} holds: `{show(name)}` is {kind}, not a whole tensor",
+        f"is what one rank{ranks} holds: `{printable(name)}` is {kind}, not a whole tensor",
         where=path,
         hint=f"Needed too: {other_files(path, world)}. Put all of them into one folder, and name the folder.",
     )

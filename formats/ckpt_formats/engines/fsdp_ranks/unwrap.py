@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -13,7 +13,7 @@ _DDP = "module."
 
 
 @dataclass(frozen=True)
-class Unwrapping:
+class WrapperNames:
     """What to take out of names."""
 
     ddp: bool
@@ -29,7 +29,9 @@ class Unwrapping:
         made: dict[Value, Value] = {}
         for key, value in tree.items():
             if self(key) in made:
-                raise Corrupt(f"two tensors are called `{show(self(key))}` once wrappers are left out", where=where)
+                raise Corrupt(
+                    f"two tensors are called `{printable(self(key))}` once wrappers are left out", where=where
+                )
             made[self(key)] = value
         return made
 
@@ -49,7 +51,7 @@ class Unwrapping:
         return {**group, **{key: [self(name) for name in names] for key, names in listed.items()}}
 
 
-def unwrapping(names: Iterable[str]) -> Unwrapping:
+def unwrapping(names: Iterable[str]) -> WrapperNames:
     """How to unwrap these, which are all of a model's: `module.` only goes where every name begins with it."""
-    plain = [Unwrapping(ddp=False)(name) for name in names]
-    return Unwrapping(bool(plain) and all(name.startswith(_DDP) for name in plain))
+    plain = [WrapperNames(ddp=False)(name) for name in names]
+    return WrapperNames(bool(plain) and all(name.startswith(_DDP) for name in plain))

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers.safetensors import parse_json
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.folder import CONFIG, MODEL_INDEX, MODULES, sort_files
-from ckpt_formats.engines.hf.side_files import carry
-from ckpt_formats.engines.hf.weights import Model, read_model
+from ckpt_formats.engines.hf.side_files import read_side_files
+from ckpt_formats.engines.hf.weights import ModelFiles, read_model
 
 _MOST_JSON = 1 << 20
 _MOST_COMPONENTS = 256
@@ -41,13 +41,13 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Found:
+class ComponentFiles:
     """What the components of a folder hold."""
 
-    model: Model
+    model: ModelFiles
     beside: Mapping[str, Value] = field(default_factory=dict)
     """Files by name, with the folder before it."""
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[SourceFile, ...] = ()
     """Of these files."""
     notices: tuple[Notice, ...] = ()
 
@@ -62,35 +62,35 @@ def components_of(path: Path) -> tuple[Component, ...]:
         return ()
     for one in found:
         if Path(one.name).name != one.name or one.name in (".", "..") or "\0" in one.name:
-            raise Unsafe(f"names {show(one.name)!r}, which is not a folder in it", where=path)
+            raise Unsafe(f"names {printable(one.name)!r}, which is not a folder in it", where=path)
     if len(found) > _MOST_COMPONENTS:
         raise Unsafe(f"names {len(found):,} components", where=path)
     return found
 
 
-def read_components(path: Path, components: tuple[Component, ...]) -> Found:
+def read_components(path: Path, components: tuple[Component, ...]) -> ComponentFiles:
     """The models of all components as one, and what lies beside them. Raises `Incomplete` if one is not there."""
     state: dict[str, Value] = {}
     aliases: dict[str, str] = {}
-    found = Found(Model(state, False, aliases))
+    found = ComponentFiles(ModelFiles(state, False, aliases))
     model, beside = found.model, dict[str, Value]()
-    shards: list[Shard] = []
+    shards: list[SourceFile] = []
     notices: list[Notice] = []
     for one in components:
         folder = path / one.name
         if not folder.is_dir():
-            raise Incomplete(f"the folder of the component {show(one.name)!r} is missing", where=path)
+            raise Incomplete(f"the folder of the component {printable(one.name)!r} is missing", where=path)
         files = sort_files(folder)
-        values, more, large = carry(files.others)
+        values, more, large = read_side_files(files.others)
         beside |= {f"{one.name}/{name}": value for name, value in values.items()}
         shards += more
         if large:
             notices.append(
-                Notice(f"of {show(one.name)}/, not read, being too large to carry", tuple(large), Weight.LOST)
+                Notice(f"of {printable(one.name)}/, not read, being too large to carry", tuple(large), Weight.LOST)
             )
         if files.entry is None:
             if CONFIG in values and one.kind.rpartition(".")[2] not in _WITHOUT_WEIGHTS:
-                raise Incomplete(f"the component {show(one.name)!r} has no weights", where=folder)
+                raise Incomplete(f"the component {printable(one.name)!r} has no weights", where=folder)
             continue
         inner = read_model(files)
         state |= {f"{one.name}.{name}": value for name, value in inner.state.items()}
@@ -102,14 +102,14 @@ def read_components(path: Path, components: tuple[Component, ...]) -> Found:
             seals=(*model.seals, *inner.seals),
             notices=(*model.notices, *inner.notices),
         )
-    return Found(model, beside, tuple(shards), tuple(notices))
+    return ComponentFiles(model, beside, tuple(shards), tuple(notices))
 
 
-def together(model: Model, components: Model) -> Model:
+def together(model: ModelFiles, components: ModelFiles) -> ModelFiles:
     """A model with those of its components. Raises `Corrupt` if two tensors have one name."""
     if twice := next((name for name in components.state if name in model.state), None):
-        raise Corrupt(f"two components hold a tensor `{show(twice)}`")
-    return Model(
+        raise Corrupt(f"two components hold a tensor `{printable(twice)}`")
+    return ModelFiles(
         {**model.state, **components.state},
         model.in_order,
         {**model.aliases, **components.aliases},

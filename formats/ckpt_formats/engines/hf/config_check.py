@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.text import show
-from ckpt_formats.engines.hf.model_names import Spelling
+from ckpt_formats.core.text import printable
+from ckpt_formats.engines.hf.model_names import NameMatch
 
 _KEYS = {
     "vocabulary": ("vocab_size",),
@@ -49,7 +49,7 @@ _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _MOST_NAMED = 3
 
 
-def check_fits(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
+def check_fits(spelled: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
     """Raises `Unsupported` if the configuration is of another model than these tensors, as they will be written.
 
     `partial` says that the user left tensors out.
@@ -82,13 +82,14 @@ def _shapes(known: bool, named: Sequence[Parameter], config: Mapping[str, Any]) 
             continue
         if any(size is not None for size in wanted):
             said = ", ".join(_said(axis, config) for axis in expected)
-            yield f"`{show(parameter.name)}` has the shape {list(shape)}, by the configuration ({said}) it is another"
+            name = printable(parameter.name)
+            yield f"`{name}` has the shape {list(shape)}, by the configuration ({said}) it is another"
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     sizes = {}
     for axis, keys in _KEYS.items():
-        value = next((config[key] for key in keys if natural(config.get(key), 1 << 40)), None)
+        value = next((config[key] for key in keys if is_natural(config.get(key), 1 << 40)), None)
         if value is not None:
             sizes[axis] = value
     if "embedding_size" in config or "word_embed_proj_dim" in config:
@@ -115,12 +116,12 @@ def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool
     if layers is None or not numbers:
         return
     count = 1 + max(numbers)
-    most = layers + sum(config[key] for key in _PREDICTED if natural(config.get(key), 1 << 20))
+    most = layers + sum(config[key] for key in _PREDICTED if is_natural(config.get(key), 1 << 20))
     if count > most or (count < layers and not partial):
         yield f"there are {count} layers, but by the configuration ({_said('layers', config)}) there are {layers}"
 
 
-def _names(spelled: Spelling) -> Iterator[str]:
+def _names(spelled: NameMatch) -> Iterator[str]:
     for name in spelled.missing:
         tied = ", which is left out only if tie_word_embeddings is true" if name == "lm_head.weight" else ""
-        yield f"`{show(name)}` is missing{tied}"
+        yield f"`{printable(name)}` is missing{tied}"

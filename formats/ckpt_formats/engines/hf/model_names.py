@@ -7,28 +7,28 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.names import Stack, Table, Tie, table_for
-from ckpt_formats.names.renames import Change, changed
-from ckpt_formats.names.transforms import TRANSFORMS, Sizes
+from ckpt_formats.names import ExpertStack, Table, Tie, table_for
+from ckpt_formats.names.renames import TensorRename, apply_renames
+from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import unstacked
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What PyTorch puts before the names of a module that it compiles, checkpoints or cuts, at any depth."""
 _PREFIXES = ("module.", "model.", "base_model.", *_WRAPPERS)
 """What those that hold a model put before all of its names."""
-_NO_SIZES = Sizes(heads=1, groups=1, vocabulary=0)
+_NO_SIZES = ModelSizes(heads=1, groups=1, vocabulary=0)
 """Of transforms that ask for none."""
 
 
 @dataclass(frozen=True)
-class Spelling:
+class NameMatch:
     """How each tensor of a checkpoint is to be called, and what does not fit the model."""
 
     names: Mapping[str, str]
     """By the name that it has now."""
     known: bool
     """Whether there is a table of the model's names."""
-    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    stacks: Mapping[str, ExpertStack] = field(default_factory=dict)
     """Tensors that are not as files have them, by the new name, if the names are those of the running model."""
     missing: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Spelling:
     """The model's tied names, of which files hold one; None also where that is not known."""
 
 
-def spelling(names: Iterable[str], config: Mapping[str, Any] | None) -> Spelling:
+def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameMatch:
     """The names of the model that the configuration describes.
 
     They change only if the changed ones fit the model and the old do not.
@@ -46,45 +46,45 @@ def spelling(names: Iterable[str], config: Mapping[str, Any] | None) -> Spelling
     table = table_for(config or {})
     expected = table.expected_names(config) if table and config else None
     if table is None or config is None or expected is None or "quantization_config" in config:
-        return Spelling(same, False)
+        return NameMatch(same, False)
     tie = table.tie(config)
     stacks = {stack.name: stack for stack in table.stacks(config)}
     in_files = {file for stack in stacks.values() for file in stack.files}
     running = [*(name for name in expected if name not in in_files), *stacks]
     for renamed in _renamings(given):
         if not any(_unfit(renamed.values(), expected, table, tie)):
-            return Spelling(renamed, True, tie=tie)
+            return NameMatch(renamed, True, tie=tie)
         if stacks and not any(_unfit(renamed.values(), running, table, tie)):
-            return Spelling(renamed, True, stacks, tie=tie)
+            return NameMatch(renamed, True, stacks, tie=tie)
     missing, surplus = _unfit(same.values(), expected, table, tie)
-    return Spelling(same, True, {}, missing, surplus, tie)
+    return NameMatch(same, True, {}, missing, surplus, tie)
 
 
-def respelled(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint under the names that the model's files have, with all its states; stacks of experts taken apart.
 
     Raises `Unsupported` for a stack that is none.
     """
     own = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
-    spelled = spelling([*own, *source.aliases], config)
+    spelled = match_names([*own, *source.aliases], config)
     new = spelled.names
     changes = [_respelling(name, new[name], spelled.stacks.get(new[name])) for name in own]
     if all(change.old == change.new for change in changes):
         return source
     aliases = {new.get(alias, alias): new.get(name, name) for alias, name in source.aliases.items()}
-    return replace(changed(source, changes), aliases=aliases)
+    return replace(apply_renames(source, changes), aliases=aliases)
 
 
-def as_in_files(tensor: Tensor, stack: Stack) -> tuple[Tensor, ...]:
+def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
     """What a tensor of a running model is in files. Raises `Unsupported` if it is not the stack that it should be."""
     held = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
     return tuple(piece for one in held for piece in TRANSFORMS[stack.how].split(one, _NO_SIZES))
 
 
-def _respelling(old: str, new: str, stack: Stack | None) -> Change:
+def _respelling(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
     if stack is None:
-        return Change((old,), (new,), tuple)
-    return Change((old,), stack.files, lambda tensors: as_in_files(tensors[0], stack))
+        return TensorRename((old,), (new,), tuple)
+    return TensorRename((old,), stack.files, lambda tensors: as_in_files(tensors[0], stack))
 
 
 def _renamings(names: list[str]) -> Iterator[dict[str, str]]:

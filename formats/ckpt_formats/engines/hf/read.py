@@ -5,22 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Options, Origin, Parameter, Shard
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, ReadOptions, SourceFile
 from ckpt_formats.core.errors import Incomplete, form_of
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.components import Found, components_of, read_components, together
+from ckpt_formats.engines.hf.components import ComponentFiles, components_of, read_components, together
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNTOLD, in_models_order, numbered_only
-from ckpt_formats.engines.hf.side_files import PREFIX, carry, config_of
-from ckpt_formats.engines.hf.weights import Model, read_entry, read_model, torch_shard
+from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
+from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
 from ckpt_formats.registry import format_named
-from ckpt_formats.state_dicts.extras import lift
+from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
 
 _RECIPE = "recipe_state/recipe_state.pt"
@@ -35,18 +35,18 @@ _CUT_MODELS = ("dcp", "fsdp-ranks")
 """Formats of models that lie in such a folder cut over ranks."""
 
 
-def read_folder(path: Path, options: Options) -> Checkpoint:
+def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
     """The index of a folder. Raises `CkptError` of the kind that fits."""
     with form_of("a folder of Hugging Face's libraries", path):
         return _read(sort_files(path), options)
 
 
-def _read(folder: Folder, options: Options) -> Checkpoint:
+def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     path = folder.path
     components = components_of(path)
-    several = read_components(path, components) if components else Found(Model({}, False))
+    several = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
     inner = _cut_model(path, options) if folder.entry is None and not components else None
-    beside, shards, large = carry(folder.others)
+    beside, shards, large = read_side_files(folder.others)
     states, more, seals = _training(folder, {shard.path for shard in inner.shards} if inner else set())
     files = {**beside, **several.beside, **states}
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
@@ -58,16 +58,16 @@ def _read(folder: Folder, options: Options) -> Checkpoint:
     return replace(
         found,
         path=path,
-        origin=replace(found.origin, step=step if natural(step) else found.origin.step),
+        origin=replace(found.origin, step=step if is_natural(step) else found.origin.step),
         shards=(*found.shards, *shards, *several.shards, *more),
         seals=(*found.seals, *seals),
         notices=(*found.notices, *several.notices, *_too_large(large), *_lacks(folder, found)),
     )
 
 
-def _model(folder: Folder, several: Found) -> Model:
+def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
     """The model of the folder, and those of its components. Raises `Incomplete` if there is none."""
-    own = Model({}, False) if folder.entry is None else read_model(folder)
+    own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
     model = together(own, several.model)
     if not model.state:
         raise Incomplete("there are no weights", where=folder.path)
@@ -81,7 +81,7 @@ def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
     if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
         base = found.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
-        which = f" ({show(named)[:100]})" if isinstance(named, str) and named else ""
+        which = f" ({printable(named)[:100]})" if isinstance(named, str) and named else ""
         yield Notice(f"an adapter of PEFT, without the model that it adapts{which}")
     further = [file.name for file in (*folder.models, *folder.training) if is_further(file.name)]
     if further:
@@ -92,7 +92,7 @@ def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
 
 
 def _with_model(
-    folder: Folder, model: Model, config: Mapping[str, Any] | None, extras: dict[str, Value], options: Options
+    folder: Folder, model: ModelFiles, config: Mapping[str, Any] | None, extras: dict[str, Value], options: ReadOptions
 ) -> Checkpoint:
     order = in_models_order(list(model.state), config)
     state = {name: model.state[name] for name in order} if order else model.state
@@ -134,10 +134,10 @@ def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None)
     return {tie.alias: tie.name}
 
 
-def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[Shard], list[Seal]]:
+def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[SourceFile], list[Seal]]:
     """What a run needs to go on, and further models, by file; but for files that are known already."""
     values: dict[str, Value] = {}
-    shards: list[Shard] = []
+    shards: list[SourceFile] = []
     seals: list[Seal] = []
     for path in (path for path in folder.training if path not in known):
         file = open_file(path)
@@ -152,7 +152,7 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
     return values, shards, seals
 
 
-def _cut_model(path: Path, options: Options) -> Checkpoint:
+def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
     """The model that lies in the folder cut over ranks, and what came with it. Raises `Incomplete` if there is none."""
     for format in map(format_named, _CUT_MODELS):
         if format.detect(path):
@@ -162,7 +162,7 @@ def _cut_model(path: Path, options: Options) -> Checkpoint:
 
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
     parameters = dict(inner.parameters)
-    lifted = {key: lift(value, key, parameters) for key, value in extras.items()}
+    lifted = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
     return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
 
 

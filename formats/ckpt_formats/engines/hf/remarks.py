@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.text import show
-from ckpt_formats.engines.hf.model_names import Spelling
+from ckpt_formats.core.text import printable
+from ckpt_formats.engines.hf.model_names import NameMatch
 
 _MOST_NAMED = 3
 
 
-def remarks(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, Any] | None) -> Iterator[str]:
+def remarks(spelled: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any] | None) -> Iterator[str]:
     """What does not fit, and what was changed so that it fits. `named` are the tensors as they will be written."""
     names, tie = {parameter.name for parameter in named}, spelled.tie
     if config is not None and not spelled.known and "quantization_config" not in config:
@@ -33,4 +33,4 @@ def remarks(spelled: Spelling, named: Sequence[Parameter], config: Mapping[str, 
 
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{show(name)}`" for name in names[:_MOST_NAMED]) + more
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_formats.containers.safetensors import parse_json_object
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import open_regular, read_whole
-from ckpt_formats.core.tensor import Raw, Tensor
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE
 
@@ -26,14 +26,14 @@ _MOST_TYPED = 64 << 20
 """Bytes of those that must be understood: a long run's log is in one of them."""
 
 
-def carry(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Shard, ...], list[str]]:
+def read_side_files(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[SourceFile, ...], list[str]]:
     """Files by name, the shards that they are, and the names of those that are too large to carry.
 
     A value is what a JSON file says, or a tensor of the file's bytes. Raises
     `Corrupt` if a configuration is not JSON.
     """
     values: dict[str, Value] = {}
-    shards: list[Shard] = []
+    shards: list[SourceFile] = []
     left: list[str] = []
     total = 0
     for file in files:
@@ -47,7 +47,7 @@ def carry(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Shard, ...], l
         else:
             left.append(file.name)
             continue
-        shards.append(Shard(file, nbytes, "other"))
+        shards.append(SourceFile(file, nbytes, "other"))
     return values, tuple(shards), left
 
 
@@ -63,4 +63,4 @@ def _value(file: Path, nbytes: int) -> Value:
             return parse_json_object(read_whole(file, MOST_JSON), file)
         except Corrupt:
             pass  # a list, or something that only looks like JSON: its bytes are carried
-    return Tensor.of(Raw.packed(file, 0, (nbytes,), np.dtype(np.uint8)))
+    return Tensor.of(FileBlob.packed(file, 0, (nbytes,), np.dtype(np.uint8)))

@@ -7,30 +7,30 @@ from pathlib import Path
 
 from ckpt_formats.containers.safetensors_shards import cut, weights_part, write_weights
 from ckpt_formats.containers.shard_index import numbered_names
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Parameter, Part, Receipt
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, FilePlan, Goal, Parameter, Receipt
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import NotFound, Unsafe, Unsupported
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.config_check import check_fits
 from ckpt_formats.engines.hf.folder import CONFIG, is_training_file, sort_files
-from ckpt_formats.engines.hf.model_names import Spelling, as_in_files, spelling
+from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
 from ckpt_formats.engines.hf.remarks import remarks
-from ckpt_formats.engines.hf.side_files import PREFIX, carry, config_of
+from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
 
 _ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
 
 
-def parts_of(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+def parts_of(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
     """The files to write. Raises `Unsupported` for tensors that they cannot hold, `Unsafe` for names of files."""
     files = beside_files(goal.config) if goal.config else carried_files(source)
     config = config_of(files)
     weights = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
-    spelled = spelling([*(weight.name for weight in weights), *source.aliases], config)
+    spelled = match_names([*(weight.name for weight in weights), *source.aliases], config)
     named = list(_named(weights, source.aliases, spelled))
     if config is not None:
         check_fits(spelled, named, config, goal.partial)
@@ -51,7 +51,7 @@ def parts_of(source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
     return (*held, *beside)
 
 
-def write_part(folder: Path, part: Part, transfer: Transfer) -> Receipt:
+def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file: of weights, or of what lies beside them. The receipt of weights tells the bytes of each."""
     if "metadata" in part.what:
         return write_weights(folder, part, transfer)
@@ -85,11 +85,11 @@ def _is_of_a_component(name: str) -> bool:
 def beside_files(config: Path) -> dict[str, Value]:
     """The files of a model in a folder that the user names; or the configuration alone, if it is a file."""
     if config.is_dir():
-        files, _, left = carry(file for file in sort_files(config).others if not is_training_file(file.name))
+        files, _, left = read_side_files(file for file in sort_files(config).others if not is_training_file(file.name))
         if left:
-            raise Unsupported(f"too large to lie beside a model: {', '.join(map(show, left))}", where=config)
+            raise Unsupported(f"too large to lie beside a model: {', '.join(map(printable, left))}", where=config)
     elif config.is_file():
-        values, _, _ = carry([config])
+        values, _, _ = read_side_files([config])
         files = {CONFIG: values[config.name]}
     else:
         raise NotFound("there is no such file or folder", where=config)
@@ -98,7 +98,7 @@ def beside_files(config: Path) -> dict[str, Value]:
     return files
 
 
-def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], spelled: Spelling) -> Iterator[Parameter]:
+def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], spelled: NameMatch) -> Iterator[Parameter]:
     """The weights under the model's names; a tied one under each of its names, but for the one that files leave out."""
     others: dict[str, list[str]] = {}
     for alias, name in aliases.items():
@@ -138,7 +138,7 @@ def _place_in_file(parameter: Parameter) -> tuple[int, str]:
 def _free(name: str, taken: set[str]) -> bool:
     """Is this the name of a file that may lie beside the weights? Raises `Unsafe` if it leads elsewhere."""
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise Unsafe(f"a carried file is called {show(name)!r}, which leads out of its folder")
+        raise Unsafe(f"a carried file is called {printable(name)!r}, which leads out of its folder")
     return name not in taken and ".index." not in name
 
 
@@ -158,8 +158,8 @@ def _is_json(value: Value) -> bool:
     return True
 
 
-def _beside(name: str, value: Value) -> Part:
+def _beside(name: str, value: Value) -> FilePlan:
     if isinstance(value, Tensor):
-        return Part(name, (), {}, value.nbytes, "other", tensors=(value,))
+        return FilePlan(name, (), {}, value.nbytes, "other", tensors=(value,))
     text = json.dumps(value, indent=2) + "\n"
-    return Part(name, (), {"text": text}, len(text), "other")
+    return FilePlan(name, (), {"text": text}, len(text), "other")

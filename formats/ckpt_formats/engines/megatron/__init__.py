@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.megatron.dist import write as write_dist
@@ -32,37 +32,37 @@ from ckpt_formats.engines.megatron.shared.folder import (
     iteration_of,
     point_to,
 )
-from ckpt_formats.engines.megatron.shared.master_check import doubts_of
-from ckpt_formats.engines.megatron.shared.write_layout import Target, remarks_of, settle_target
+from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, remarks_of, resolve_layout
 
 
 class _Megatron(WritableFormat):
     even_states = True
     degrees = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = iteration_of(path)
         with form_of("a Megatron checkpoint", folder):
             found = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
-        return replace(found, doubts=doubts_of(found))
+        return replace(found, doubts=suspicions_of(found))
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
-        target = settle_target(source, goal)
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+        target = resolve_layout(source, goal)
         first, *others = self.parts(target)
         remarks = (*remarks_of(target), *first.what.get("remarks", ()))
         return replace(first, what={**first.what, "remarks": remarks}), *others
 
     @abstractmethod
-    def parts(self, target: Target) -> Sequence[Part]:
+    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
         """The files of a run folder, all in the folder of one iteration."""
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         point_to(folder, Path(receipts[0].file).parts[0])
 
-    def remarks(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
         return tuple(remark for part in parts for remark in part.what.get("remarks", ()))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
         return tuple(loss for part in parts for loss in part.what.get("losses", ()))
 
 
@@ -73,10 +73,10 @@ class MegatronDist(_Megatron):
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_dist) or is_broken_run(path)
 
-    def parts(self, target: Target) -> Sequence[Part]:
+    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
         return write_dist.parts(target)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_dist.write(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -91,9 +91,9 @@ class MegatronLegacy(_Megatron):
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_legacy)
 
-    def parts(self, target: Target) -> Sequence[Part]:
+    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
         return write_legacy.parts(target)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
         return write_tree(folder, part, transfer)

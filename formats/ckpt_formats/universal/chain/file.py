@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.containers.json_checks import Checks
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.json_checks import FieldReader
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.checkpoint import Loss
+from ckpt_formats.core.checkpoint import ErrorFigures
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.version import WRITTEN_BY
@@ -50,7 +50,7 @@ class Member:
     """Of all files."""
     time: str
     """When it was appended: UTC, ISO 8601."""
-    losses: Mapping[str, Loss] = field(default_factory=dict)
+    losses: Mapping[str, ErrorFigures] = field(default_factory=dict)
     """By state, the worst of its tensors; empty if every bit is as it was saved."""
 
     @property
@@ -74,7 +74,7 @@ class LoggedSteps:
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainIndex:
     """All of `chain.json`."""
 
     members: tuple[Member, ...]
@@ -89,7 +89,7 @@ class Chain:
         return self.members[begin : at + 1]
 
 
-def dump(chain: Chain) -> bytes:
+def dump(chain: ChainIndex) -> bytes:
     """The bytes of `chain.json`."""
     members = [
         {
@@ -111,13 +111,13 @@ def dump(chain: Chain) -> bytes:
     return sealed_json.dump({**fields, "members": members, **segments})
 
 
-def load(path: Path) -> Chain:
+def load(path: Path) -> ChainIndex:
     """Read and check a `chain.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
     with unrecorded():  # it grows while its states are read
         said = sealed_json.load(path, _MOST_BYTES, "the list of a chain")
-    check = Checks(path)
+    check = FieldReader(path)
     check.true(said.get("format") == "ckpt-chain", "format")
-    if not natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
+    if not is_natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
         raise Unsupported(
             f"chain version {said.get('version')!r:.30}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
         )
@@ -131,10 +131,10 @@ def load(path: Path) -> Chain:
         fits = member.parent == (None if member.kind == "base" else before.content)
         check.true(fits, f"members: {member.folder} does not stand on {before.folder}")
     _check_segments(members, segments, check)
-    return Chain(members, segments)
+    return ChainIndex(members, segments)
 
 
-def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ...], check: Checks) -> None:
+def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ...], check: FieldReader) -> None:
     check.true(len({one.folder for one in segments}) == len(segments), "segments: a folder twice")
     contents = {member.step: member.content for member in members}
     for before, segment in zip((None, *segments), segments, strict=False):
@@ -146,7 +146,7 @@ def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ..
         check.true(segment.step is None or segment.first <= segment.step, f"segments: {segment.folder} ends too early")
 
 
-def _segment(row: Any, check: Checks) -> LoggedSteps:
+def _segment(row: Any, check: FieldReader) -> LoggedSteps:
     folder, run = check.text(row, "folder"), check.text(row, "run")
     check.true(SEGMENT_FOLDER.fullmatch(folder) is not None, f"folder {folder!r:.100}")
     parent = check.get(row, "parent")
@@ -155,7 +155,7 @@ def _segment(row: Any, check: Checks) -> LoggedSteps:
     return LoggedSteps(folder, run, check.natural(row, "first"), step, parent, check.text(row, "time"))
 
 
-def places(run: Path) -> Mapping[str, Path]:
+def folders_by_content(run: Path) -> Mapping[str, Path]:
     """Where a chain has which content; nothing if the folder is no chain that can be read."""
     try:
         members = load(run / NAME).members
@@ -164,14 +164,14 @@ def places(run: Path) -> Mapping[str, Path]:
     return {member.content: run / member.folder for member in reversed(members)}
 
 
-def read(run: Path) -> Chain:
+def read(run: Path) -> ChainIndex:
     """The chain in a folder. Raises `NotFound` if it is none."""
     if not (run / NAME).is_file():
         raise NotFound("not a chain: it has no chain.json", where=run, hint="`ckpt diff --into CHAIN CKPT` begins one.")
     return load(run / NAME)
 
 
-def _member(said: Any, check: Checks) -> Member:
+def _member(said: Any, check: FieldReader) -> Member:
     folder, kind, content = (check.text(said, key) for key in ("folder", "kind", "content"))
     check.true(FOLDER.fullmatch(folder) is not None, f"folder {folder!r:.100}")
     check.true(kind in _KINDS, f"kind {kind!r:.30}")

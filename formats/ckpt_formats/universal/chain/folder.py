@@ -12,7 +12,7 @@ from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.text import PARTIAL
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import Chain
+from ckpt_formats.universal.chain.file import ChainIndex
 
 LOCK = "chain.lock"
 _DRAFT = f"{index.NAME}.tmp"
@@ -20,7 +20,7 @@ _STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
 
 
 @contextmanager
-def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chain | None]:
+def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[ChainIndex | None]:
     """The chain in a folder, None if it is yet to begin; nobody else changes it meanwhile.
 
     Raises `Locked`, `NotFound` if it is none, `OutputError` if the folder holds anything else.
@@ -50,7 +50,7 @@ def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chai
         raise
 
 
-def peek(run: Path) -> Chain | None:
+def peek(run: Path) -> ChainIndex | None:
     """The chain in a folder, without a lock; None if one could begin there. Raises as `locked`."""
     if (run / index.NAME).is_file():
         return index.load(run / index.NAME)
@@ -59,7 +59,7 @@ def peek(run: Path) -> Chain | None:
     return None
 
 
-def leftovers(run: Path, chain: Chain | None, going_on: str | None = None) -> list[Path]:
+def leftovers(run: Path, chain: ChainIndex | None, going_on: str | None = None) -> list[Path]:
     """What interrupted runs left behind: members that are not named, and what was to become one.
 
     Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
@@ -111,7 +111,7 @@ def remove(paths: list[Path]) -> None:
             path.unlink()
 
 
-def replace(run: Path, chain: Chain) -> None:
+def replace(run: Path, chain: ChainIndex) -> None:
     """Make `chain` what the folder holds: by one rename, durable when this returns."""
     draft = run / _DRAFT
     with draft.open("wb") as file:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Options
+from ckpt_formats.core.checkpoint import Checkpoint, Format, ReadOptions
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import members, states
 from ckpt_formats.universal.chain.address import Address
@@ -20,7 +20,7 @@ class ChainFormat(Format):
     def detect(self, path: Path) -> bool:
         return (path / index.NAME).is_file()
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         chain = index.load(path / index.NAME)
         if self._address is None and not chain.segments:
             return members.open_last(path, chain)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Options, identified
+from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions, identified
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain.file import Chain, Member
+from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 
-def member_at(run: Path, chain: Chain, step: int | None) -> Member:
+def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
     """The member of a step, or the last. Raises `NotFound`, naming the steps that there are."""
     if step is None:
         return chain.members[-1]
@@ -25,7 +25,7 @@ def member_at(run: Path, chain: Chain, step: int | None) -> Member:
     )
 
 
-def open_member(run: Path, chain: Chain, member: Member) -> Checkpoint:
+def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     """The index of one state. An error names the last good step where there is one.
 
     Raises `Incomplete` if a folder is missing, `Corrupt` if another checkpoint is in its place.
@@ -33,11 +33,11 @@ def open_member(run: Path, chain: Chain, member: Member) -> Checkpoint:
     try:
         return _open(run, member)
     except CkptError as error:
-        advise(run, chain, member, error)
+        add_hint(run, chain, member, error)
         raise
 
 
-def advise(run: Path, chain: Chain, member: Member, error: CkptError) -> None:
+def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> None:
     """Say in the error which step can be restored all the same: the last before that does without what is damaged."""
     if not isinstance(error, (Corrupt, Incomplete, NotFound)) or error.where is None:
         return
@@ -46,14 +46,14 @@ def advise(run: Path, chain: Chain, member: Member, error: CkptError) -> None:
         error.hint = f"Step {good.step} does without it: `ckpt restore CHAIN DST --step {good.step}`."
 
 
-def last_without(run: Path, chain: Chain, member: Member, where: str) -> Member | None:
+def last_without(run: Path, chain: ChainIndex, member: Member, where: str) -> Member | None:
     """The last member before this one that can be opened, and does not stand on the folder of which `where` speaks."""
     blamed = next((one for one in chain.upto(member.step) if _speaks_of(where, run / one.folder)), None)
     before = [] if blamed is None else [one for one in chain.members if one.step < member.step]
     return next((one for one in reversed(before) if blamed not in chain.upto(one.step) and _opens(run, one)), None)
 
 
-def open_last(run: Path, chain: Chain) -> Checkpoint:
+def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
     """The last state, under the name of the chain."""
     return replace(open_member(run, chain, chain.members[-1]), path=run)
 
@@ -76,7 +76,7 @@ def _open(run: Path, member: Member) -> Checkpoint:
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
-    return identified(lambda: Universal().read(folder, Options()))
+    return identified(lambda: Universal().read(folder, ReadOptions()))
 
 
 def _speaks_of(where: str, folder: Path) -> bool:

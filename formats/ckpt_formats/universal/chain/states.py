@@ -6,12 +6,12 @@ from ckpt_formats.core.checkpoint import Checkpoint, identified
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
-from ckpt_formats.universal.chain.file import Chain, LoggedSteps, Member
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients.segment import Segment, open_segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 
 
-def last_step(run: Path, chain: Chain) -> int:
+def last_step(run: Path, chain: ChainIndex) -> int:
     """The last step that can be restored, also of a run that goes on. Raises as `open_segment`."""
     steps = [member.step for member in chain.members[-1:]]
     if chain.segments:
@@ -19,7 +19,7 @@ def last_step(run: Path, chain: Chain) -> int:
     return max(steps)
 
 
-def step_of(chain: Chain, address: Address) -> int:
+def step_of(chain: ChainIndex, address: Address) -> int:
     """The step that an address means. Raises as `last_step`."""
     return last_step(address.run, chain) - address.back if address.step is None else address.step
 
@@ -33,7 +33,7 @@ def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
     return segment
 
 
-def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
+def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     """The state at a step. Raises `NotFound`, naming the steps that there are."""
     stored = next((member for member in chain.members if member.step == step), None)
     if stored is not None:
@@ -56,21 +56,21 @@ def open_state(run: Path, chain: Chain, step: int) -> Checkpoint:
     return identified(lambda: checkpoint_at(segment, step, base))
 
 
-def _segment_of(chain: Chain, step: int) -> LoggedSteps | None:
+def _segment_of(chain: ChainIndex, step: int) -> LoggedSteps | None:
     """The segment that has a step; rather one that did it than one that begins with it, which may have begun later."""
     did = (one for one in chain.segments if one.step is not None and one.first < step <= one.step)
     begins = (one for one in reversed(chain.segments) if one.first <= step)
     return next(did, None) or next(begins, None)
 
 
-def nearest_base(chain: Chain, logged: LoggedSteps, step: int) -> Member | None:
+def nearest_base(chain: ChainIndex, logged: LoggedSteps, step: int) -> Member | None:
     """The last stored state of a segment's run up to a step; None: the state that the segment holds is nearer."""
     stored = [one for one in chain.members if logged.first <= one.step <= step]
     exact = [one for one in stored if one.exact or one.content == logged.parent]
     return exact[-1] if exact else None
 
 
-def steps_text(run: Path, chain: Chain) -> str:
+def steps_text(run: Path, chain: ChainIndex) -> str:
     """The steps that a chain has, for people."""
     parts = [str(member.step) for member in chain.members]
     shown = [", ".join(parts if len(parts) <= 5 else [*parts[:2], "…", *parts[-2:]])] if parts else []
@@ -83,7 +83,7 @@ def steps_text(run: Path, chain: Chain) -> str:
     return "; ".join(shown)
 
 
-def _no_step(run: Path, chain: Chain, step: int) -> NotFound:
+def _no_step(run: Path, chain: ChainIndex, step: int) -> NotFound:
     return NotFound(
         f"no step {step} in this chain", where=run, hint=f"It has {steps_text(run, chain)}; `ckpt log` lists all."
     )

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.containers.json_checks import Checks
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.json_checks import FieldReader
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
@@ -49,7 +49,7 @@ class LoggedTensor:
 
 
 @dataclass(frozen=True)
-class Vector:
+class OptimizerVector:
     """One tensor as a rank's optimizer has it: a parameter, a shard of one, or a partition of many."""
 
     optimizer: int
@@ -59,7 +59,7 @@ class Vector:
 
 
 @dataclass(frozen=True)
-class Piece:
+class VectorPart:
     """A rank's part of a tensor: elements `start` to `stop`, in C order, of a block of it."""
 
     tensor: int
@@ -80,7 +80,7 @@ class Piece:
 class ChunkRange:
     """The part of a piece that is in a chunk."""
 
-    piece: Piece
+    piece: VectorPart
     start: int
     """Counted from the piece's first element."""
     stop: int
@@ -101,8 +101,8 @@ class ChunkRange:
 class RankLayout:
     """The vector of a rank."""
 
-    vectors: tuple[Vector, ...]
-    pieces: tuple[Piece, ...]
+    vectors: tuple[OptimizerVector, ...]
+    pieces: tuple[VectorPart, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class LoggedOptimizer:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """All of `layout.json`."""
 
     run: str
@@ -197,7 +197,7 @@ class Layout:
         return sum(rank.size for rank in self.ranks)
 
 
-def dump(layout: Layout) -> bytes:
+def dump(layout: SegmentLayout) -> bytes:
     """The bytes of `layout.json`."""
     return sealed_json.dump(
         {
@@ -237,12 +237,12 @@ def identity(content: bytes) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-def load(path: Path) -> Layout:
+def load(path: Path) -> SegmentLayout:
     """Read and check a `layout.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
     fields = sealed_json.load(path, _MAX_NBYTES, "the layout of a log of gradients")
-    check = Checks(path)
+    check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-gradients", "format")
-    if not natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
+    if not is_natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
         raise Unsupported(
             f"log of gradients, version {fields.get('version')!r:.30}; this program reads {VERSION}",
             where=path,
@@ -257,7 +257,7 @@ def load(path: Path) -> Layout:
     check.true(parent is None or isinstance(parent, str), "parent")
     aliases = check.mapping(fields, "aliases")
     check.texts(aliases.values(), "aliases")
-    layout = Layout(
+    layout = SegmentLayout(
         check.text(fields, "run"),
         check.natural(fields, "first"),
         check.text(fields, "codec"),
@@ -272,19 +272,19 @@ def load(path: Path) -> Layout:
     return layout
 
 
-def _piece_json(piece: Piece, tensors: Sequence[LoggedTensor]) -> list[Any]:
+def _piece_json(piece: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
     row: list[Any] = [piece.tensor, piece.vector, piece.start, piece.stop, piece.whole]
     if piece.box != Box.whole(tensors[piece.tensor].shape):
         row.append([list(piece.box.start), list(piece.box.stop)])
     return row
 
 
-def _naturals(row: Any, count: int, check: Checks, what: str) -> list[int]:
-    check.true(isinstance(row, list) and len(row) >= count and all(map(natural, row[:count])), what)
+def _naturals(row: Any, count: int, check: FieldReader, what: str) -> list[int]:
+    check.true(isinstance(row, list) and len(row) >= count and all(map(is_natural, row[:count])), what)
     return list(row[:count])
 
 
-def _tensor(row: Any, check: Checks) -> LoggedTensor:
+def _tensor(row: Any, check: FieldReader) -> LoggedTensor:
     check.true(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str), "tensors")
     name, dtype, shape = row
     check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has no type that we know")
@@ -295,7 +295,7 @@ def _tensor(row: Any, check: Checks) -> LoggedTensor:
     return LoggedTensor(name, dtype, shape)
 
 
-def _optimizer(row: Any, check: Checks) -> LoggedOptimizer:
+def _optimizer(row: Any, check: FieldReader) -> LoggedOptimizer:
     exactness = check.text(row, "exactness")
     check.true(exactness in EXACTNESS, f"exactness {exactness!r:.30}")
     groups = check.sequence(row, "groups")
@@ -310,9 +310,9 @@ def _optimizer(row: Any, check: Checks) -> LoggedOptimizer:
 
 
 def _rank(
-    row: Any, tensors: Sequence[LoggedTensor], optimizers: Sequence[LoggedOptimizer], check: Checks
+    row: Any, tensors: Sequence[LoggedTensor], optimizers: Sequence[LoggedOptimizer], check: FieldReader
 ) -> RankLayout:
-    vectors = tuple(Vector(*_naturals(one, 3, check, "vectors")) for one in check.sequence(row, "vectors"))
+    vectors = tuple(OptimizerVector(*_naturals(one, 3, check, "vectors")) for one in check.sequence(row, "vectors"))
     for vector in vectors:
         known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
         check.true(known and vector.count < 1 << 53, "vectors: a group that is not there")
@@ -320,7 +320,7 @@ def _rank(
     return RankLayout(vectors, pieces)
 
 
-def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: Checks) -> Piece:
+def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
     tensor, vector, start, stop, whole = _naturals(row, 5, check, "pieces")
     check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that is not there")
     shape = tensors[tensor].shape
@@ -333,10 +333,10 @@ def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: Check
         check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "pieces: a block outside its tensor")
         box = Box(low, high)
     check.true(start < stop <= box.size and whole <= stop - start, "pieces: elements outside their block")
-    return Piece(tensor, vector, start, stop, whole, box)
+    return VectorPart(tensor, vector, start, stop, whole, box)
 
 
-def _check_pieces(layout: Layout, check: Checks) -> None:
+def _check_pieces(layout: SegmentLayout, check: FieldReader) -> None:
     """Every element of every tensor is in one piece."""
     parts: dict[int, dict[Box, list[tuple[int, int]]]] = {}
     for rank in layout.ranks:

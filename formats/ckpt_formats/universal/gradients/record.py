@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader, unreadable
 
@@ -75,7 +75,7 @@ class FileHead:
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """A whole record: its text, and where its chunks are."""
 
     kind: Kind
@@ -164,7 +164,7 @@ class RankLog:
     """What of a rank's file is whole."""
 
     path: Path
-    records: tuple[Record, ...]
+    records: tuple[LogRecord, ...]
     end: int
     """Where the whole records end."""
     last_hash: int
@@ -188,10 +188,10 @@ def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
 
 
 @dataclass(frozen=True)
-class _Scanned:
+class _ScannedRecord:
     """A record, and what it takes to check its chunks."""
 
-    record: Record
+    record: LogRecord
     begin: int
     body: int
     """Where its chunks begin."""
@@ -211,7 +211,7 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
             where=path,
             hint="The files of a segment belong together: put the right one back.",
         )
-    scanned: list[_Scanned] = []
+    scanned: list[_ScannedRecord] = []
     torn, end, previous, flushed = None, FILE_HEAD.size, int.from_bytes(first[56:], "little"), 0
     options: dict[str, Any] = {}
     while end < nbytes:
@@ -232,7 +232,7 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
     return RankLog(path, tuple(one.record for one in scanned), end, previous, torn)
 
 
-def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _Scanned:
+def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:
     raw = os.pread(file, HEAD.size, at)
     if len(raw) < HEAD.size:
         raise _TornRecord("it ends in the head of a record")
@@ -256,11 +256,11 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
     groups = json.dumps(meta.get("groups"))
     if "groups" in meta:  # the same for thousands of steps, nearly always
         meta["groups"] = options.setdefault(groups, meta["groups"])
-    record = Record(
+    record = LogRecord(
         *(Kind(kind), step, {key: value for key, value in meta.items() if key not in LARGE}),
-        *(begin, meta_nbytes, count, total, flushed if natural(flushed) else 0),
+        *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),
     )
-    return _Scanned(record, at, begin + meta_nbytes + listed, body_nbytes, body, own)
+    return _ScannedRecord(record, at, begin + meta_nbytes + listed, body_nbytes, body, own)
 
 
 def _body_hash(file: int, begin: int, nbytes: int) -> int:

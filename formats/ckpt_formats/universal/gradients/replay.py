@@ -21,12 +21,12 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
-from ckpt_formats.core.tensor import Array, Blob, Range, Raw
+from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.chunked import chunk_count
-from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, Piece, Vector
+from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of
-from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, Record, hash_values
-from ckpt_formats.universal.gradients.segment import Segment, Update
+from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
+from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment
 
 FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
@@ -37,7 +37,7 @@ States = dict[str, Array]
 
 
 @dataclass(frozen=True)
-class Start:
+class StartState:
     """The state from which steps are done again."""
 
     step: int
@@ -51,7 +51,7 @@ class SegmentReplay:
 
     segment: Segment
     step: int
-    start: Start
+    start: StartState
     _cache: "_Cache" = field(default_factory=lambda: _Cache(_MAX_CACHED))
 
     @cached_property
@@ -82,9 +82,9 @@ class SegmentReplay:
         return tuple(dict.fromkeys([WEIGHTS, *(name for name in recorded if name in stepped)]))
 
     @cached_property
-    def _first_updates(self) -> dict[int, Update]:
+    def _first_updates(self) -> dict[int, LoggedUpdate]:
         """By optimizer, what tells the names of its states: the first that is done again, else the first."""
-        firsts: dict[int, Update] = {}
+        firsts: dict[int, LoggedUpdate] = {}
         for steps in self.segment.updates:
             for updates in steps:
                 for update in updates:
@@ -134,7 +134,7 @@ class SegmentReplay:
         return states
 
     def _apply(
-        self, update: Update, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
+        self, update: LoggedUpdate, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
     ) -> None:
         """One call of an optimizer. Ranges that are stepped alike are stepped at once."""
         vectors = self.segment.layout.ranks[rank].vectors
@@ -146,7 +146,7 @@ class SegmentReplay:
             except (CodecError, ArithmeticError) as error:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
-    def _step(self, update: Update, group: int) -> OptimizerStep:
+    def _step(self, update: LoggedUpdate, group: int) -> OptimizerStep:
         # Records with the same options share one list of them (`record.scan`), which lives as long as the segment.
         key = (update.optimizer, id(update.record.meta["groups"]), group)
         if key not in self._steps:
@@ -175,7 +175,7 @@ class SegmentReplay:
                     continue
                 part = states[name][one.offset : one.offset + one.size]
                 low = one.piece.start + one.start
-                Range(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
+                FlatRangeBlob(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
         return states
 
     def parameter(self, number: int) -> Parameter:
@@ -191,7 +191,7 @@ class SegmentReplay:
             )
         return parameter
 
-    def _check_fresh(self, rank: int, piece: Piece, state: str, parameter: Parameter) -> None:
+    def _check_fresh(self, rank: int, piece: VectorPart, state: str, parameter: Parameter) -> None:
         """A state may be missing at the start only where no step was done yet: it is zero then."""
         count = int(self.counts(rank, self.start.step)[piece.vector])
         if count:
@@ -200,7 +200,7 @@ class SegmentReplay:
                 where=self.segment.folder,
             )
 
-    def _decode(self, record: Record, rank: int, index: int, out: Array, reader: Reader) -> bool:
+    def _decode(self, record: LogRecord, rank: int, index: int, out: Array, reader: Reader) -> bool:
         """Fill `out` with a chunk's values. False if the record has none of it. Raises `Corrupt`."""
         path = self.segment.path(rank)
         if index >= record.count:
@@ -217,7 +217,7 @@ class SegmentReplay:
             raise self._damaged(record, rank, index, "its values do not fit their hash")
         return True
 
-    def _damaged(self, record: Record, rank: int, index: int, why: str) -> Corrupt:
+    def _damaged(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
         what = "the state where the log begins" if record.kind is Kind.STATE else f"the gradients of step {record.step}"
         good = record.step - 1
         return Corrupt(
@@ -227,7 +227,7 @@ class SegmentReplay:
         )
 
     @cached_property
-    def _fingerprints(self) -> dict[tuple[int, int], Record]:
+    def _fingerprints(self) -> dict[tuple[int, int], LogRecord]:
         return {
             (rank, record.step): record
             for rank in range(len(self.segment.logs))
@@ -267,7 +267,7 @@ class SegmentReplay:
 
 
 def _runs(
-    update: Update, ranges: list[ChunkRange], vectors: tuple[Vector, ...], counts: Array
+    update: LoggedUpdate, ranges: list[ChunkRange], vectors: tuple[OptimizerVector, ...], counts: Array
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(group, count, elements in whole SIMD vectors, start, stop) of what is stepped at once."""
     run: tuple[int, int, int, int, int] | None = None
@@ -361,7 +361,7 @@ class ParameterReplay:
         packed = reader.keep(key, lambda: self._gathered(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
 
-    def sources(self, box: Box) -> Iterator[Raw]:
+    def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges of the state where the log begins. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
             for blob in _start_blobs(self.segment.parameter(self.tensor), tuple(self.aliases.values())).values():
@@ -382,7 +382,9 @@ class ParameterReplay:
                     self._copy(rank, number, piece, common, box, out[:, offset : offset + box.size], reader)
         return out
 
-    def _copy(self, rank: int, number: int, piece: Piece, common: Box, box: Box, out: Array, reader: Reader) -> None:
+    def _copy(
+        self, rank: int, number: int, piece: VectorPart, common: Box, box: Box, out: Array, reader: Reader
+    ) -> None:
         """Fill of a block `box` what a piece has of the part `common`."""
         layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
         low, high = flat_ends(common.within(piece.box), block)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_codecs.gradients import GRADIENT_CODECS
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.files import Reader, read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.layout import Layout
-from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, RankLog, Record, hash_values, scan
+from ckpt_formats.universal.gradients.layout import SegmentLayout
+from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, LogRecord, RankLog, hash_values, scan
 
 FOLDER = "gradients-{:010d}"
 LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
@@ -31,10 +31,10 @@ def rank_file(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Update:
+class LoggedUpdate:
     """What one rank recorded of one call of an optimizer."""
 
-    record: Record
+    record: LogRecord
     optimizer: int
     vectors: frozenset[int] | None
     """Which of the rank's had a gradient; None: all of that optimizer."""
@@ -47,13 +47,13 @@ class Segment:
     """The steps after `layout.first`."""
 
     folder: Path
-    layout: Layout
+    layout: SegmentLayout
     logs: tuple[RankLog, ...]
     limit: int | None = None
     """The last step that counts, where the chain states one: later ones were dropped."""
 
     @cached_property
-    def updates(self) -> tuple[tuple[tuple[Update, ...], ...], ...]:
+    def updates(self) -> tuple[tuple[tuple[LoggedUpdate, ...], ...], ...]:
         """By rank and by step, from the one after the first: the updates of that step. Whole steps only."""
         return tuple(tuple(self._steps(rank)) for rank in range(len(self.logs)))
 
@@ -97,7 +97,7 @@ class Segment:
             for log in self.logs
         )
 
-    def records(self, rank: int, kind: Kind) -> Iterator[Record]:
+    def records(self, rank: int, kind: Kind) -> Iterator[LogRecord]:
         """The records of a kind of a rank, in order."""
         return (record for record in self.logs[rank].records if record.kind is kind)
 
@@ -146,7 +146,7 @@ class Segment:
                     states[f"rank-{rank:05d}"] = self._random(record, rank, reader)
         return states
 
-    def _random(self, record: Record, rank: int, reader: Reader) -> Value:
+    def _random(self, record: LogRecord, rank: int, reader: Reader) -> Value:
         """What follows the chunks of gradients: typed JSON."""
         path = self.path(rank)
         data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
@@ -157,9 +157,9 @@ class Segment:
         except (ValueError, RecursionError):
             raise Corrupt(f"step {record.step}: its random states are no JSON", where=path) from None
 
-    def _steps(self, rank: int) -> Iterator[tuple[Update, ...]]:
+    def _steps(self, rank: int) -> Iterator[tuple[LoggedUpdate, ...]]:
         log = self.logs[rank]
-        updates: list[Update] = []
+        updates: list[LoggedUpdate] = []
         step = self.first + 1
         for record in log.records:
             if record.kind is not Kind.GRADIENTS:
@@ -176,13 +176,13 @@ class Segment:
                 yield tuple(updates)
                 updates, step = [], step + 1
 
-    def _part(self, record: Record, where: Path) -> tuple[int, int]:
+    def _part(self, record: LogRecord, where: Path) -> tuple[int, int]:
         part = record.meta.get("part", [0, 1])
-        if not (isinstance(part, list) and len(part) == 2 and all(map(natural, part)) and part[0] < part[1]):
+        if not (isinstance(part, list) and len(part) == 2 and all(map(is_natural, part)) and part[0] < part[1]):
             raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
         return part[0], part[1]
 
-    def _options(self, groups: Any, optimizer: int, record: Record, where: Path) -> tuple[Mapping[str, Value], ...]:
+    def _options(self, groups: Any, optimizer: int, record: LogRecord, where: Path) -> tuple[Mapping[str, Value], ...]:
         """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
         if optimizer >= len(self.layout.optimizers):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)
@@ -192,20 +192,20 @@ class Segment:
             raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
         return tuple(options)
 
-    def _update(self, record: Record, number: int) -> Update:
+    def _update(self, record: LogRecord, number: int) -> LoggedUpdate:
         rank, log = self.layout.ranks[number], self.logs[number]
         optimizer = record.meta.get("optimizer", 0)
-        if not natural(optimizer):
+        if not is_natural(optimizer):
             raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
         options = self._options(record.meta.get("groups"), optimizer, record, log.path)
         if not 0 <= record.count - rank.chunk_count <= 1:
             raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
         vectors = record.meta.get("vectors")
         if vectors is not None:
-            if not (isinstance(vectors, list) and all(natural(v) and v < len(rank.vectors) for v in vectors)):
+            if not (isinstance(vectors, list) and all(is_natural(v) and v < len(rank.vectors) for v in vectors)):
                 raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
             vectors = frozenset(vectors)
-        return Update(record, optimizer, vectors, options)
+        return LoggedUpdate(record, optimizer, vectors, options)
 
 
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:

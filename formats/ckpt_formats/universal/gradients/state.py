@@ -8,21 +8,31 @@ import numpy as np
 
 from ckpt_codecs.lossless.rounded import Rounded
 from ckpt_codecs.optimizers import WEIGHTS
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Loss, Origin, Parameter, Role, SavedAs
+from ckpt_formats.core.checkpoint import (
+    MASTER,
+    MODEL,
+    Checkpoint,
+    ErrorFigures,
+    Group,
+    Origin,
+    OriginalForm,
+    Parameter,
+    Role,
+)
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Array, Decoded, Held, Raw, Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import Array, ArrayBlob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.chunked import read_chunks
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer, LoggedTensor
-from ckpt_formats.universal.gradients.record import Kind, Record, hash_values
-from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, Start
+from ckpt_formats.universal.gradients.record import Kind, LogRecord, hash_values
+from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import LOSSY, Segment
-from ckpt_formats.universal.replay import Replayed
+from ckpt_formats.universal.replay import DeltaBlob
 
 BUFFER_CHUNK = 1 << 20
 """Bytes of a chunk of a buffer at most."""
@@ -85,15 +95,15 @@ def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
             where=segment.folder,
             hint="The log follows from a state of the chain that is no longer there: take it from a copy.",
         )
-    start = Start(segment.first, None) if base is None else Start(base.step, base.checkpoint.parameters)
+    start = StartState(segment.first, None) if base is None else StartState(base.step, base.checkpoint.parameters)
     return SegmentReplay(segment, step, start)
 
 
-def _saved_as(source: Checkpoint | None) -> SavedAs | None:
+def _saved_as(source: Checkpoint | None) -> OriginalForm | None:
     """What the base was, without what it noted of its own file: the state is another."""
     if source is None or source.saved_as is None:
         return None
-    return SavedAs(source.saved_as.format, source.saved_as.file)
+    return OriginalForm(source.saved_as.format, source.saved_as.file)
 
 
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
@@ -131,10 +141,10 @@ def _stepped_parameter(
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
     one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, pieces)
-    stepped = {name: Tensor.of(Replayed.whole(one, name)) for name in names} | counted
+    stepped = {name: Tensor.of(DeltaBlob.whole(one, name)) for name in names} | counted
     if master == MASTER and (before is None or MODEL in states):
         dtype = model if before is None else states[MODEL].dtype
-        stepped[MODEL] = Tensor.of(Decoded(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
+        stepped[MODEL] = Tensor.of(DerivedBlob(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
     order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
     logged = replay.segment.layout.optimizers[optimizer]
     counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
@@ -146,7 +156,7 @@ def _check_base(
     replay: SegmentReplay, tensor: LoggedTensor, before: Parameter, master: str, known: Collection[str]
 ) -> None:
     """Can the base's parameter be stepped? Raises `Corrupt` or `Unsupported` if it cannot."""
-    name, step, where = show(tensor.name), replay.start.step, replay.segment.folder
+    name, step, where = printable(tensor.name), replay.start.step, replay.segment.folder
     if before.weight.shape != tensor.shape:
         raise Corrupt(
             f"the log is of another model: `{name}` has shape {list(tensor.shape)} there, and "
@@ -175,7 +185,7 @@ def _is_count(name: str, state: Tensor) -> bool:
 
 
 def _counted(state: Tensor, count: int) -> Tensor:
-    return Tensor.of(Held(np.full(state.shape, count, state.dtype)))
+    return Tensor.of(ArrayBlob(np.full(state.shape, count, state.dtype)))
 
 
 def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
@@ -219,7 +229,7 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
 
 def _losses(
     replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
-) -> dict[tuple[str, str], Loss]:
+) -> dict[tuple[str, str], ErrorFigures]:
     """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
     losses, segment = {} if base is None else dict(base.losses), replay.segment
     steps = replay.step - replay.start.step
@@ -256,7 +266,7 @@ class _Buffer:
     """A tensor that no optimizer steps, as it was recorded."""
 
     segment: Segment
-    record: Record
+    record: LogRecord
     name: str
     role: Role
     first_chunk: int
@@ -270,7 +280,7 @@ class _Buffer:
         each = self.each
         size = min(each, prod(self.shape) - index * each) * self.dtype.itemsize
         if data.size != size or hash_values(data) != digest:
-            raise Corrupt(f"step {self.record.step}: `{show(self.name)}` does not fit its hash", where=path)
+            raise Corrupt(f"step {self.record.step}: `{printable(self.name)}` does not fit its hash", where=path)
         return data.view(self.dtype)
 
     @property
@@ -300,7 +310,7 @@ class _BufferBlob:
         buffer = self.buffer
         read_chunks(out, self.box, buffer.shape, (buffer.each,), lambda index: buffer.values(index, reader))
 
-    def sources(self) -> Iterator[Raw]:
+    def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
     def flaws(self) -> Iterator[str]:
@@ -337,6 +347,6 @@ def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
     if before is None:
         return Parameter(buffer.name, buffer.role, {MODEL: tensor})
     if before.weight.shape != tensor.shape or before.weight.dtype != tensor.dtype:
-        raise Corrupt(f"`{show(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder)
+        raise Corrupt(f"`{printable(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder)
     state = MODEL if MODEL in before.states else MASTER
     return replace(before, states={**before.states, state: tensor})

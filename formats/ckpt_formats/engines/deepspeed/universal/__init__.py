@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Options, Part, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.transfer import Transfer
@@ -31,15 +31,15 @@ class DeepSpeedUniversal(WritableFormat):
     def detect(self, path: Path) -> bool:
         return is_universal(path) or has_latest(path)
 
-    def read(self, path: Path, options: Options) -> Checkpoint:
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = list_universal(step_of(path, LATEST, is_universal))
         with form_of("a universal checkpoint", folder.path):
             return read_universal(path, folder, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[Part, ...]:
+    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         return tuple(parts(settle(source, goal), goal))
 
-    def losses(self, source: Checkpoint, parts: Sequence[Part]) -> tuple[str | Notice, ...]:
+    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
         said, config = source.extras.get("ranks"), source.extras.get("ds_config")
         gone = sorted(said) if isinstance(said, dict) else []
         lost: list[str | Notice] = []
@@ -50,7 +50,7 @@ class DeepSpeedUniversal(WritableFormat):
             lost.append("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")
         return tuple(lost)
 
-    def write(self, folder: Path, part: Part, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
         return write_tree(folder, part, transfer)
 

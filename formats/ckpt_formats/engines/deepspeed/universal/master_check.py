@@ -13,10 +13,10 @@ import numpy as np
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.files import Reader, holds
+from ckpt_formats.core.files import Reader, seal_is_valid
 from ckpt_formats.core.geometry import slabs
-from ckpt_formats.core.tensor import Raw, Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FileBlob, Tensor, read
+from ckpt_formats.core.text import printable
 
 _VALUES = 64
 
@@ -60,7 +60,7 @@ def _pairs(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor, T
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape or not copy.size:
             continue
-        stored = [fragment for fragment in copy.fragments if isinstance(fragment.blob, Raw)]
+        stored = [fragment for fragment in copy.fragments if isinstance(fragment.blob, FileBlob)]
         if stored and master.fragments:
             first = next(slabs(stored[0].box.shape, _VALUES)).shift(stored[0].box.start)
             yield name, master.crop(first), copy.crop(first)
@@ -77,9 +77,9 @@ def _agree(master: Tensor, copy: Tensor, reader: Reader) -> bool:
 def _intact(parameter: Parameter, reader: Reader) -> bool:
     """Do the checksums hold? Damage is reported as such, by whoever reads all of it."""
     raws = (raw for state in (MASTER, MODEL) for raw in parameter.states[state].sources())
-    return all(holds(seal, reader) for seal in {raw.seal for raw in raws if raw.seal is not None})
+    return all(seal_is_valid(seal, reader) for seal in {raw.seal for raw in raws if raw.seal is not None})
 
 
 def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{show(name)}`" for name in names[:3])
+    listed = ", ".join(f"`{printable(name)}`" for name in names[:3])
     return f"{listed}, …" if len(names) > 3 else listed

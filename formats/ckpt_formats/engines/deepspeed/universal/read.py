@@ -9,28 +9,38 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_codecs import Rounded
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Options, Origin, Parameter, Role, Shard
+from ckpt_formats.core.checkpoint import (
+    MASTER,
+    MODEL,
+    Checkpoint,
+    Group,
+    Origin,
+    Parameter,
+    ReadOptions,
+    Role,
+    SourceFile,
+)
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Decoded, Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed import notices_of, origin_of, own_rules
 from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
-from ckpt_formats.engines.deepspeed.extras import carry
-from ckpt_formats.engines.deepspeed.flat_partitions import gathered
+from ckpt_formats.engines.deepspeed.extras import collect_extras
+from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin
 from ckpt_formats.engines.deepspeed.lookups import get
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.optimizer_states import options_of, sort_state
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
-from ckpt_formats.engines.deepspeed.rank import Rank
-from ckpt_formats.engines.deepspeed.step import Step, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.rank import RankState
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.engines.deepspeed.universal.master_check import check_masters
 from ckpt_formats.engines.deepspeed.universal.read_states import read_states
@@ -39,7 +49,7 @@ from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
 
-def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Checkpoint:
+def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) -> Checkpoint:
     """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
     step, optimizer = open_step(folder.models), open_file(folder.optimizer)
     ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
@@ -59,7 +69,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
     check_masters(parameters, _dealt(step, optimizer), folder.path)
     models = {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)}
     beside = {file.path: others_in(file) for file in models.values()}
-    extras = carry(models, {"optimizer_state": optimizer}, parameters, beside)
+    extras = collect_extras(models, {"optimizer_state": optimizer}, parameters, beside)
     spare = [open_file(file) for file in folder.spare]
     opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
     return Checkpoint(
@@ -79,7 +89,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: Options) -> Che
     )
 
 
-def _rank(step: Step, optimizer: TorchFile, mp: int) -> Rank:
+def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
     """What a model-parallel rank's own files hold; the empty shape of a trained parameter where they hold no values."""
     model = step.models(mp)[0]
     weights = read_module(step.models(mp), step.stage3)
@@ -102,10 +112,10 @@ def _rank(step: Step, optimizer: TorchFile, mp: int) -> Rank:
                 f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
             )
         parameters[name] = Parameter(name, role, {MODEL: tensor})
-    return Rank(parameters, tuple(_groups(step, optimizer, mp, listed)), weights.aliases)
+    return RankState(parameters, tuple(_groups(step, optimizer, mp, listed)), weights.aliases)
 
 
-def _groups(step: Step, optimizer: TorchFile, mp: int, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[Group]:
+def _groups(step: OpenedStep, optimizer: TorchFile, mp: int, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[Group]:
     listed = get(optimizer.root, "param_groups", list, optimizer.path)
     if step.stage3:
         for group in listed:
@@ -122,11 +132,11 @@ def _groups(step: Step, optimizer: TorchFile, mp: int, shapes: Sequence[Mapping[
     for g, group_shapes in enumerate(shapes):
         names = tuple(group_shapes)
         if _round_robin(step) and (ranks := _ranks(optimizer, g)) < len(names):
-            names = tuple(gathered(names, ranks))
+            names = tuple(undo_round_robin(names, ranks))
         yield Group(options_of(listed[g], optimizer.path) if g < len(listed) else {}, names)
 
 
-def _round_robin(step: Step) -> bool:
+def _round_robin(step: OpenedStep) -> bool:
     zero = step.config.get("zero_optimization")
     return not step.stage3 and isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
@@ -135,10 +145,10 @@ def _ranks(optimizer: TorchFile, g: int) -> int:
     """Over how many ranks DeepSpeed's converter found a group cut; 1 in a folder that it did not make."""
     counts = optimizer.root.get("partition_count")
     count = counts[g] if isinstance(counts, list) and g < len(counts) else 1
-    return int(count) if natural(count) and count else 1
+    return int(count) if is_natural(count) and count else 1
 
 
-def _dealt(step: Step, optimizer: TorchFile) -> bool:
+def _dealt(step: OpenedStep, optimizer: TorchFile) -> bool:
     """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
     counts = optimizer.root.get("partition_count")
     groups = range(len(counts)) if isinstance(counts, list) else ()
@@ -150,7 +160,7 @@ def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str
     for name, parameter in trained.items():
         if name not in folder.states and parameter.weight.size:
             raise Incomplete(
-                f"parameter `{show(name)}` has no folder under `zero`",
+                f"parameter `{printable(name)}` has no folder under `zero`",
                 where=folder.path,
                 hint="The conversion did not finish, or files were lost: convert again.",
             )
@@ -159,7 +169,9 @@ def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str
     return {name: {state: opened[p] for state, p in folder.states.get(name, {}).items()} for name in trained}
 
 
-def _trained(parameter: Parameter, files: Mapping[str, TorchFile], steps: Mapping[str, Value], step: Step) -> Parameter:
+def _trained(
+    parameter: Parameter, files: Mapping[str, TorchFile], steps: Mapping[str, Value], step: OpenedStep
+) -> Parameter:
     weight = parameter.states[MODEL]
     if files:
         states, values = read_states(parameter.name, files, weight.shape)
@@ -169,7 +181,7 @@ def _trained(parameter: Parameter, files: Mapping[str, TorchFile], steps: Mappin
         if key not in states and key not in values:
             (states if isinstance(value, Tensor) else values)[key] = value
     if not any(True for _ in weight.sources()):
-        weight = Tensor.of(Decoded(Rounded(), states[MASTER], weight.dtype))
+        weight = Tensor.of(DerivedBlob(Rounded(), states[MASTER], weight.dtype))
     return replace(parameter, states={**states, MODEL: weight}, values=values)
 
 
@@ -189,12 +201,14 @@ def _check_steps(
                 value = read(step, reader).reshape(-1).tolist() if isinstance(step, Tensor) and step.size == 1 else step
                 value = value[0] if isinstance(value, list) else value
                 file = files.get(name, {}).get("step")
-                place = f"the folder of `{show(name)}`" if file is None else file.path.relative_to(where).as_posix()
+                place = (
+                    f"the folder of `{printable(name)}`" if file is None else file.path.relative_to(where).as_posix()
+                )
                 statements.append(Statement(f"the step of optimizer group {number}", place, value))
             check_agreement(statements, where)
 
 
-def _steps_of_sub_groups(step: Step, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
+def _steps_of_sub_groups(step: OpenedStep, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
     """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
     inner = optimizer.root.get("optimizer_state_dict")
     if not step.stage3 or not isinstance(inner, dict):
@@ -213,14 +227,14 @@ def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: 
     for name in names:
         if name not in merged and name not in aliases:
             raise Corrupt(
-                f"`zero` has a folder `{show(name)}`, but the model's files know no such parameter",
+                f"`zero` has a folder `{printable(name)}`, but the model's files know no such parameter",
                 where=folder.path,
                 hint="Files of several runs may be mixed.",
             )
     return names
 
 
-def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
+def _origin(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
     """The stages of a pipeline are known only of a folder that we wrote."""
     origin, dimensions = origin_of(step, by_stage), step.first.root.get(DIMENSIONS)
     pipeline = pipeline_of(dimensions.get("pipeline")) if isinstance(dimensions, dict) else None
@@ -231,15 +245,15 @@ def _origin(step: Step, by_stage: list[list[str]]) -> Origin:
 
 def _shards(
     spare: Sequence[TorchFile], optimizer: TorchFile, files: Mapping[str, Mapping[str, TorchFile]]
-) -> Iterator[Shard]:
+) -> Iterator[SourceFile]:
     for file in spare:
-        yield Shard(file.path, file.path.stat().st_size, "model")
+        yield SourceFile(file.path, file.path.stat().st_size, "model")
     for file in (optimizer, *(file for held in files.values() for file in held.values())):
-        yield Shard(file.path, file.path.stat().st_size, "optimizer")
+        yield SourceFile(file.path, file.path.stat().st_size, "optimizer")
 
 
 def _notices(
-    step: Step,
+    step: OpenedStep,
     shadows: Sequence[str],
     parameters: Mapping[str, Parameter],
     groups: Sequence[Group],

@@ -8,18 +8,18 @@ they are rules in its own words.
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Parameter, Part
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, FilePlan, Goal, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, OPTIMIZER
-from ckpt_formats.engines.deepspeed.write_layout import Target, target_of
+from ckpt_formats.engines.deepspeed.write_layout import WriteLayout, layout_at
 from ckpt_formats.engines.deepspeed.write_model import locals_of, model_file
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     ds_version,
@@ -36,14 +36,14 @@ _STAGE3 = {MASTER, "exp_avg", "exp_avg_sq"}
 _MOST_NAME = 255
 
 
-def settle(source: Checkpoint, goal: Goal) -> Target:
+def settle(source: Checkpoint, goal: Goal) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
     if goal.degrees.zero == 0:
         raise Unsupported("DeepSpeed loads no universal checkpoint at ZeRO stage 0", hint="Say --zero 1, 2 or 3.")
     said: Value = source.origin.layout.get("zero_stage")
     stage = goal.degrees.zero or (int(said) if said in (1, 2, 3) else 1)
     # One rank each, whatever is asked: nothing is cut, and no order of a flat buffer depends on it.
-    target = target_of(source, goal, stage, 1, goal.degrees.tp or 1)
+    target = layout_at(source, goal, stage, 1, goal.degrees.tp or 1)
     for name in target.parameters:
         _check_name(name)
     if any(group.options.get("use_muon") for group in source.groups) and not target.own_bf16:
@@ -54,7 +54,7 @@ def settle(source: Checkpoint, goal: Goal) -> Target:
     return target
 
 
-def parts(target: Target, goal: Goal) -> Iterator[Part]:
+def parts(target: WriteLayout, goal: Goal) -> Iterator[FilePlan]:
     """The model's files, the optimizer's, and those of every trained parameter."""
     reason = _not_for_stage3(target)
     if reason and goal.degrees.zero == 3:
@@ -77,19 +77,19 @@ def parts(target: Target, goal: Goal) -> Iterator[Part]:
                 yield tree_part(f"{folder}/zero/{name}/{state}.pt", held, (parameter,), "optimizer")
 
 
-def _dp(target: Target, goal: Goal) -> int:
+def _dp(target: WriteLayout, goal: Goal) -> int:
     """For whoever reads the folder: DeepSpeed, when loading it, does not care."""
     said: Value = target.source.origin.layout.get("dp")
-    return goal.degrees.dp or (int(said) if natural(said) and said else 1)
+    return goal.degrees.dp or (int(said) if is_natural(said) and said else 1)
 
 
-def _pipeline(target: Target) -> dict[str, Value]:
+def _pipeline(target: WriteLayout) -> dict[str, Value]:
     """Which layers are on which stage. DeepSpeed has no place for it here, and does not look."""
     found = pipeline_of(target.source.origin.layout.get("pipeline"))
     return {} if found is None else {"pipeline": found.to_json()}
 
 
-def _files(target: Target, parameter: Parameter) -> dict[str, Value]:
+def _files(target: WriteLayout, parameter: Parameter) -> dict[str, Value]:
     """What the folder of a parameter holds, by state. Raises `Unsupported` for states that DeepSpeed could not load."""
     held: dict[str, Value] = {}
     entries = _entries(target, parameter)
@@ -103,7 +103,8 @@ def _files(target: Target, parameter: Parameter) -> dict[str, Value]:
     for state, value in scalars.items():
         if state != "step":
             raise Unsupported(
-                f"the optimizer keeps `{show(state)}` of `{show(parameter.name)}`, for which DeepSpeed's universal "
+                f"the optimizer keeps `{printable(state)}` of `{printable(parameter.name)}`, for which DeepSpeed's "
+                "universal "
                 "checkpoint has no place",
                 hint="Write `deepspeed` or `universal`.",
             )
@@ -111,7 +112,7 @@ def _files(target: Target, parameter: Parameter) -> dict[str, Value]:
     return held
 
 
-def _entries(target: Target, parameter: Parameter) -> dict[str, Value]:
+def _entries(target: WriteLayout, parameter: Parameter) -> dict[str, Value]:
     """How to cut a tensor, in DeepSpeed's words."""
     if not any(rule.matches(parameter.name) for rule in target.layout.rules):
         return {}
@@ -130,7 +131,7 @@ def _cut(rule: Rule, shape: Sequence[int]) -> dict[str, Value]:
     return {"sub_param_shape": Record(cls, (), state=state, new=True)}
 
 
-def _optimizer_file(target: Target, stage3: bool) -> dict[str, Value]:
+def _optimizer_file(target: WriteLayout, stage3: bool) -> dict[str, Value]:
     """What is no parameter's own: groups' options, the loss scaler, and for stage 3 the step."""
     groups = param_groups(target.source.groups)
     items = {**scaler_items(target), "ds_version": ds_version(target), "param_groups": groups}
@@ -150,7 +151,7 @@ def _equal(one: Value, other: Value) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _not_for_stage3(target: Target) -> str | None:
+def _not_for_stage3(target: WriteLayout) -> str | None:
     """Why DeepSpeed could not load it at stage 3, if so. Raises `Unsupported` for groups that no stage can hold."""
     steps: dict[bytes, str] = {}
     reason: str | None = None
@@ -170,7 +171,7 @@ def _not_for_stage3(target: Target) -> str | None:
                 steps.setdefault(said, group.names[0])
     if len(steps) > 1:
         reason = "it knows one step for all groups, but `{}` and `{}` differ".format(
-            *map(show, list(steps.values())[:2])
+            *map(printable, list(steps.values())[:2])
         )
     return reason
 
@@ -185,6 +186,6 @@ def _check_name(name: str) -> None:
         or any(len(part.encode("utf-8", "surrogateescape")) > _MOST_NAME - len(".pt") for part in parts)
     ):
         raise Unsupported(
-            f"`{show(name)[:100]}` cannot be the name of a folder, which DeepSpeed's universal checkpoint needs",
+            f"`{printable(name)[:100]}` cannot be the name of a folder, which DeepSpeed's universal checkpoint needs",
             hint="Write `deepspeed` or `universal`.",
         )

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Layout, split
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
-from ckpt_formats.engines.megatron.shared.model_chunk import Chunk
-from ckpt_formats.engines.megatron.dist.optimizer import Group, Sorted
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
+from ckpt_formats.engines.megatron.dist.optimizer import Group, SplitItems
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import Buffer, buckets_of, buffers_of, is_tied, read_buffers
-from ckpt_formats.engines.megatron.shared.module_order import Modules
+from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, expert_of, is_buffer, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.engines.megatron.shared.stages import Stages
-from ckpt_formats.engines.megatron.shared.merge import Held, whole
-from ckpt_formats.core.tensor import Tensor, Zeros, with_replicas
+from ckpt_formats.engines.megatron.shared.merge import LocalCopy, whole
+from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
 from ckpt_formats.core.values import Value
 
 
 @dataclass(frozen=True)
-class Model:
+class BufferedModel:
     """What is known of the model whose optimizer is in the buffers."""
 
     args: Arguments
@@ -40,7 +40,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Rank:
+class ReplicaGroup:
     """A group of ranks with the same parameters: those that share their optimizer."""
 
     chain: int
@@ -52,12 +52,12 @@ class Rank:
     ep: int = 0
 
 
-def states_of(model: Model, found: Sorted) -> dict[str, dict[str, Tensor]]:
+def states_of(model: BufferedModel, found: SplitItems) -> dict[str, dict[str, Tensor]]:
     """States of all parameters, whole, by name."""
     groups: dict[Group, object] = {**found.buckets, **{g: o for g, o in found.objects.items() if "param_state" in o}}
     apart = any(chain for chain, _ in groups)
-    held: dict[str, dict[int, Held]] = {}
-    copied: dict[int, Held] = {}
+    held: dict[str, dict[int, LocalCopy]] = {}
+    copied: dict[int, LocalCopy] = {}
     for rank in _ranks(model.parallel, apart):
         group = (rank.chain, rank.index)
         if group not in groups:
@@ -65,7 +65,7 @@ def states_of(model: Model, found: Sorted) -> dict[str, dict[str, Tensor]]:
         chunks = [_chunk(model, rank, v, apart) for v in range(model.stages.chunks)]
         for (_, name), states in _read(model, rank, chunks, found, apart).items():
             target = copied if name == HEAD and model.tied_copy else held.setdefault(name, {})
-            target[rank.cut] = Held(states)
+            target[rank.cut] = LocalCopy(states)
     if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, apart)}):
         raise Corrupt(
             f"the optimizer has buffers of rank group {odd[0][1]}, but the arguments state tp {model.parallel.tp}, "
@@ -80,23 +80,23 @@ def states_of(model: Model, found: Sorted) -> dict[str, dict[str, Tensor]]:
     return made
 
 
-def _whole(name: str, shards: Mapping[int, Held], layout: Layout) -> dict[str, Tensor]:
+def _whole(name: str, shards: Mapping[int, LocalCopy], layout: Layout) -> dict[str, Tensor]:
     return dict(whole(name, [shards[i] for i in sorted(shards)], layout).states)
 
 
-def _ranks(parallel: Parallel, apart: bool) -> Iterator[Rank]:
+def _ranks(parallel: Parallel, apart: bool) -> Iterator[ReplicaGroup]:
     """The groups, as Megatron counts them: by tp first, then by stage; experts' by etp, ep, then by stage."""
     for pp in range(parallel.pp):
         for tp in range(parallel.tp):
-            yield Rank(0, pp * parallel.tp + tp, pp, tp)
+            yield ReplicaGroup(0, pp * parallel.tp + tp, pp, tp)
     if apart:
         for pp in range(parallel.pp):
             for ep in range(parallel.ep):
                 for etp in range(parallel.etp):
-                    yield Rank(1, (pp * parallel.ep + ep) * parallel.etp + etp, pp, etp, ep)
+                    yield ReplicaGroup(1, (pp * parallel.ep + ep) * parallel.etp + etp, pp, etp, ep)
 
 
-def _chunk(model: Model, rank: Rank, chunk: int, apart: bool) -> Chunk:
+def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) -> ModelChunk:
     """What a rank holds of one model chunk, in its local shapes. No values: only shapes and types count."""
     layers = model.stages.layers(rank.pp, chunk)
     first = rank.pp == 0 and chunk == 0
@@ -109,8 +109,8 @@ def _chunk(model: Model, rank: Rank, chunk: int, apart: bool) -> Chunk:
     if last and model.tied_copy:
         names.append(HEAD)
     fused = model.args.text("transformer_impl") not in ("local", None) and not model.args.flag("multi_latent_attention")
-    modules = Modules(fused, model.args.flag("moe_grouped_gemm"))
-    return Chunk({name: _local(model, name, rank.cut) for name in modules.ordered(names)}, {})
+    modules = ModuleOrder(fused, model.args.flag("moe_grouped_gemm"))
+    return ModelChunk({name: _local(model, name, rank.cut) for name in modules.ordered(names)}, {})
 
 
 def _is_here(name: str, layers: range, first: bool, last: bool) -> bool:
@@ -122,17 +122,17 @@ def _is_here(name: str, layers: range, first: bool, last: bool) -> bool:
     return first if name.startswith("embedding.") else last
 
 
-def _local(model: Model, name: str, cut: int) -> Tensor:
+def _local(model: BufferedModel, name: str, cut: int) -> Tensor:
     weight = model.weights[WORD_TABLE if name == HEAD and model.tied_copy else name]
     degree = model.parallel.etp if is_expert(name) else model.parallel.tp
-    nothing = Tensor.of(Zeros(weight.shape, weight.dtype))
+    nothing = Tensor.of(ZeroBlob(weight.shape, weight.dtype))
     if degree == 1:
         return nothing
     return split(name, nothing, model.layout.rule(name), degree, weight.shape[0])[cut]
 
 
 def _read(
-    model: Model, rank: Rank, chunks: Sequence[Chunk], found: Sorted, apart: bool
+    model: BufferedModel, rank: ReplicaGroup, chunks: Sequence[ModelChunk], found: SplitItems, apart: bool
 ) -> dict[Key, dict[str, Tensor]]:
     group = (rank.chain, rank.index)
     dp = model.parallel.expert_dp if rank.chain else model.parallel.dp

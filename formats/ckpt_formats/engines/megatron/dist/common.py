@@ -4,30 +4,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.state_dicts.extras import tensors_for_names
 from ckpt_formats.engines.megatron.dist.keys import MIXED, Keys
 from ckpt_formats.engines.megatron.dist.objects import RANDOM, is_object
-from ckpt_formats.engines.megatron.shared.split import Place
-from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer, of_one
-from ckpt_formats.engines.megatron.shared.write_extras import RankItems
-from ckpt_formats.engines.megatron.shared.write_layout import Target
-from ckpt_formats.core.tensor import Held, Tensor
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, of_one
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Record, Value
 
 CONTENT = "content_metadata"
 _RESHARDABLE = "fully_reshardable"
 _TYPE = "distrib_optim_sharding_type"
-_FIRST = Place(0, 0)
+_FIRST = RankCoords(0, 0)
 
 
 @dataclass(frozen=True)
-class Common:
+class CommonState:
     """The contents of `common.pt`."""
 
-    target: Target
+    target: WriteLayout
     keys: Keys
-    items: RankItems
-    optimizer: NewOptimizer | None
+    items: RankExtras
+    optimizer: WrittenOptimizer | None
 
     def tree(self) -> dict[str, Value]:
         items = {k: v for k, v in self.items.of(_FIRST).items() if k != RANDOM and not is_object(k)}
@@ -57,23 +57,23 @@ class Common:
         mixed = {MIXED: True} if self.keys.unlike else {}
         return {**kept, **encoding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True, **mixed}
 
-    def _optimizer(self, optimizer: NewOptimizer) -> Value:
+    def _optimizer(self, optimizer: WrittenOptimizer) -> Value:
         own = self.items.optimizer(_FIRST)
         if not optimizer.apart:
             return self._one(optimizer, False, own)
         return {int(experts): self._one(optimizer, experts, own) for experts in (False, True)}
 
-    def _one(self, optimizer: NewOptimizer, experts: bool, own: Value) -> dict[str, Value]:
+    def _one(self, optimizer: WrittenOptimizer, experts: bool, own: Value) -> dict[str, Value]:
         """What one optimizer keeps beside states: of all parameters, of experts, or of all others."""
         source = self.target.source
-        beside = {key: lower(value, source.parameters) for key, value in of_one(own, int(experts)).items()}
+        beside = {key: tensors_for_names(value, source.parameters) for key, value in of_one(own, int(experts)).items()}
         groups: list[Value] = [dict(group.options) for group in optimizer.groups if group.experts == experts]
         state: dict[str, Value] = {}
         step = optimizer.step
         if step is not None and (self.target.distributed or isinstance(step, int)):
             groups = [{**group, "step": step} for group in groups]  # fused optimizers keep it there anyway
         elif step is not None:
-            state["common_step"] = Tensor.of(Held(np.array(step, np.float32)))
+            state["common_step"] = Tensor.of(ArrayBlob(np.array(step, np.float32)))
         inner: dict[str, Value] = {"param_groups": groups, **beside.pop("optimizer", {})}
         if self.target.distributed:
             return {"optimizer": inner, **beside, "param_state_sharding_type": _RESHARDABLE}

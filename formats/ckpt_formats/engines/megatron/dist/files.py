@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.engines.dcp.folder import rank_of
-from ckpt_formats.engines.dcp.items import Block, Items, Seals, unnamed_bytes
-from ckpt_formats.engines.dcp.metadata import Metadata, Stored, read_metadata
-from ckpt_formats.engines.dcp.objects import Objects
+from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
+from ckpt_formats.engines.dcp.metadata import Metadata, StoredTensor, read_metadata
+from ckpt_formats.engines.dcp.objects import ObjectReader
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
 from ckpt_formats.engines.megatron.shared.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
@@ -28,7 +28,7 @@ _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)
 
 
 @dataclass(frozen=True)
-class Dist:
+class DistFiles:
     """What one iteration's files hold: tensors and objects by key, and what all ranks have in common."""
 
     path: Path
@@ -38,8 +38,8 @@ class Dist:
     tensors: Mapping[str, Tensor]
     objects: Mapping[str, Value]
     """Keys are as Megatron makes them: `rng_state/shard_0.1_2.2`."""
-    seals: Seals
-    shards: tuple[Shard, ...]
+    seals: ItemSeals
+    shards: tuple[SourceFile, ...]
     notices: tuple[Notice, ...] = ()
 
     @property
@@ -48,7 +48,7 @@ class Dist:
         return found
 
 
-def open_dist(path: Path) -> Dist:
+def open_dist(path: Path) -> DistFiles:
     """Open the files. Raises `Incomplete` if one is missing, `Unsupported` for containers other than torch_dist."""
     unknown = _check_container(path)
     common = open_file(path / COMMON_FILE)
@@ -57,11 +57,11 @@ def open_dist(path: Path) -> Dist:
     args = arguments_of(common.root, common.path)
     metadata = read_metadata(path / METADATA)
     shards = tuple(_shards(path, metadata, common))
-    items, blocks = Items(path), list[Block]()
+    items, blocks = ItemReader(path), list[ItemBlob]()
     tensors = {key: _tensor(key, stored, items, blocks) for key, stored in metadata.tensors.items()}
     objects: dict[str, Value] = {}
     seals: list[Seal] = [*common.seals()]
-    reading = Objects(items)
+    reading = ObjectReader(items)
     for key, item in metadata.objects.items():
         found = reading.read(key, item)
         # Megatron saves each object as a list of one.
@@ -72,7 +72,7 @@ def open_dist(path: Path) -> Dist:
     sizes = {file: (path / file).stat().st_size for file in metadata.files}
     unnamed = unnamed_bytes(path, sizes, metadata.items)
     notices = (*unknown, *metadata.notices, *_absent(objects, path), *unnamed)
-    return Dist(path, args, parallel, common, tensors, objects, Seals(blocks, seals), shards, notices)
+    return DistFiles(path, args, parallel, common, tensors, objects, ItemSeals(blocks, seals), shards, notices)
 
 
 def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], parallel: Parallel) -> Iterator[Statement]:
@@ -90,7 +90,7 @@ def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], par
     yield Statement("the number of ranks (pp, tp)", f"`args` in {where}", (parallel.pp, parallel.tp))
     for key in objects:
         if (shard := shard_of(key)) and shard[0] == "rng_state" and len(shard[2]) >= 2:
-            yield Statement("the number of ranks (pp, tp)", f"the key `{show(key)}`", shard[2][:2])
+            yield Statement("the number of ranks (pp, tp)", f"the key `{printable(key)}`", shard[2][:2])
 
 
 def _absent(objects: Mapping[str, Value], path: Path) -> Iterator[Notice]:
@@ -125,37 +125,37 @@ def _check_container(path: Path) -> tuple[Notice, ...]:
     backend = said.get("sharded_backend")
     if backend != "torch_dist":
         raise Unsupported(
-            f"its tensors are kept as {show(str(backend))[:40]!r}, which Megatron has given up",
+            f"its tensors are kept as {printable(str(backend))[:40]!r}, which Megatron has given up",
             where=file,
             hint="Load it with an older Megatron and save with --ckpt-format torch_dist.",
         )
     version = said.get("sharded_backend_version", 1)
-    text = f"{CONTAINER_FILE} is of version {show(str(version))[:20]}, which is not known: read as version 1"
+    text = f"{CONTAINER_FILE} is of version {printable(str(version))[:20]}, which is not known: read as version 1"
     return () if version == 1 else (Notice(text, weight=Weight.UNSURE),)
 
 
-def _tensor(key: str, stored: Stored, items: Items, blocks: list[Block]) -> Tensor:
+def _tensor(key: str, stored: StoredTensor, items: ItemReader, blocks: list[ItemBlob]) -> Tensor:
     held = []
     for box, item in stored.blocks:
         if item is None:
             raise Corrupt(
-                f"`{show(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
+                f"`{printable(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
             )
-        held.append((box, Block(key, box, stored.dtype, item, items)))
+        held.append((box, ItemBlob(key, box, stored.dtype, item, items)))
     blocks += (block for _, block in held)
     return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
 
 
-def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Shard]:
-    yield Shard(common.path, common.path.stat().st_size, "common")
+def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[SourceFile]:
+    yield SourceFile(common.path, common.path.stat().st_size, "common")
     for name in (".metadata", "metadata.json"):
-        yield Shard(path / name, (path / name).stat().st_size, "metadata")
+        yield SourceFile(path / name, (path / name).stat().st_size, "metadata")
     for file in metadata.files:
         try:
             size = (path / file).stat().st_size
         except (OSError, ValueError):
             raise Incomplete(
-                f"{show(file)} is missing, which the metadata name", where=path, hint="Copy the files of all ranks."
+                f"{printable(file)} is missing, which the metadata name", where=path, hint="Copy the files of all ranks."
             ) from None
         rank = rank_of(Path(file).name)
-        yield Shard(path / file, size, "data", {} if rank is None else {"rank": rank})
+        yield SourceFile(path / file, size, "data", {} if rank is None else {"rank": rank})

@@ -12,7 +12,7 @@ from functools import cached_property
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.engines.megatron.dist.optimizer import WRAPPER
 from ckpt_formats.engines.megatron.shared.names import expert_of
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.core.values import Value
 
 MIXED = "non_homogeneous_layers"
@@ -41,7 +41,7 @@ class Key:
 class Keys:
     """The keys of one target."""
 
-    target: Target
+    target: WriteLayout
 
     def of(self, name: str) -> Key:
         """The key of a tensor of the whole model, or of a module's extra state."""

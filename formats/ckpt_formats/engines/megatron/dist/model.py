@@ -17,7 +17,7 @@ from math import prod
 from ckpt_formats.core.errors import Corrupt, Unsafe
 from ckpt_formats.engines.megatron.shared.names import Naming, unstack
 from ckpt_formats.names.views import stacked
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.views import unstacked_all
 
@@ -34,7 +34,7 @@ def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, tensor in _joined(tensors):
         for name, one in _apart(key, tensor):
             if name in found:
-                raise Corrupt(f"`{show(name)}` is stored twice")
+                raise Corrupt(f"`{printable(name)}` is stored twice")
             found[name] = one
     return found
 
@@ -47,9 +47,9 @@ def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int,
     name, by_layer = unstack(key)
     axes = (*(("layer",) if by_layer else ()), *(("expert",) if "{expert}" in name else ()))
     if len(shape) < len(axes):
-        raise Corrupt(f"`{show(key)}` of shape {list(shape)} is not stacked")
+        raise Corrupt(f"`{printable(key)}` of shape {list(shape)} is not stacked")
     if prod(shape[: len(axes)]) > _MOST_STACKED:
-        raise Unsafe(f"`{show(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
+        raise Unsafe(f"`{printable(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
     places: list[tuple[int, ...]] = [()]
     for length in shape[: len(axes)]:
         places = [(*place, i) for place in places for i in range(length)]
@@ -80,7 +80,7 @@ def _joined(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for key, held in pieces.items():
         order = next((order for order in (_DELTA, *_PIECES) if set(order) == set(held)), None)
         if order is None:
-            raise Corrupt(f"`{show(key)}` is stored in pieces, of which only {', '.join(held)} are there")
+            raise Corrupt(f"`{printable(key)}` is stored in pieces, of which only {', '.join(held)} are there")
         if unstack(key)[1]:
-            raise Corrupt(f"`{show(key)}` is stored in pieces and stacked by layer, which Megatron never does")
+            raise Corrupt(f"`{printable(key)}` is stored in pieces and stacked by layer, which Megatron never does")
         yield key, stacked([held[piece] for piece in order])

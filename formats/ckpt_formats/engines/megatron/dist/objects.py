@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_formats.engines.dcp.entries import Entry
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.state_dicts.extras import tensors_for_names
 from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.dist.shards import Tensors, place_of
-from ckpt_formats.engines.megatron.shared.split import Place
+from ckpt_formats.engines.megatron.dist.shards import KeyedTensors, place_of
+from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.names import is_expert, is_extra_state
-from ckpt_formats.engines.megatron.shared.write_extras import RankItems
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.core.values import Value
 
 RANDOM = "rng_state"
@@ -24,23 +24,23 @@ _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\._extra_state")
 
 
 @dataclass(frozen=True)
-class Objects:
+class ObjectShards:
     """All objects of a target."""
 
-    target: Target
+    target: WriteLayout
     keys: Keys
-    items: RankItems
-    tensors: Tensors
+    items: RankExtras
+    tensors: KeyedTensors
 
-    def entries(self, number: int) -> Iterator[tuple[Place, Entry]]:
+    def entries(self, number: int) -> Iterator[tuple[RankCoords, Entry]]:
         """Every object, and the rank that writes it; they are counted from `number` on."""
         found = (*self._extra_states(), *self._random_states(), *self._others())
         for i, (place, key, value) in enumerate(found):
             # Megatron saves each object as a list of one.
-            yield place, Entry(key, (key,), number + i, [lower(value, self.target.source.parameters)])
+            yield place, Entry(key, (key,), number + i, [tensors_for_names(value, self.target.source.parameters)])
 
-    def _extra_states(self) -> Iterator[tuple[Place, str, Value]]:
-        had = {n: v for n, v in self.items.extra_states(Place(0, 0)).items() if is_extra_state(n)}
+    def _extra_states(self) -> Iterator[tuple[RankCoords, str, Value]]:
+        had = {n: v for n, v in self.items.extra_states(RankCoords(0, 0)).items() if is_extra_state(n)}
         needed = dict.fromkeys(self._modules())
         # Without fp8 they say nothing, so what the source lacks can be made.
         for name in {**needed, **{n: None for n in had if not _GROUPED.fullmatch(n) and (n != _HEAD or had[n])}}:
@@ -60,28 +60,28 @@ class Objects:
         if any(".mixer." in name for name in names):  # models of Megatron core other than GPT keep that of the head
             yield _HEAD
 
-    def _random_states(self) -> Iterator[tuple[Place, str, Value]]:
+    def _random_states(self) -> Iterator[tuple[RankCoords, str, Value]]:
         """One of each rank that draws numbers of its own: with experts on several ranks, of all."""
         parallel = self.target.parallel
         ranks = [(pp, tp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
         if parallel.ep == 1:
             for pp, tp in ranks:
-                value = self.items.of(Place(tp, pp)).get(RANDOM)
+                value = self.items.of(RankCoords(tp, pp)).get(RANDOM)
                 if value is not None:
                     yield place_of(parallel, pp, tp), Key(RANDOM, (pp, tp), (parallel.pp, parallel.tp)).object(), value
             return
         for pp, tp in ranks:
             for dp in range(parallel.dp):
-                value = self.items.of(Place(tp, pp, dp)).get(RANDOM)
+                value = self.items.of(RankCoords(tp, pp, dp)).get(RANDOM)
                 if value is not None:
                     key = Key(RANDOM, (pp, tp, dp), (parallel.pp, parallel.tp, parallel.dp)).object()
                     yield place_of(parallel, pp, dp * parallel.tp + tp), key, value
 
-    def _others(self) -> Iterator[tuple[Place, str, Value]]:
+    def _others(self) -> Iterator[tuple[RankCoords, str, Value]]:
         """Objects of other kinds, as they were."""
         for key, value in self.target.source.extras.items():
             if is_object(key):
-                yield Place(0, 0), key, value
+                yield RankCoords(0, 0), key, value
 
 
 def is_object(key: str) -> bool:

@@ -18,8 +18,8 @@ from math import prod
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.text import show
-from ckpt_formats.core.tensor import Fragment, Tensor, join
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
 from ckpt_formats.core.views import reshaped, unstacked
 from ckpt_formats.core.values import Value
 
@@ -39,7 +39,7 @@ Group = tuple[int, int]
 
 
 @dataclass
-class Sorted:
+class SplitItems:
     """Tensors and objects by what they are."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
@@ -58,15 +58,15 @@ class Sorted:
         return bool(self.buckets) or any("param_state" in said for said in self.objects.values())
 
 
-def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> Sorted:
+def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
     """Sort a checkpoint's keys."""
-    found = Sorted()
+    found = SplitItems()
     for key, tensor in tensors.items():
         if match := _STATE.fullmatch(key):
             state = MASTER if match[1] in MASTERS else match[1]
             name = match[2].removeprefix(WRAPPER)
             if found.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
-                raise Corrupt(f"the state `{state}` of `{show(name)}` is stored twice")
+                raise Corrupt(f"the state `{state}` of `{printable(name)}` is stored twice")
         elif match := _BUCKET.fullmatch(key):
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
             state = MASTER if match[6] in MASTERS else match[6]
@@ -76,7 +76,7 @@ def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> Sorted:
         else:
             found.wrapped = found.wrapped or key.startswith(WRAPPER)
             if found.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
-                raise Corrupt(f"`{show(key)}` is stored twice")
+                raise Corrupt(f"`{printable(key)}` is stored twice")
     for key, value in objects.items():
         if match := _OBJECT.fullmatch(key):
             found.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
@@ -92,15 +92,15 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
     """
     counts = flat.shape[:-1]
     if len(counts) != len(shape) or any(n < 1 or m % n for n, m in zip(counts, shape, strict=True)):
-        raise Corrupt(f"a state of `{show(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
+        raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
     local = tuple(m // n for n, m in zip(counts, shape, strict=True))
     if prod(local) != flat.shape[-1] or prod(counts) > _MOST:
-        raise Corrupt(f"a state of `{show(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
+        raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
     by_place: dict[Shape, list[Fragment]] = {}
     for fragment in flat.fragments:
         # Megatron saves each rank's part of one shard: all axes but the last have length 1.
         if fragment.box.shape[:-1] != (1,) * len(counts):
-            raise Corrupt(f"a state of `{show(key)}` has a block {fragment.box} of several shards")
+            raise Corrupt(f"a state of `{printable(key)}` has a block {fragment.box} of several shards")
         run = Box(fragment.box.start[-1:], fragment.box.stop[-1:])
         blob = Tensor.of(fragment.blob)
         for _ in counts:
@@ -111,4 +111,4 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
         shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(held)), 0, local)
         corner = tuple(i * n for i, n in zip(place, local, strict=True))
         parts += (Fragment(one.box.shift(corner), one.blob) for one in shard.fragments)
-    return join(shape, parts, flat.dtype)
+    return from_fragments(shape, parts, flat.dtype)

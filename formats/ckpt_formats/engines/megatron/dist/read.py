@@ -4,29 +4,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Options, Parameter, Role
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, ReadOptions, Parameter, Role
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
-from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, carry, label, optimizer_items
-from ckpt_formats.engines.megatron.dist.buffers import Model, states_of
-from ckpt_formats.engines.megatron.dist.files import Dist, open_dist, shard_of
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
+from ckpt_formats.engines.megatron.dist.buffers import BufferedModel, states_of
+from ckpt_formats.engines.megatron.dist.files import DistFiles, open_dist, shard_of
 from ckpt_formats.engines.megatron.dist.model import named, names_of
-from ckpt_formats.engines.megatron.dist.optimizer import Sorted, sort, unflattened
+from ckpt_formats.engines.megatron.dist.optimizer import SplitItems, sort, unflattened
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.optimizer_states import members, options_of, without_states
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
 from ckpt_formats.engines.megatron.shared.stages import Stages, stages_of
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreement
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 
 
-def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
+def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     """The index of one iteration."""
     dist = open_dist(folder)
     layout = Layout(rules_for(options.rules), sizes_of(dist.args))
@@ -44,7 +44,7 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
         values = steps.get(name, {}) if name in states else {}
         parameters[name] = Parameter(name, role, {MODEL: weight, **states.get(name, {})}, values)
     if strangers := sorted(states.keys() - weights.keys()):
-        raise Corrupt(f"the optimizer has states of `{show(strangers[0])}`, which the model lacks", where=folder)
+        raise Corrupt(f"the optimizer has states of `{printable(strangers[0])}`, which the model lacks", where=folder)
     tied = is_tied(dist.args) and WORD_TABLE in weights and HEAD not in weights
     origin = origin_of(dist.args, dist.parallel, stages, dist.root, "torch_dist")
     return Checkpoint(
@@ -61,7 +61,7 @@ def read_dist(path: Path, folder: Path, options: Options) -> Checkpoint:
     )
 
 
-def _check_layers(dist: Dist, weights: Mapping[str, Tensor]) -> None:
+def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
     """Raises `Incomplete` or `Corrupt` if the model has not the layers that the arguments state."""
     if any(name.startswith("encoder.") for name in weights):  # two stacks of layers, which are counted apart
         return
@@ -80,7 +80,7 @@ def _check_layers(dist: Dist, weights: Mapping[str, Tensor]) -> None:
         raise Corrupt(f"{len(layers)} layers are here, but `num_layers` is {said}", where=dist.common.path, hint=MIXED)
 
 
-def _stages(dist: Dist, found: Sorted) -> Stages | None:
+def _stages(dist: DistFiles, found: SplitItems) -> Stages | None:
     """The run's stages. Only flat buffers need them; else it is no error if the arguments do not tell."""
     try:
         return stages_of(dist.args, dist.parallel.pp)
@@ -91,7 +91,7 @@ def _stages(dist: Dist, found: Sorted) -> Stages | None:
 
 
 def _states(
-    dist: Dist, found: Sorted, layout: Layout, weights: Mapping[str, Tensor], stages: Stages | None
+    dist: DistFiles, found: SplitItems, layout: Layout, weights: Mapping[str, Tensor], stages: Stages | None
 ) -> dict[str, dict[str, Tensor]]:
     """The optimizer's states of each parameter, whole."""
     states: dict[str, dict[str, Tensor]] = {}
@@ -106,14 +106,14 @@ def _states(
             if tensor.fragments or not tensor.size:  # of a layer that is frozen, its stack has nothing
                 states.setdefault(name, {})[state] = tensor
     if found.flat and stages is not None:
-        model = Model(dist.args, dist.parallel, stages, layout, weights)
+        model = BufferedModel(dist.args, dist.parallel, stages, layout, weights)
         for name, held in states_of(model, found).items():
             states.setdefault(name, {}).update(held)
     return states
 
 
 def _groups(
-    dist: Dist, found: Sorted, weights: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]]
+    dist: DistFiles, found: SplitItems, weights: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]]
 ) -> tuple[tuple[Group, ...], dict[str, dict[str, Value]]]:
     """Parameter groups, and the step of each parameter."""
     trained = [name for name in weights if name in states]
@@ -138,7 +138,7 @@ def _groups(
     return tuple(made), steps
 
 
-def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[str, Value]]]:
+def _optimizers(dist: DistFiles, found: SplitItems) -> list[tuple[bool | None, Mapping[str, Value]]]:
     """Whose parameters each optimizer has (experts', others', all), and what it says of itself."""
     if found.objects:  # each rank group says it for itself, all the same
         _check_rank_groups(dist, found)
@@ -157,7 +157,7 @@ def _optimizers(dist: Dist, found: Sorted) -> list[tuple[bool | None, Mapping[st
     return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
 
 
-def _check_rank_groups(dist: Dist, found: Sorted) -> None:
+def _check_rank_groups(dist: DistFiles, found: SplitItems) -> None:
     """Raises `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
     statements: list[Statement] = []
     for (chain, index), said in sorted(found.objects.items()):
@@ -166,19 +166,19 @@ def _check_rank_groups(dist: Dist, found: Sorted) -> None:
         for number, group in enumerate(listed if isinstance(listed, list) else ()):
             for key, value in group.items() if isinstance(group, dict) else ():
                 if isinstance(value, (bool, int, float, str)):
-                    what = f"`{show(str(key))}` of optimizer group {number}{' of experts' if chain else ''}"
+                    what = f"`{printable(str(key))}` of optimizer group {number}{' of experts' if chain else ''}"
                     statements.append(Statement(what, f"rank group {index}", value))
     check_agreement(statements, dist.path)
 
 
-def _saved_by_optimizers(dist: Dist, found: Sorted) -> Value:
+def _saved_by_optimizers(dist: DistFiles, found: SplitItems) -> Value:
     """What the optimizer says of itself, or each of several: for all ranks, or for each group of ranks the same."""
     by_chain = {chain: said for (chain, _), said in sorted(found.objects.items(), reverse=True)}
     saved = by_chain or dist.root.get("optimizer")
     return saved[0] if isinstance(saved, dict) and saved.keys() == {0} else saved
 
 
-def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict[str, Value]:
+def _extras(dist: DistFiles, found: SplitItems, parameters: dict[str, Parameter]) -> dict[str, Value]:
     """All else: what ranks have in common, then what each has of its own."""
     common = {str(key): value for key, value in dist.root.items() if key != "optimizer"}
     if beside := optimizer_items(_saved_by_optimizers(dist, found)):
@@ -198,7 +198,7 @@ def _extras(dist: Dist, found: Sorted, parameters: dict[str, Parameter]) -> dict
         common[EXTRA_STATE] = states
     ranks = sorted(by_rank.items())
     first = ranks[0] if ranks else ("", {})
-    return carry([(first[0], {**common, **first[1]}), *ranks[1:]], parameters)
+    return collect_extras([(first[0], {**common, **first[1]}), *ranks[1:]], parameters)
 
 
 def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:

@@ -21,13 +21,13 @@ from ckpt_formats.core.geometry import Box, slab
 from ckpt_formats.core.layout import Rule, cuts, split
 from ckpt_formats.engines.megatron.shared.arguments import Parallel
 from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.shared.split import LocalParameter, Place, home
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
 from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
-from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer, compared
-from ckpt_formats.engines.megatron.shared.write_layout import Target, is_padded, trimmed
-from ckpt_formats.core.text import show
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, compared
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.views import Pile
+from ckpt_formats.core.views import LayersBlob
 
 _PIECES = {
     r".*\.mixer\.in_proj\.weight": ("z", "x", "B", "C", "dt"),
@@ -39,7 +39,7 @@ _FLOAT = DTYPES["float32"]
 
 
 @dataclass(frozen=True)
-class Shards:
+class KeyedShards:
     """A whole tensor under its key, and the blocks of it that each of the ranks that cut it writes."""
 
     key: Key
@@ -59,24 +59,24 @@ class _Stack:
         first = next(iter(self.tensors.values()))
         if odd := next((t for t in self.tensors.values() if (t.shape, t.dtype) != (first.shape, first.dtype)), None):
             raise Unsupported(
-                f"`{show(self.key.text)}` is {first.dtype.name} {list(first.shape)} in one layer, "
+                f"`{printable(self.key.text)}` is {first.dtype.name} {list(first.shape)} in one layer, "
                 f"{odd.dtype.name} {list(odd.shape)} in another: Megatron could not stack them"
             )
-        return Tensor.of(Pile(self.key.lengths, self.tensors)) if self.key.lengths else first
+        return Tensor.of(LayersBlob(self.key.lengths, self.tensors)) if self.key.lengths else first
 
 
 @dataclass(frozen=True)
-class Tensors:
+class KeyedTensors:
     """All tensors of a target."""
 
-    target: Target
+    target: WriteLayout
     keys: Keys
-    optimizer: NewOptimizer | None
+    optimizer: WrittenOptimizer | None
 
-    def entries(self) -> Iterator[tuple[Place, Parameter, Entry]]:
+    def entries(self) -> Iterator[tuple[RankCoords, Parameter, Entry]]:
         """Every block, the rank that writes it, and the parameter that it is of."""
         stacks: dict[str, _Stack] = {}
-        held: list[tuple[str, Parameter, Shards]] = []
+        held: list[tuple[str, Parameter, KeyedShards]] = []
         for parameter in self.target.source.parameters.values():
             if parameter.role == "extra":
                 continue
@@ -114,7 +114,7 @@ class Tensors:
         plain = self.optimizer is not None and not self.target.distributed
         return compared(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
 
-    def _shards(self, name: str, tensor: Tensor) -> Iterator[Shards]:
+    def _shards(self, name: str, tensor: Tensor) -> Iterator[KeyedShards]:
         target = self.target
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         rule = target.layout.rule(name) if target.layout.matching(name) or degree > 1 else Rule(".*", "replicated")
@@ -124,17 +124,17 @@ class Tensors:
             blocks = blocks[:1]  # all ranks hold the same: the first writes it
         names = next((names for pattern, names in _PIECES.items() if re.fullmatch(pattern, name)), None)
         if names is None:
-            yield Shards(key, tensor, tuple(blocks))
+            yield KeyedShards(key, tensor, tuple(blocks))
             return
         if not isinstance(rule.fused, tuple) or len(rule.fused) != len(names):
-            raise Unsupported(f"`{show(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}")
+            raise Unsupported(f"`{printable(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}")
         lengths = [int(length) for length in rule.fused]
         for piece, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
             within = slab(tensor.shape, rule.axis, at, at + length)
             cut = (tuple(common.within(within) for box in one if (common := box & within)) for one in blocks)
-            yield Shards(replace(key, text=f"{key.text}.{piece}"), tensor.crop(within), tuple(cut))
+            yield KeyedShards(replace(key, text=f"{key.text}.{piece}"), tensor.crop(within), tuple(cut))
 
-    def writer(self, name: str, rank: int = 0) -> Place:
+    def writer(self, name: str, rank: int = 0) -> RankCoords:
         """The one of the ranks that cut a parameter, with the same shard on others, that writes it."""
         parallel, expert = self.target.parallel, expert_of(name)
         first = 0 if expert is None else expert // self.target.experts * parallel.etp
@@ -153,16 +153,16 @@ class Tensors:
         }
 
 
-def place_of(parallel: Parallel, pp: int, within: int) -> Place:
+def place_of(parallel: Parallel, pp: int, within: int) -> RankCoords:
     """The rank with this number among those of its stage, where tensor-parallel ranks are counted first."""
-    return Place(within % parallel.tp, pp, within // parallel.etp, within % parallel.etp)
+    return RankCoords(within % parallel.tp, pp, within // parallel.etp, within % parallel.etp)
 
 
-def _padded(target: Target, name: str, tensor: Tensor, rule: Rule, degree: int) -> Tensor:
+def _padded(target: WriteLayout, name: str, tensor: Tensor, rule: Rule, degree: int) -> Tensor:
     """A table of the vocabulary with as many rows as the new run's have; any other tensor as it is."""
     if not is_padded(target, name):
         return tensor
-    tensor = trimmed(target, name, tensor)
+    tensor = without_padding(target, name, tensor)
     rows = -(-max(tensor.shape[0], target.rows or 0) // degree) * degree
     (whole,) = split(name, tensor, rule, 1, rows)
     return whole

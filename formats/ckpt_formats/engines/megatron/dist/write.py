@@ -10,23 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Parameter, Part, Receipt
-from ckpt_formats.engines.dcp.balance import Loads
-from ckpt_formats.engines.dcp.entries import Entry, Layouts, block_of
+from ckpt_formats.core.checkpoint import Parameter, FilePlan, Receipt
+from ckpt_formats.engines.dcp.balance import BytesPerRank
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, block_of
 from ckpt_formats.engines.dcp.write import write_metadata, write_part
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
-from ckpt_formats.engines.megatron.dist.common import Common
+from ckpt_formats.engines.megatron.dist.common import CommonState
 from ckpt_formats.engines.megatron.dist.keys import Keys
-from ckpt_formats.engines.megatron.dist.objects import RANDOM, Objects
-from ckpt_formats.engines.megatron.dist.shards import Tensors
+from ckpt_formats.engines.megatron.dist.objects import RANDOM, ObjectShards
+from ckpt_formats.engines.megatron.dist.shards import KeyedTensors
 from ckpt_formats.engines.megatron.shared.folder import folder_of
-from ckpt_formats.engines.megatron.shared.split import Place
-from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer, optimizer_of
-from ckpt_formats.engines.megatron.shared.write_extras import RankItems
-from ckpt_formats.engines.megatron.shared.write_layout import Target
-from ckpt_formats.core.text import show
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.core.text import printable
 from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Record
@@ -43,24 +43,24 @@ _FILES_EACH = 2
 """Of each rank, as Megatron has it: they can be written at the same time."""
 
 
-def parts(target: Target) -> Sequence[Part]:
+def parts(target: WriteLayout) -> Sequence[FilePlan]:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_names(target)
-    optimizer, items, keys = optimizer_of(target, frozen=True), RankItems(target), Keys(target)
+    optimizer, items, keys = optimizer_of(target, frozen=True), RankExtras(target), Keys(target)
     if optimizer is not None:
         _check_states(optimizer)
     folder = folder_of(target.source.origin.step)
-    common = tree_part(f"{folder}/common.pt", Common(target, keys, items, optimizer).tree(), (), "common")
+    common = tree_part(f"{folder}/common.pt", CommonState(target, keys, items, optimizer).tree(), (), "common")
     said = {"remarks": tuple(_remarks(target, items, optimizer)), "losses": tuple(_losses(target))}
     backends = json.dumps(_BACKENDS).encode()
     return [
-        Part(common.file, common.parameters, {**common.what, **said}, common.size, common.role, {}, common.tensors),
-        Part(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
-        *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, Layouts())),
+        FilePlan(common.file, common.parameters, {**common.what, **said}, common.size, common.role, {}, common.tensors),
+        FilePlan(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
+        *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
     ]
 
 
-def write(folder: Path, part: Part, transfer: Transfer) -> Receipt:
+def write(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file."""
     (folder / part.file).parent.mkdir(exist_ok=True)
     if "entries" in part.what:
@@ -77,24 +77,24 @@ def write_index(folder: Path, receipts: Sequence[Receipt]) -> None:
 
 
 @dataclass
-class _Rank:
+class _RankFiles:
     """What one rank writes."""
 
     number: int
-    place: Place
+    place: RankCoords
     entries: list[tuple[Entry, Parameter | None]] = field(default_factory=list)
     """Each with the parameter that it is of."""
 
-    def parts(self, folder: str, layouts: Layouts) -> Iterator[Part]:
+    def parts(self, folder: str, layouts: EntryLayouts) -> Iterator[FilePlan]:
         """The files of about equal size."""
         held: list[list[tuple[Entry, Parameter | None]]] = [[] for _ in range(_FILES_EACH)]
-        loads = Loads(_FILES_EACH)
+        loads = BytesPerRank(_FILES_EACH)
         for entry, parameter in self.entries:
             held[loads.give(range(_FILES_EACH), layouts.of(entry).nbytes)].append((entry, parameter))
         rank = {"rank": self.number, "tp": self.place.tp, "pp": self.place.pp}
         for k, pairs in enumerate(held):
             if pairs:
-                yield Part(
+                yield FilePlan(
                     f"{folder}/__{self.number}_{k}.distcp",
                     tuple({owner.name: owner for _, owner in pairs if owner is not None}.values()),
                     {"entries": tuple(entry for entry, _ in pairs)},
@@ -105,46 +105,46 @@ class _Rank:
                 )
 
 
-def _by_rank(target: Target, keys: Keys, items: RankItems, optimizer: NewOptimizer | None) -> Iterable[_Rank]:
-    ranks: dict[int, _Rank] = {}
+def _by_rank(target: WriteLayout, keys: Keys, items: RankExtras, optimizer: WrittenOptimizer | None) -> Iterable[_RankFiles]:
+    ranks: dict[int, _RankFiles] = {}
 
-    def rank(place: Place) -> _Rank:
+    def rank(place: RankCoords) -> _RankFiles:
         number = items.rank(place)
-        return ranks.setdefault(number, _Rank(number, place))
+        return ranks.setdefault(number, _RankFiles(number, place))
 
-    tensors, count = Tensors(target, keys, optimizer), 0
+    tensors, count = KeyedTensors(target, keys, optimizer), 0
     for place, parameter, entry in tensors.entries():
         rank(place).entries.append((entry, parameter))
         count = max(count, entry.number + 1)
-    for place, entry in Objects(target, keys, items, tensors).entries(count):
+    for place, entry in ObjectShards(target, keys, items, tensors).entries(count):
         rank(place).entries.append((entry, None))
     return [ranks[number] for number in sorted(ranks)]
 
 
-def _check_names(target: Target) -> None:
+def _check_names(target: WriteLayout) -> None:
     for name, parameter in target.source.parameters.items():
         if parameter.role != "extra" and name.startswith(("language_model.", "word_embeddings", "lm_head.")):
             raise Unsupported(
-                f"`{show(name)}` has its name from before Megatron core, whose distributed checkpoints have others",
+                f"`{printable(name)}` has its name from before Megatron core, whose distributed checkpoints have others",
                 where=target.source.path,
                 hint="Say --to megatron-legacy, which keeps the names.",
             )
 
 
-def _check_states(optimizer: NewOptimizer) -> None:
+def _check_states(optimizer: WrittenOptimizer) -> None:
     for parameter in optimizer.trained.values():
         for state, tensor in parameter.states.items():
             if "." in state or (tensor.shape != parameter.weight.shape and state != "step"):
                 raise Unsupported(
-                    f"Megatron's distributed checkpoints have no place for the optimizer state `{show(state)}` of "
-                    f"`{show(parameter.name)}`, of shape {list(tensor.shape)}",
+                    f"Megatron's distributed checkpoints have no place for the optimizer state `{printable(state)}` of "
+                    f"`{printable(parameter.name)}`, of shape {list(tensor.shape)}",
                     hint="Say --to megatron-legacy, or --model-only.",
                 )
 
 
-def _remarks(target: Target, items: RankItems, optimizer: NewOptimizer | None) -> Iterator[str]:
+def _remarks(target: WriteLayout, items: RankExtras, optimizer: WrittenOptimizer | None) -> Iterator[str]:
     parallel = target.parallel
-    places = [Place(tp, pp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
+    places = [RankCoords(tp, pp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
     if RANDOM not in target.source.extras:
         yield "no random states came with the source: Megatron draws new ones from the run's seed"
     elif new := sum(map(items.is_new, places)):
@@ -155,7 +155,7 @@ def _remarks(target: Target, items: RankItems, optimizer: NewOptimizer | None) -
         yield "no optimizer came with the source: load with --no-load-optim, or --finetune"
 
 
-def _losses(target: Target) -> Iterator[str]:
+def _losses(target: WriteLayout) -> Iterator[str]:
     """What single ranks had of their own and distributed checkpoints have no place for."""
     said = target.source.extras.get("ranks")
     own: dict[str, set[str]] = {}
@@ -167,4 +167,4 @@ def _losses(target: Target) -> Iterator[str]:
     own = {key: fields - _OF_RANKS for key, fields in own.items() if not fields or fields - _OF_RANKS}
     for key, fields in own.items():
         listed = f" ({', '.join(sorted(fields)[:5])})" if fields else ""
-        yield f"what ranks had differently of `{show(key)}`{show(listed)}: the first rank's is kept"
+        yield f"what ranks had differently of `{printable(key)}`{printable(listed)}: the first rank's is kept"

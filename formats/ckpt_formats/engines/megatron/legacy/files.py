@@ -7,10 +7,10 @@ from itertools import count
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.checkpoint import Shard
+from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.identity import in_threads
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
 from ckpt_formats.engines.megatron.shared.folder import ITERATION_FOLDER, RankFolder, rank_folders
@@ -80,7 +80,7 @@ class RankFile:
 
 
 @dataclass(frozen=True)
-class Legacy:
+class LegacyFiles:
     """All ranks' files, and what their arguments say."""
 
     path: Path
@@ -101,15 +101,15 @@ class Legacy:
             if rank.optimizer is not None:
                 yield rank.optimizer
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[SourceFile]:
         for rank in self.ranks:
             where = {"tp": rank.tp, "pp": rank.pp} | ({"ep": rank.ep} if self.parallel.ep > 1 else {})
-            yield Shard(rank.model.path, rank.model.path.stat().st_size, "model", where)
+            yield SourceFile(rank.model.path, rank.model.path.stat().st_size, "model", where)
             if rank.optimizer is not None:
-                yield Shard(rank.optimizer.path, rank.optimizer.path.stat().st_size, "optimizer", where)
+                yield SourceFile(rank.optimizer.path, rank.optimizer.path.stat().st_size, "optimizer", where)
 
 
-def open_legacy(path: Path) -> Legacy:
+def open_legacy(path: Path) -> LegacyFiles:
     """Open all files. Raises `Incomplete` if a rank is missing, `Corrupt` if they are not of one iteration."""
     folders = rank_folders(path)
     for folder in folders:
@@ -131,7 +131,7 @@ def open_legacy(path: Path) -> Legacy:
         without = next(rank.name for rank in ranks if rank.optimizer is None)
         raise Incomplete(f"distrib_optim.pt is missing in {without}, but other ranks have it", where=path, hint=_ALL)
     _check_optimizers(ranks, path)
-    return Legacy(path, args, parallel, ranks)
+    return LegacyFiles(path, args, parallel, ranks)
 
 
 def _ranks(
@@ -208,7 +208,8 @@ def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel
         known = {"model"} if "model" in rank.root else {f"model{i}" for i in range(count)}
         if odd := sorted(str(key) for key in rank.root if _CHUNK.fullmatch(str(key)) and key not in known):
             raise Corrupt(
-                f"{rank.name} holds the model chunks {', '.join(sorted(known)) or 'none'}, and {show(odd[0])} besides",
+                f"{rank.name} holds the model chunks {', '.join(sorted(known)) or 'none'}, and {printable(odd[0])} "
+                "besides",
                 where=rank.model.path,
                 hint="A chunk between them was lost, or two checkpoints were put into one.",
             )

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Options, Parameter
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, ReadOptions
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.megatron.legacy.files import Legacy, RankFile, open_legacy
+from ckpt_formats.engines.megatron.legacy.files import LegacyFiles, RankFile, open_legacy
 from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
     buckets_of,
@@ -17,12 +17,17 @@ from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
     is_tied,
     read_buffers,
 )
-from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, carry, label, optimizer_items
-from ckpt_formats.engines.megatron.shared.merge import Held, copies, everywhere, whole
-from ckpt_formats.engines.megatron.shared.model_chunk import Chunk, chunk_of
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
+from ckpt_formats.engines.megatron.shared.merge import LocalCopy, copies, everywhere, whole
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk, chunk_of
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, Naming, is_expert
-from ckpt_formats.engines.megatron.shared.optimizer_states import Optimized, members, options_of, without_states
-from ckpt_formats.engines.megatron.shared.optimizer_states import Options as GroupOptions
+from ckpt_formats.engines.megatron.shared.optimizer_states import (
+    OptimizerGroup,
+    OptimizerStates,
+    members,
+    options_of,
+    without_states,
+)
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.plain_optimizer import read_plain
 from ckpt_formats.engines.megatron.shared.rules import rules_for
@@ -31,16 +36,16 @@ from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankState:
     """What one rank has, under the names of the whole model."""
 
     file: RankFile
-    held: Mapping[str, Held]
+    held: Mapping[str, LocalCopy]
     groups: Sequence[tuple[Mapping[str, Value], tuple[str, ...]]]
     extra_states: Mapping[str, Value]
 
 
-def read_legacy(path: Path, folder: Path, options: Options) -> Checkpoint:
+def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     """The index of one iteration."""
     legacy = open_legacy(folder)
     layout = Layout(rules_for(options.rules), sizes_of(legacy.args, legacy.first.root.get("checkpoint_version", 0)))
@@ -50,7 +55,7 @@ def read_legacy(path: Path, folder: Path, options: Options) -> Checkpoint:
     parameters, aliases = _parameters(legacy, ranks, layout)
     groups = _groups(ranks, aliases)
     _check_steps(ranks, folder)
-    extras = carry([(_label(rank.file, legacy), _items(rank)) for rank in ranks], parameters)
+    extras = collect_extras([(_label(rank.file, legacy), _items(rank)) for rank in ranks], parameters)
     return Checkpoint(
         path,
         origin_of(legacy.args, legacy.parallel, stages, legacy.first.root, "torch"),
@@ -65,7 +70,7 @@ def read_legacy(path: Path, folder: Path, options: Options) -> Checkpoint:
     )
 
 
-def _check_steps(ranks: Sequence[Rank], folder: Path) -> None:
+def _check_steps(ranks: Sequence[RankState], folder: Path) -> None:
     """Raises `Corrupt` if optimizers of two ranks count different numbers of steps."""
     statements = (
         Statement("the optimizer's step", rank.file.name, _number(options.get("step")))
@@ -80,7 +85,7 @@ def _number(value: Value) -> Value:
     return value if isinstance(value, (int, float)) else None
 
 
-def _stages(legacy: Legacy, chunks: Mapping[str, Sequence[Chunk]]) -> Stages:
+def _stages(legacy: LegacyFiles, chunks: Mapping[str, Sequence[ModelChunk]]) -> Stages:
     """How many layers each chunk has, as the files show it. Raises `Corrupt` if the arguments say otherwise."""
     by_stage = [[chunk.layers for chunk in chunks[legacy.of_stage(pp)[0].name]] for pp in range(legacy.parallel.pp)]
     counts = tuple(stage[v] for v in range(len(by_stage[0])) for stage in by_stage)
@@ -94,10 +99,10 @@ def _stages(legacy: Legacy, chunks: Mapping[str, Sequence[Chunk]]) -> Stages:
     return Stages(counts, legacy.parallel.pp)
 
 
-def _rank(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk], stages: Stages) -> Rank:
+def _rank(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk], stages: Stages) -> RankState:
     optimized = _optimized(legacy, file, chunks)
     experts = legacy.args.number("num_experts", default=0) // legacy.parallel.ep
-    held: dict[str, Held] = {}
+    held: dict[str, LocalCopy] = {}
     extra: dict[str, Value] = {}
     titles: dict[tuple[int, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
@@ -107,25 +112,25 @@ def _rank(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk], stages: Stage
             states = {MODEL: tensor, **optimized.states.get(key, {})}
             for state, one in states.items():
                 for name, part in naming.tensors(local, one):
-                    found = held.setdefault(name, Held({}, dict(optimized.values.get(key, {}))))
+                    found = held.setdefault(name, LocalCopy({}, dict(optimized.values.get(key, {}))))
                     if found.states.setdefault(state, part) is not part:
                         raise Corrupt(f"the rank holds `{name}` twice", where=file.model.path)
                     titles.setdefault(key, []).append(name)
         extra |= {naming.plain(name): value for name, value in chunk.extra_states.items()}
     groups = [(g.options, tuple(dict.fromkeys(n for key in g.keys for n in titles[key]))) for g in optimized.groups]
-    return Rank(file, held, groups, extra)
+    return RankState(file, held, groups, extra)
 
 
-def _optimized(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk]) -> Optimized:
+def _optimized(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk]) -> OptimizerStates:
     """What the optimizer holds of a rank's parameters: nothing if it was not saved."""
     saved = file.root.get("optimizer")
     if saved is None:
-        return Optimized()
+        return OptimizerStates()
     several = isinstance(saved, (list, tuple))
     buffered = None if file.optimizer is None else file.optimizer.root
     parts = saved if several else [saved]
     flat = (buffered if several else [buffered]) if buffered is not None else [None] * len(parts)
-    found = Optimized()
+    found = OptimizerStates()
     if len(parts) > 2 or len(flat) != len(parts):
         raise Corrupt(f"there are {len(parts)} optimizers and {len(flat)} buffers of them", where=file.model.path)
     for experts, part, buffers in zip((False, True) if several else (None,), parts, flat, strict=True):
@@ -140,12 +145,12 @@ def _optimized(legacy: Legacy, file: RankFile, chunks: Sequence[Chunk]) -> Optim
 
 
 def _distributed(
-    legacy: Legacy, file: RankFile, chunks: Sequence[Chunk], experts: bool | None, saved: Value, flat: Value
-) -> Optimized:
+    legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk], experts: bool | None, saved: Value, flat: Value
+) -> OptimizerStates:
     assert file.optimizer is not None
     dp = legacy.parallel.expert_dp if experts else legacy.parallel.dp
     buckets = buckets_of(legacy.args, legacy.parallel, file.pp, dp, sum(chunk.numel for chunk in chunks))
-    found = Optimized()
+    found = OptimizerStates()
     if flat is not None:
         buffers = buffers_of(chunks, buckets.tied, experts)
         found.states = read_buffers(flat, buffers, buckets, file.optimizer.path)
@@ -156,20 +161,22 @@ def _distributed(
     ):
         said = options_of(group, file.model.path)
         # Megatron keeps the step with the group: it is each parameter's.
-        found.groups.append(GroupOptions(said, tuple(keys)))
+        found.groups.append(OptimizerGroup(said, tuple(keys)))
         for key in keys:
             if key in found.states:
                 found.add_step(key, said.get("step"))
     return found
 
 
-def _parameters(legacy: Legacy, ranks: Sequence[Rank], layout: Layout) -> tuple[dict[str, Parameter], dict[str, str]]:
+def _parameters(
+    legacy: LegacyFiles, ranks: Sequence[RankState], layout: Layout
+) -> tuple[dict[str, Parameter], dict[str, str]]:
     """All parameters, whole, and the other names of tied ones."""
     parallel, found, aliases = legacy.parallel, {}, {}
     copied: dict[str, Parameter] = {}
     for pp in range(parallel.pp):
         stage = [rank for rank in ranks if rank.file.pp == pp]
-        shards: dict[str, dict[int, list[tuple[str, Mapping[str, Held]]]]] = {}
+        shards: dict[str, dict[int, list[tuple[str, Mapping[str, LocalCopy]]]]] = {}
         for rank in stage:
             for name in rank.held:
                 place = rank.file.etp if is_expert(name) else rank.file.tp
@@ -207,14 +214,14 @@ def _with_copy(kept: Parameter, copy: Parameter) -> Parameter:
     return replace(kept, states=states)
 
 
-def _check_all(name: str, by_rank: Mapping[int, object], degree: int, stage: Sequence[Rank]) -> None:
+def _check_all(name: str, by_rank: Mapping[int, object], degree: int, stage: Sequence[RankState]) -> None:
     lacking = sorted(set(range(degree)) - by_rank.keys())
     if lacking:
         names = ", ".join(rank.file.name for rank in stage)
         raise Corrupt(f"tensor `{name}` is not on rank {lacking[0]} of the {degree} that cut it (stage: {names})")
 
 
-def _groups(ranks: Sequence[Rank], aliases: Mapping[str, str]) -> tuple[Group, ...]:
+def _groups(ranks: Sequence[RankState], aliases: Mapping[str, str]) -> tuple[Group, ...]:
     """Groups with the same options are one, whatever their number on a rank."""
     merged: list[tuple[dict[str, Value], dict[str, None]]] = []
     for rank in ranks:
@@ -238,11 +245,11 @@ def _groups(ranks: Sequence[Rank], aliases: Mapping[str, str]) -> tuple[Group, .
     return tuple(Group(options, tuple(held)) for options, held in merged)
 
 
-def _label(file: RankFile, legacy: Legacy) -> str:
+def _label(file: RankFile, legacy: LegacyFiles) -> str:
     return label(file.tp, file.pp, file.ep if legacy.parallel.ep > 1 else None)
 
 
-def _items(rank: Rank) -> dict[str, Value]:
+def _items(rank: RankState) -> dict[str, Value]:
     root = rank.file.root
     ours = ("optimizer", *(("model",) if "model" in root else (f"model{i}" for i in range(len(rank.file.chunks())))))
     items: dict[str, Value] = {str(k): v for k, v in root.items() if k not in ours}

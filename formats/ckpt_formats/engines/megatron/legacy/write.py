@@ -4,41 +4,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import Parameter, Part
+from ckpt_formats.core.checkpoint import FilePlan, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.legacy.files import folder_name, saving_ranks
 from ckpt_formats.engines.megatron.shared.folder import MODEL_FILE, OPTIMIZER_FILE, folder_of
-from ckpt_formats.engines.megatron.shared.split import LocalParameter, Place, Ranks
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, RankShards
 from ckpt_formats.engines.megatron.shared.write_buffers import buffers_file
-from ckpt_formats.engines.megatron.shared.write_extras import RankItems
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.engines.megatron.shared.write_module import state_dict_of
 from ckpt_formats.engines.megatron.shared.write_names import as_saved
-from ckpt_formats.engines.megatron.shared.write_optimizer import NewOptimizer, optimizer_of, trained_of
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of, trained_of
 
 _CONTAINER: Mapping[str, Value] = {"ckpt_format": "torch", "use_dist_ckpt": False}
 
 
-def parts(target: Target) -> Sequence[Part]:
+def parts(target: WriteLayout) -> Sequence[FilePlan]:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_grid(target)
     optimizer = optimizer_of(target)
-    made = list(_Files(target, Ranks(target), RankItems(target), optimizer).all())
+    made = list(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
     remarks = tuple(_remarks(target, optimizer))
     return [replace(made[0], what={**made[0].what, "remarks": remarks}), *made[1:]]
 
 
 @dataclass(frozen=True)
-class _Files:
+class _SharedContent:
     """What every file of a target holds."""
 
-    target: Target
-    ranks: Ranks
-    items: RankItems
-    optimizer: NewOptimizer | None
+    target: WriteLayout
+    ranks: RankShards
+    items: RankExtras
+    optimizer: WrittenOptimizer | None
 
-    def all(self) -> Iterator[Part]:
+    def all(self) -> Iterator[FilePlan]:
         run = folder_of(self.target.source.origin.step)
         for numbers, place in _places(self.target):
             folder = f"{run}/{folder_name(numbers)}"
@@ -51,7 +51,7 @@ class _Files:
                 tree = self._buffers(place, chunks)
                 yield tree_part(f"{folder}/{OPTIMIZER_FILE}", tree, held, "optimizer", rank)
 
-    def _model(self, place: Place, chunks: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
+    def _model(self, place: RankCoords, chunks: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
         items = self.items.of(place)
         extra = self.items.extra_states(place)
         plain = self.optimizer is not None and not self.target.distributed
@@ -66,7 +66,7 @@ class _Files:
             tree["optimizer"] = self.optimizer.entry(trained, self.items.optimizer(place))
         return tree | items
 
-    def _buffers(self, place: Place, chunks: Sequence[Sequence[LocalParameter]]) -> Value:
+    def _buffers(self, place: RankCoords, chunks: Sequence[Sequence[LocalParameter]]) -> Value:
         trained = [trained_of(chunk) for chunk in chunks]
         parallel = self.target.parallel
         if parallel.ep == 1:
@@ -83,16 +83,16 @@ def _args(record: Record) -> Record:
     return replace(record, state=state | {name: value for name, value in _CONTAINER.items() if name in state})
 
 
-def _places(target: Target) -> Iterator[tuple[tuple[int, ...], Place]]:
+def _places(target: WriteLayout) -> Iterator[tuple[tuple[int, ...], RankCoords]]:
     for numbers, tp, pp, ep, etp in saving_ranks(target.parallel):
-        yield numbers, Place(tp, pp, ep, etp)
+        yield numbers, RankCoords(tp, pp, ep, etp)
 
 
 def _parameter(one: LocalParameter) -> Parameter:
     return Parameter(one.name, one.parameter.role, one.states, one.values)
 
 
-def _check_grid(target: Target) -> None:
+def _check_grid(target: WriteLayout) -> None:
     """A folder is saved by the first rank with its experts. Raises `Unsupported` if these ranks have not all shards."""
     tp, ep, etp = target.parallel.tp, target.parallel.ep, target.parallel.etp
     if etp > tp or (ep * etp) % tp:
@@ -103,8 +103,8 @@ def _check_grid(target: Target) -> None:
         )
 
 
-def _remarks(target: Target, optimizer: NewOptimizer | None) -> Iterator[str]:
-    items = RankItems(target)
+def _remarks(target: WriteLayout, optimizer: WrittenOptimizer | None) -> Iterator[str]:
+    items = RankExtras(target)
     places = [place for _, place in _places(target)]
     if "rng_state" not in target.source.extras:
         yield "no random states came with the source: load with --no-load-rng"

@@ -7,7 +7,7 @@ Names that other versions have used are tried in turn.
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.values import Record, Value
 
@@ -30,7 +30,7 @@ class Arguments:
 
     def optional(self, *names: str) -> int | None:
         value = next((v for v in map(self.record.get, names) if v is not None), None)
-        if value is not None and not natural(value):
+        if value is not None and not is_natural(value):
             raise Corrupt(f"the argument `{names[0]}` is {str(value)[:40]!r}, not a whole number", where=self.where)
         return value
 

@@ -19,7 +19,7 @@ ALIGNMENTS = (64, 1)
 
 
 @dataclass(frozen=True)
-class Item:
+class BufferItem:
     """A parameter in a buffer."""
 
     name: str
@@ -33,7 +33,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlot:
     """Where a parameter lies: its bucket, and its first element there."""
 
     bucket: int
@@ -41,10 +41,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Filled:
+class BufferLayout:
     """A buffer: where each parameter lies, and how long each bucket is."""
 
-    places: dict[str, Place]
+    places: dict[str, BufferSlot]
     buckets: tuple[int, ...]
 
     def flat(self) -> dict[str, int]:
@@ -53,9 +53,9 @@ class Filled:
         return {name: starts[place.bucket] + place.start for name, place in self.places.items()}
 
 
-def fill(items: Sequence[Item], most: int | None, alignment: int) -> Filled:
+def fill(items: Sequence[BufferItem], most: int | None, alignment: int) -> BufferLayout:
     """Lay parameters, in the module's order, into buckets that end once they have `most` elements."""
-    places: dict[str, Place] = {}
+    places: dict[str, BufferSlot] = {}
     buckets: list[int] = []
     at, count = 0, 0
     for item in reversed(items):
@@ -63,19 +63,19 @@ def fill(items: Sequence[Item], most: int | None, alignment: int) -> Filled:
         if item.alone and count:
             buckets.append(at)
             at, count = 0, 0
-        places[item.name] = Place(len(buckets), at)
+        places[item.name] = BufferSlot(len(buckets), at)
         at, count = at + item.numel, count + 1
         if item.alone or (most is not None and at >= most):
             buckets.append(at)
             at, count = 0, 0
     if count:
         buckets.append(at)
-    return Filled(places, tuple(buckets))
+    return BufferLayout(places, tuple(buckets))
 
 
-def fit(items: Sequence[Item], buckets: Sequence[int], alignment: int) -> Filled | None:
+def fit(items: Sequence[BufferItem], buckets: Sequence[int], alignment: int) -> BufferLayout | None:
     """Lay parameters into buckets of these lengths; None if they do not fit them exactly."""
-    places: dict[str, Place] = {}
+    places: dict[str, BufferSlot] = {}
     bucket, at = 0, 0
     for item in reversed(items):
         start = _up(at, alignment)
@@ -85,10 +85,10 @@ def fit(items: Sequence[Item], buckets: Sequence[int], alignment: int) -> Filled
             bucket, at, start = bucket + 1, 0, 0
         if bucket == len(buckets):
             return None
-        places[item.name] = Place(bucket, start)
+        places[item.name] = BufferSlot(bucket, start)
         at = start + item.numel
     whole = bucket == len(buckets) - 1 and _ends(at, buckets[bucket], alignment)
-    return Filled(places, tuple(buckets)) if whole or (not items and not buckets) else None
+    return BufferLayout(places, tuple(buckets)) if whole or (not items and not buckets) else None
 
 
 def most_in_bucket(dp: int) -> int:

@@ -19,8 +19,8 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
-from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, Filled, Item, fill, fit, most_in_bucket
-from ckpt_formats.engines.megatron.shared.model_chunk import Chunk, is_shared
+from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, BufferItem, BufferLayout, fill, fit, most_in_bucket
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk, is_shared
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 
@@ -34,7 +34,7 @@ class Buffer:
     """A buffer of one rank: the chunk that it is of, and its parameters in the module's order."""
 
     chunk: int
-    items: tuple[Item, ...]
+    items: tuple[BufferItem, ...]
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def is_tied(args: Arguments) -> bool:
     return not args.flag("untie_embeddings_and_output_weights")
 
 
-def buffers_of(chunks: Sequence[Chunk], tied: bool, experts: bool | None) -> list[Buffer]:
+def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -> list[Buffer]:
     """The buffers of a rank, as Megatron counts them: by chunk, and by dtype in the order of first use."""
     made = []
     for number, chunk in enumerate(chunks):
-        by_dtype: dict[str, list[Item]] = {}
+        by_dtype: dict[str, list[BufferItem]] = {}
         for name in chunk.trained(experts=experts):
             tensor = chunk.tensors[name]
-            item = Item(name, tensor.shape, tied and is_shared(name))
+            item = BufferItem(name, tensor.shape, tied and is_shared(name))
             by_dtype.setdefault(tensor.dtype.name, []).append(item)
         made += [Buffer(number, tuple(items)) for items in by_dtype.values()]
     return made
@@ -141,7 +141,7 @@ def _of_buffer(
             yield item.name, {STATES.get(state, state): reshaped(vector, start, item.shape)}
 
 
-def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced: bool) -> Filled | None:
+def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced: bool) -> BufferLayout | None:
     """How the parameters lie in vectors of these lengths; None if they do not fit exactly."""
     for alignment in ALIGNMENTS:
         for most in buckets.most(buffer.chunk):

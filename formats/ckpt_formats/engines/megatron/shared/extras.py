@@ -10,7 +10,7 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.values import Record, Value
-from ckpt_formats.state_dicts.extras import lift
+from ckpt_formats.state_dicts.extras import names_for_tensors
 
 EXTRA_STATE = "extra_state"
 """The extra of the modules' own extra states, by name."""
@@ -34,10 +34,12 @@ def label(tp: int, pp: int, other: int | None = None) -> str:
     return f"tp{tp}_pp{pp}" + ("" if other is None else f"_{other}")
 
 
-def carry(ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]) -> dict[str, Value]:
+def collect_extras(
+    ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]
+) -> dict[str, Value]:
     """The extras of all ranks; tensors among them are added to `parameters`."""
     (_, first), *others = ranks
-    extras = {key: lift(value, key, parameters) for key, value in first.items()}
+    extras = {key: names_for_tensors(value, key, parameters) for key, value in first.items()}
     differing: dict[str, Value] = {}
     for rank, items in others:
         own = {}
@@ -46,7 +48,7 @@ def carry(ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str
                 if _same(value, first[key]):
                     continue
                 value = _difference(value, first[key])
-            own[key] = lift(value, f"ranks/{rank}/{key}", parameters)
+            own[key] = names_for_tensors(value, f"ranks/{rank}/{key}", parameters)
         if own:
             differing[rank] = own
     return extras | ({"ranks": differing} if differing else {})

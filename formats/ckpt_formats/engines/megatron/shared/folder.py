@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 POINTER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
@@ -135,7 +135,7 @@ def _latest(path: Path) -> str:
     if said == "release":
         return said
     if not said.isascii() or not said.isdecimal() or len(said) > 18:
-        raise Corrupt(f"`{POINTER}` holds {show(said[:60])!r}, not the number of an iteration", where=pointer)
+        raise Corrupt(f"`{POINTER}` holds {printable(said[:60])!r}, not the number of an iteration", where=pointer)
     return f"iter_{int(said):07d}"
 
 

@@ -16,14 +16,14 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Tensor, read
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 
 _VALUES = 64
 _BLOCKS = 8
 _PARAMETERS = 4096
 
 
-def doubts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+def suspicions_of(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What is to be said if masters are not those of the weights."""
     compared, differing = 0, []
     with Reader(check=False) as reader:
@@ -34,7 +34,7 @@ def doubts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
                     differing.append(parameter.name)
     if not differing:
         return ()
-    names = ", ".join(f"`{show(name)}`" for name in differing[:3])
+    names = ", ".join(f"`{printable(name)}`" for name in differing[:3])
     return (
         f"the optimizer's masters of {len(differing)} of {compared} parameters are not those of the weights, "
         f"among them {names}: the optimizer states are shifted, or of another iteration. "

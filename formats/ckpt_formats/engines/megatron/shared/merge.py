@@ -12,14 +12,14 @@ from ckpt_formats.engines.megatron.shared.names import is_buffer
 
 
 @dataclass
-class Held:
+class LocalCopy:
     """What one rank holds of one parameter, in its local shape."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
 
-def copies(name: str, held: Sequence[Held]) -> Held:
+def copies(name: str, held: Sequence[LocalCopy]) -> LocalCopy:
     """What several ranks hold of the same shard. Not all of them save the optimizer's states of it."""
     states: dict[str, list[Tensor]] = {}
     values: dict[str, Value] = {}
@@ -29,10 +29,10 @@ def copies(name: str, held: Sequence[Held]) -> Held:
         for key, value in one.values.items():
             if values.setdefault(key, value) != value:
                 raise Corrupt(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
-    return Held({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
+    return LocalCopy({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
 
 
-def whole(name: str, shards: Sequence[Held], layout: Layout) -> Parameter:
+def whole(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
     """A parameter of all ranks that cut it, in their order. Raises `BadRules`, `Corrupt`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
@@ -59,7 +59,7 @@ def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tenso
     return merge(name, shards, rule)
 
 
-def everywhere(name: str, ranks: Iterable[tuple[str, Mapping[str, Held]]]) -> list[Held]:
+def everywhere(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
     """What each rank holds of a parameter that all of them should have. Raises `Corrupt` if one lacks it."""
     found = []
     for rank, held in ranks:

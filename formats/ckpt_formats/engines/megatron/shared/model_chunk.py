@@ -10,7 +10,7 @@ from ckpt_formats.state_dicts.leaves import between, named_leaves, tensor_leaf
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """A model chunk as its rank holds it."""
 
     tensors: Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Chunk:
         return names if experts is None else [name for name in names if is_expert(name) == experts]
 
 
-def chunk_of(state_dict: Mapping[Value, Value]) -> Chunk:
+def chunk_of(state_dict: Mapping[Value, Value]) -> ModelChunk:
     """A model's state dict, flat or (before Megatron core) nested."""
     tensors, extra = {}, {}
     for name, leaf in named_leaves(state_dict):
@@ -40,7 +40,7 @@ def chunk_of(state_dict: Mapping[Value, Value]) -> Chunk:
             extra[name] = leaf
         else:
             tensors[name] = tensor_leaf(leaf)
-    return Chunk(tensors, extra | dict(between(state_dict)))
+    return ModelChunk(tensors, extra | dict(between(state_dict)))
 
 
 def is_shared(name: str) -> bool:

@@ -49,7 +49,7 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(wei
 
 
 @dataclass(frozen=True)
-class Modules:
+class ModuleOrder:
     """What of the run's arguments decides the order."""
 
     fused_norms: bool = False

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_formats.core.errors import Corrupt, Unsupported
-from ckpt_formats.core.tensor import Raw, Tensor, packed
+from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order
 from ckpt_formats.core.views import reshaped, transposed, unstacked
 
 WORD_TABLE = "embedding.word_embeddings.weight"
@@ -137,6 +137,6 @@ def unstack(name: str) -> tuple[str, bool]:
 
 def _flat(tensor: Tensor) -> Tensor:
     blob = tensor.fragments[0].blob if tensor.fragments else None
-    if not isinstance(blob, Raw) or not packed(blob.shape, blob.strides, blob.dtype.itemsize):
+    if not isinstance(blob, FileBlob) or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
         raise Unsupported("the weights of all experts in one tensor, which is not stored in one piece")
     return Tensor.of(blob.shaped((tensor.size,)))

@@ -20,7 +20,7 @@ _QK_NORMS = tuple(f"{which}_layernorm.{kind}" for which in "qk" for kind in ("we
 
 
 @dataclass(frozen=True)
-class Options:
+class OptimizerGroup:
     """A parameter group: its options, and which parameters are in it."""
 
     options: Mapping[str, Value]
@@ -28,12 +28,12 @@ class Options:
 
 
 @dataclass
-class Optimized:
+class OptimizerStates:
     """States and plain numbers of each parameter, in its local shape, and the groups."""
 
     states: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[Key, dict[str, Value]] = field(default_factory=dict)
-    groups: list[Options] = field(default_factory=list)
+    groups: list[OptimizerGroup] = field(default_factory=list)
 
     def add_step(self, key: Key, step: Value) -> None:
         """Note the step that fused optimizers keep with the group, perhaps as a tensor, unless one is known."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
@@ -26,4 +26,4 @@ def origin_of(
     }
     if stages is not None:
         layout["layers"] = list(stages.counts)
-    return Origin("megatron", None, iteration if natural(iteration) else None, layout)
+    return Origin("megatron", None, iteration if is_natural(iteration) else None, layout)

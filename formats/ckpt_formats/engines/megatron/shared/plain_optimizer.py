@@ -14,21 +14,27 @@ from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.megatron.shared.model_chunk import Chunk
-from ckpt_formats.engines.megatron.shared.optimizer_states import Key, Optimized, Options, members, options_of
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
+from ckpt_formats.engines.megatron.shared.optimizer_states import (
+    Key,
+    OptimizerGroup,
+    OptimizerStates,
+    members,
+    options_of,
+)
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")
 
 
 def read_plain(
-    saved: Value, chunks: Sequence[Chunk], experts: bool | None, where: Path, decayed_norms: bool = False
-) -> Optimized:
+    saved: Value, chunks: Sequence[ModelChunk], experts: bool | None, where: Path, decayed_norms: bool = False
+) -> OptimizerStates:
     """The states of one optimizer: that of all parameters, of experts, or of all others."""
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
     named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
-    found = Optimized()
+    found = OptimizerStates()
     listed_numbers = {place for group in groups for place in group["params"]}
     if odd := [number for number in inner["state"] if number not in listed_numbers]:
         raise Corrupt(
@@ -47,7 +53,7 @@ def read_plain(
                 hint="Files of several runs may be mixed, or parameters frozen.",
             )
         said = options_of(group, where)
-        found.groups.append(Options(said, tuple(keys)))
+        found.groups.append(OptimizerGroup(said, tuple(keys)))
         for key, place in zip(keys, group["params"], strict=True):
             _put(found, key, inner["state"].get(place, {}), chunks, where)
             found.add_step(key, said.get("step"))
@@ -58,7 +64,9 @@ def read_plain(
     return found
 
 
-def _put(found: Optimized, key: Key, state: Mapping[Value, Value], chunks: Sequence[Chunk], where: Path) -> None:
+def _put(
+    found: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
+) -> None:
     found.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
     found.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
     shape = chunks[key[0]].tensors[key[1]].shape
@@ -72,7 +80,7 @@ def _put(found: Optimized, key: Key, state: Mapping[Value, Value], chunks: Seque
 
 
 def _masters(
-    found: Optimized, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[Chunk], where: Path
+    found: OptimizerStates, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
     low = [key for key in keys if chunks[key[0]].tensors[key[1]].dtype != DTYPES["float32"]]
     if len(listed) != len(low):

@@ -10,11 +10,11 @@ from ckpt_formats.core.layout import split
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.names import expert_of, in_expert, in_layer, is_expert, layer_of
-from ckpt_formats.engines.megatron.shared.write_layout import Target, trimmed
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, without_padding
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoords:
     """One rank, by its number in each group of ranks."""
 
     tp: int
@@ -41,16 +41,16 @@ class LocalParameter:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankShards:
     """All ranks of a target, and what each holds. Lazy: shards are made once for all ranks, no data is read."""
 
-    target: Target
+    target: WriteLayout
 
-    def chunks(self, place: Place) -> list[list[LocalParameter]]:
+    def chunks(self, place: RankCoords) -> list[list[LocalParameter]]:
         """The parameters of each model chunk of a rank, in the order of its module."""
         return [self._chunk(place, chunk) for chunk in range(self.target.stages.chunks)]
 
-    def _chunk(self, place: Place, chunk: int) -> list[LocalParameter]:
+    def _chunk(self, place: RankCoords, chunk: int) -> list[LocalParameter]:
         target = self.target
         layers = target.stages.layers(place.pp, chunk)
         own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
@@ -62,7 +62,7 @@ class Ranks:
             made.append(LocalParameter(head, head, *self._shard(table, place)))
         return made
 
-    def _shard(self, name: str, place: Place) -> tuple[Parameter, dict[str, Tensor]]:
+    def _shard(self, name: str, place: RankCoords) -> tuple[Parameter, dict[str, Tensor]]:
         rank = place.etp if is_expert(name) else place.tp
         return self.target.source.parameters[name], {s: shards[rank] for s, shards in self.shards[name].items()}
 
@@ -81,7 +81,7 @@ class Ranks:
             if rule is None or tensor.shape != shape:
                 made[state] = [tensor] * degree
                 continue
-            made[state] = split(name, trimmed(target, name, tensor), rule, degree, target.rows)
+            made[state] = split(name, without_padding(target, name, tensor), rule, degree, target.rows)
         return made
 
     @cached_property
@@ -102,7 +102,7 @@ class Ranks:
         return {place: _ordered(target, names) for place, names in made.items()}
 
 
-def home(target: Target, name: str) -> tuple[int, int]:
+def home(target: WriteLayout, name: str) -> tuple[int, int]:
     """The stage, and the model chunk there, of what is in no layer."""
     return (0, 0) if _is_first(name) else (target.parallel.pp - 1, target.stages.chunks - 1)
 
@@ -111,7 +111,7 @@ def _is_first(name: str) -> bool:
     return name.removeprefix("language_model.").startswith("embedding.")
 
 
-def _ordered(target: Target, names: list[str]) -> list[str]:
+def _ordered(target: WriteLayout, names: list[str]) -> list[str]:
     """In the order in which Megatron's modules register them, which files of the legacy layout keep."""
     try:
         return target.modules.ordered(names)

@@ -44,7 +44,7 @@ def stages_of(args: Arguments, pp: int) -> Stages:
     drawing = args.record.get("pipeline_model_parallel_layout")
     drawing = drawing.get("input_data") if isinstance(drawing, Record) else drawing
     if drawing and pp > 1:
-        stages = drawn(drawing, pp)
+        stages = from_layout_string(drawing, pp)
         if sum(stages.counts) != layers:
             raise Unsupported(
                 f"the pipeline layout has {sum(stages.counts)} layers, the model {layers}", where=args.where
@@ -92,7 +92,7 @@ def uneven(layers: int, pp: int, chunks: int, first: int | None, last: int | Non
     return Stages(tuple(count // chunks for _ in range(chunks) for count in stages), pp)
 
 
-def drawn(layout: str | Sequence[Sequence[str]], pp: int) -> Stages:
+def from_layout_string(layout: str | Sequence[Sequence[str]], pp: int) -> Stages:
     """What `--pipeline-model-parallel-layout` says: `Et*3|(tt|)*2,m|L`, or a list of names of layers for each chunk."""
     places = _parsed(layout) if isinstance(layout, str) else [list(map(str, place)) for place in layout]
     if pp < 1 or len(places) % pp:

@@ -6,14 +6,14 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Fragment, Range, Tensor, Zeros
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value
-from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, Filled, fill
+from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, BufferLayout, fill
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import Buffer, buckets_of, buffers_of
-from ckpt_formats.engines.megatron.shared.model_chunk import Chunk
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
 from ckpt_formats.engines.megatron.shared.split import LocalParameter
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """What the distributed optimizer keeps, and so all that a file of it can hold."""
@@ -23,9 +23,9 @@ Chunks = Sequence[Sequence[LocalParameter]]
 """The trained parameters of each model chunk of a rank, in the order of its module."""
 
 
-def buffers_file(target: Target, chunks: Chunks, stage: int, experts: bool | None) -> dict[Value, Value]:
+def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool | None) -> dict[Value, Value]:
     """The buffers of one optimizer of a rank: of all parameters, of experts', or of all others'."""
-    modules = [Chunk({one.local: one.states[MODEL] for one in chunk}, {}) for chunk in chunks]
+    modules = [ModelChunk({one.local: one.states[MODEL] for one in chunk}, {}) for chunk in chunks]
     dp = target.parallel.expert_dp if experts else target.parallel.dp
     buckets = buckets_of(target.args, target.parallel, stage, dp, sum(module.numel for module in modules))
     held = [{one.local: one for one in chunk} for chunk in chunks]
@@ -39,25 +39,25 @@ def buffers_file(target: Target, chunks: Chunks, stage: int, experts: bool | Non
     return made
 
 
-def _gradients(target: Target, dtype: str) -> str:
+def _gradients(target: WriteLayout, dtype: str) -> str:
     """The type of the buffer's gradients, by which Megatron looks it up: with bf16 fp32, unless said otherwise."""
     said = target.args.record.get("accumulate_allreduce_grads_in_fp32")
     return "float32" if said or (said is None and dtype == "bfloat16") else dtype
 
 
-def _flat(held: Mapping[str, LocalParameter], buffer: Buffer, filled: Filled, state: str) -> Tensor:
+def _flat(held: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
     """One state of all parameters of a buffer, bucket behind bucket, with zeros where no parameter is."""
     fragments, at, end = [], 0, sum(filled.buckets)
     starts = filled.flat()
     for name, start in sorted(starts.items(), key=lambda item: item[1]):
         tensor = _state(held[name], state)
         if at < start:
-            fragments.append(Fragment(Box((at,), (start,)), Zeros((start - at,), _FLOAT)))
+            fragments.append(Fragment(Box((at,), (start,)), ZeroBlob((start - at,), _FLOAT)))
         at = start + tensor.size
         if tensor.size:
-            fragments.append(Fragment(Box((start,), (at,)), Range(tensor, 0, tensor.size)))
+            fragments.append(Fragment(Box((start,), (at,)), FlatRangeBlob(tensor, 0, tensor.size)))
     if at < end:
-        fragments.append(Fragment(Box((at,), (end,)), Zeros((end - at,), _FLOAT)))
+        fragments.append(Fragment(Box((at,), (end,)), ZeroBlob((end - at,), _FLOAT)))
     return Tensor((end,), _FLOAT, tuple(fragments))
 
 
@@ -67,7 +67,7 @@ def _state(one: LocalParameter, state: str) -> Tensor:
     if tensor is None or tensor.shape != one.states[MODEL].shape or tensor.dtype != _FLOAT:
         found = "is not there" if tensor is None else f"is {tensor.dtype.name} of shape {list(tensor.shape)}"
         raise Unsupported(
-            f"the state `{MASTER if state == 'param' else state}` of `{show(one.name)}` {found}",
+            f"the state `{MASTER if state == 'param' else state}` of `{printable(one.name)}` {found}",
             hint="Megatron's distributed optimizer keeps Adam's moments and masters in fp32: try --zero 0.",
         )
     return tensor

@@ -8,40 +8,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt_formats.containers.safetensors import natural
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, label
-from ckpt_formats.engines.megatron.shared.split import Place
-from ckpt_formats.engines.megatron.shared.write_layout import Target
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _ELSEWHERE = ("args", "optimizer", "ranks", "content_metadata", EXTRA_STATE)
 """What is written in another place, or only `torch_dist` has."""
 
 
 @dataclass(frozen=True)
-class RankItems:
+class RankExtras:
     """The items of every rank of a target."""
 
-    target: Target
+    target: WriteLayout
 
-    def of(self, place: Place) -> dict[str, Value]:
+    def of(self, place: RankCoords) -> dict[str, Value]:
         """Scheduler, random states, counters and whatever else was saved, without arguments and optimizer."""
         source = self.target.source
         found: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
         found |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
         found |= {key: _merged(found.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
-        found = {key: lower(value, source.parameters) for key, value in found.items()}
+        found = {key: tensors_for_names(value, source.parameters) for key, value in found.items()}
         if "rng_state" in found:
             found["rng_state"] = self._random(found["rng_state"])
         return found
 
-    def optimizer(self, place: Place) -> Value:
+    def optimizer(self, place: RankCoords) -> Value:
         """What the optimizer kept beside states and groups, such as a loss scaler."""
         own = self._own(place)
         return own["optimizer"] if "optimizer" in own else self.target.source.extras.get("optimizer")
 
-    def args(self, place: Place) -> Record:
+    def args(self, place: RankCoords) -> Record:
         """The new run's arguments, as this rank saves them."""
         record, own = self.target.args.record, self._own(place).get("args")
         state: dict[str, Value] = dict(record.state)
@@ -51,7 +51,7 @@ class RankItems:
             state["rank"] = self.rank(place)
         return replace(record, state=state)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RankCoords) -> int:
         """The number of a rank that saves, among all. Tensor-parallel ranks are counted first, stages last."""
         parallel, args = self.target.parallel, self.target.args
         inside = place.ep * parallel.etp + place.etp
@@ -59,7 +59,7 @@ class RankItems:
             return place.tp + parallel.tp * (place.pp + parallel.pp * (inside // parallel.tp))
         return place.pp * parallel.tp * parallel.dp + inside
 
-    def extra_states(self, place: Place) -> Mapping[str, Value]:
+    def extra_states(self, place: RankCoords) -> Mapping[str, Value]:
         """The modules' extra states of the whole model, as far as any rank had them: this rank's own first."""
         return {**self._extra_states, **_extra_states_of(self._own(place))}
 
@@ -71,7 +71,7 @@ class RankItems:
             made |= _extra_states_of(own)
         return made
 
-    def is_new(self, place: Place) -> bool:
+    def is_new(self, place: RankCoords) -> bool:
         """Had the source no rank at this place?"""
         tp, pp, ep = self._degrees
         return place.tp >= tp or place.pp >= pp or place.ep >= ep
@@ -82,7 +82,7 @@ class RankItems:
         tp, pp, _ = self._degrees
         return tp * pp
 
-    def _own(self, place: Place) -> Mapping[str, Value]:
+    def _own(self, place: RankCoords) -> Mapping[str, Value]:
         """What the rank at this place had otherwise than the first; for a new one, the rank that stands in for it."""
         tp, pp, ep = self._degrees
         thirds = any(name.count("_") == 2 for name in self._ranks)
@@ -100,7 +100,7 @@ class RankItems:
         said = self.target.source.origin.layout if self.target.source.origin.engine == "megatron" else {}
         # In distributed checkpoints the third number of a rank counts data-parallel ranks, experts' among them.
         names = ("tp", "pp", "dp" if said.get("container") == "torch_dist" else "ep")
-        tp, pp, ep = (degree if natural(degree := said.get(name)) and degree else 1 for name in names)
+        tp, pp, ep = (degree if is_natural(degree := said.get(name)) and degree else 1 for name in names)
         return tp, pp, ep
 
     def _random(self, states: Value) -> Value:

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-from ckpt_formats.containers.safetensors import natural
-from ckpt_formats.core.checkpoint import Checkpoint, Degrees, Goal
+from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import slab
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import show
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
-from ckpt_formats.engines.megatron.shared.module_order import Modules
+from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.stages import Stages, even, stages_of
@@ -23,7 +23,7 @@ from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
 
 
 @dataclass(frozen=True)
-class Target:
+class WriteLayout:
     """A source, and how its model and optimizer are to be cut over ranks."""
 
     source: Checkpoint
@@ -52,9 +52,9 @@ class Target:
         return self.args.text("transformer_impl") not in ("local", None)
 
     @property
-    def modules(self) -> Modules:
+    def modules(self) -> ModuleOrder:
         fused = self.fused_norms and not self.args.flag("multi_latent_attention")
-        return Modules(fused, self.args.flag("moe_grouped_gemm"))
+        return ModuleOrder(fused, self.args.flag("moe_grouped_gemm"))
 
     @property
     def experts(self) -> int:
@@ -62,7 +62,7 @@ class Target:
         return self.args.number("num_experts", default=0) // self.parallel.ep
 
 
-def settle_target(source: Checkpoint, goal: Goal) -> Target:
+def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
     found = source.extras.get("args")
     if not isinstance(found, Record) or not isinstance(found.state, dict):
@@ -85,16 +85,18 @@ def settle_target(source: Checkpoint, goal: Goal) -> Target:
     if rows is not None or table is not None:
         have = rows if rows is not None else table.weight.shape[0] if table is not None else 0
         changed["padded_vocab_size"] = -(-have // parallel.tp) * parallel.tp
-    return Target(source, with_parallel(args, parallel, stages, changed), parallel, stages, layout, rows, distributed)
+    return WriteLayout(
+        source, with_parallel(args, parallel, stages, changed), parallel, stages, layout, rows, distributed
+    )
 
 
-def _parallel(source: Checkpoint, args: Arguments, degrees: Degrees) -> Parallel:
+def _parallel(source: Checkpoint, args: Arguments, degrees: ParallelDegrees) -> Parallel:
     """The new degrees: as the user says, else as the source has them."""
     said = source.origin.layout if source.origin.engine == "megatron" else {}
 
     def degree(asked: int | None, name: str) -> int:
         kept = said.get(name)
-        return asked if asked is not None else kept if natural(kept) and kept else 1
+        return asked if asked is not None else kept if is_natural(kept) and kept else 1
 
     tp, pp, ep = degree(degrees.tp, "tp"), degree(degrees.pp, "pp"), degree(degrees.ep, "ep")
     old_tp, old_etp = degree(None, "tp"), degree(None, "etp")
@@ -116,15 +118,15 @@ def _parallel(source: Checkpoint, args: Arguments, degrees: Degrees) -> Parallel
     return Parallel(tp, pp, ep, etp, dp, tp * dp // (etp * ep))
 
 
-def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: Degrees) -> Stages:
+def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: ParallelDegrees) -> Stages:
     """Which layers each model chunk has: as the user says; as before, if there are as many; else alike."""
     layers = 1 + max((n for name in source.parameters if (n := layer_of(name)) is not None), default=-1)
     pp, old = parallel.pp, source.origin.layout
     if degrees.stages is not None:
         return _at(degrees.stages, layers, pp, degrees.vpp or 1)
-    kept = natural(old.get("pp")) and old.get("pp") == pp and degrees.vpp in (None, old.get("vpp", 1))
+    kept = is_natural(old.get("pp")) and old.get("pp") == pp and degrees.vpp in (None, old.get("vpp", 1))
     counts = old.get("layers")
-    if kept and isinstance(counts, list) and all(map(natural, counts)) and sum(counts) == layers:
+    if kept and isinstance(counts, list) and all(map(is_natural, counts)) and sum(counts) == layers:
         return Stages(tuple(counts), pp)
     if kept and source.origin.engine == "megatron":
         try:
@@ -161,7 +163,7 @@ def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, goal: Goal) -
     table = source.parameters.get(WORD_TABLE)
     true, each = args.optional("vocab_size"), args.optional("make_vocab_size_divisible_by")
     old = source.origin.layout.get("tp")
-    if table is None or not true or not each or not natural(old) or not old:
+    if table is None or not true or not each or not is_natural(old) or not old:
         return None
 
     def padded(tp: int) -> int:
@@ -170,7 +172,7 @@ def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, goal: Goal) -
     return padded(parallel.tp) if table.weight.shape[0] == padded(old) else None
 
 
-def _distributed(args: Arguments, degrees: Degrees) -> bool:
+def _distributed(args: Arguments, degrees: ParallelDegrees) -> bool:
     if degrees.zero not in (None, 0, 1):
         raise Unsupported(
             f"Megatron has no ZeRO stage {degrees.zero}",
@@ -179,21 +181,21 @@ def _distributed(args: Arguments, degrees: Degrees) -> bool:
     return args.flag("use_distributed_optimizer") if degrees.zero is None else degrees.zero == 1
 
 
-def remarks_of(target: Target) -> Iterator[str]:
+def remarks_of(target: WriteLayout) -> Iterator[str]:
     """What of the result the user should know."""
     for name, parameter in target.source.parameters.items():
         have = parameter.weight.shape[0] if parameter.weight.shape else 0
         if target.rows is not None and have > target.rows and is_padded(target, name):
-            yield f"`{show(name)}` loses {have - target.rows} of {have} rows, which pad the vocabulary for tp"
+            yield f"`{printable(name)}` loses {have - target.rows} of {have} rows, which pad the vocabulary for tp"
 
 
-def is_padded(target: Target, name: str) -> bool:
+def is_padded(target: WriteLayout, name: str) -> bool:
     """Is it a table of the vocabulary, padded to suit the number of ranks?"""
     rules = target.layout.matching(name)
     return not is_expert(name) and bool(rules) and (rules[0].padded or rules[0].vocabulary is not None)
 
 
-def trimmed(target: Target, name: str, tensor: Tensor) -> Tensor:
+def without_padding(target: WriteLayout, name: str, tensor: Tensor) -> Tensor:
     """A tensor without the rows that only padded the vocabulary at the old degree."""
     if target.rows is None or not is_padded(target, name) or tensor.shape[0] <= target.rows:
         return tensor

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_formats.core.values import StdDict, Value
 from ckpt_formats.engines.megatron.shared.names import HEAD, expert_of, is_extra_state, layer_of
-from ckpt_formats.engines.megatron.shared.split import LocalParameter, Place, home, local_name
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home, local_name
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.engines.megatron.shared.write_names import experts_of, grouped
 from ckpt_formats.engines.megatron.shared.write_optimizer import compared
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _SUFFIX = "._extra_state"
 _LINEAR = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj))\.weight")
@@ -17,8 +17,8 @@ _BEFORE_CORE = ("language_model", "word_embeddings_for_head", "lm_head", "binary
 
 
 def state_dict_of(
-    target: Target,
-    place: Place,
+    target: WriteLayout,
+    place: RankCoords,
     number: int,
     chunk: Sequence[LocalParameter],
     extra: Mapping[str, Value],
@@ -33,7 +33,7 @@ def state_dict_of(
     return _nested({**_with_states(tensors, states)})
 
 
-def _own_states(target: Target, place: Place, number: int, extra: Mapping[str, Value]) -> dict[str, Value]:
+def _own_states(target: WriteLayout, place: RankCoords, number: int, extra: Mapping[str, Value]) -> dict[str, Value]:
     """The extra states of a chunk's modules, by their names there."""
     layers = target.stages.layers(place.pp, number)
     own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
@@ -45,7 +45,9 @@ def _own_states(target: Target, place: Place, number: int, extra: Mapping[str, V
         if not here or (expert is not None and (expert not in own or kept == "joined")):
             continue
         local = local_name(name, layers.start, own.start)
-        made.setdefault(_of_group(local) if kept == "grouped" else local, lower(value, target.source.parameters))
+        made.setdefault(
+            _of_group(local) if kept == "grouped" else local, tensors_for_names(value, target.source.parameters)
+        )
     return made
 
 
@@ -58,7 +60,7 @@ def _of_group(name: str) -> str:
     return re.sub(rf"({re.escape(_SUFFIX)})\d+$", r"\1", grouped(name))
 
 
-def _expected(target: Target, place: Place, number: int, tensors: Mapping[str, Value]) -> list[str]:
+def _expected(target: WriteLayout, place: RankCoords, number: int, tensors: Mapping[str, Value]) -> list[str]:
     """The extra states that Megatron's own layers ask for. In training without fp8 they are empty."""
     found = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
     # The last stage has a head also where it has no table of its own.

@@ -11,10 +11,10 @@ from typing import Literal
 
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Fragment, Range, Tensor
+from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.core.views import reshaped
 from ckpt_formats.engines.megatron.shared.split import LocalParameter
-from ckpt_formats.engines.megatron.shared.write_layout import Target
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.names.views import transposed
 
 Experts = Literal["single", "grouped", "joined"]
@@ -24,14 +24,14 @@ _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.local_experts\.(?P<expert>\d+)\.(
 _INSIDE = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 
 
-def experts_of(target: Target) -> Experts:
+def experts_of(target: WriteLayout) -> Experts:
     """How the run's layers keep experts."""
     if not target.args.flag("moe_grouped_gemm"):
         return "single"
     return "grouped" if target.fused_norms and not target.args.flag("moe_use_legacy_grouped_gemm") else "joined"
 
 
-def as_saved(target: Target, chunk: Sequence[LocalParameter]) -> list[LocalParameter]:
+def as_saved(target: WriteLayout, chunk: Sequence[LocalParameter]) -> list[LocalParameter]:
     """A model chunk's parameters under the names that its module gives them, in its order."""
     if target.fused_norms:
         held = {one.local for one in chunk}
@@ -100,7 +100,7 @@ def _side_by_side(experts: Sequence[Tensor], part: str) -> Tensor:
     rows, columns = first.shape[::-1]
     shape = (rows, len(experts) * columns) if part == "linear_fc1" else (len(experts) * rows, columns)
     runs = (
-        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), Range(transposed(one), 0, first.size))
+        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(one), 0, first.size))
         for i, one in enumerate(experts)
     )
     return reshaped(Tensor((len(experts) * first.size,), first.dtype, tuple(runs)), 0, shape)

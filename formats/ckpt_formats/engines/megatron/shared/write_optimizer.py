@@ -11,14 +11,14 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.tensor import Held, Tensor, read, with_replicas
-from ckpt_formats.core.text import show
+from ckpt_formats.core.tensor import ArrayBlob, Tensor, read, with_replicas
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.names import is_expert
 from ckpt_formats.engines.megatron.shared.split import LocalParameter
 from ckpt_formats.engines.megatron.shared.write_buffers import STATES
-from ckpt_formats.engines.megatron.shared.write_layout import Target
-from ckpt_formats.state_dicts.extras import lower
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _FLOAT = DTYPES["float32"]
 _EXPERTS = "is_expert_parallel"
@@ -27,7 +27,7 @@ _TELLING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_
 
 
 @dataclass(frozen=True)
-class NewGroup:
+class WrittenGroup:
     """A parameter group of the new run: its options, and the names in the whole model."""
 
     options: Mapping[str, Value]
@@ -36,10 +36,10 @@ class NewGroup:
 
 
 @dataclass(frozen=True)
-class NewOptimizer:
+class WrittenOptimizer:
     """The optimizer of a target: its groups, what else it keeps, and what each rank has of it."""
 
-    target: Target
+    target: WriteLayout
 
     @property
     def apart(self) -> bool:
@@ -53,7 +53,7 @@ class NewOptimizer:
         return {name: p for name, p in self.target.source.parameters.items() if name in grouped}
 
     @cached_property
-    def groups(self) -> list[NewGroup]:
+    def groups(self) -> list[WrittenGroup]:
         """Those of the source, experts apart where they have an optimizer of their own; alike ones are one."""
         found: list[tuple[dict[str, Value], bool, list[str]]] = []
         for group in self.target.source.groups:
@@ -71,7 +71,7 @@ class NewOptimizer:
                 else:
                     same[2].extend(names)
         ordered = sorted(found, key=lambda one: one[1])
-        return [NewGroup(options, frozenset(names), experts) for options, experts, names in ordered]
+        return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
         """Raises `Unsupported` unless every trained parameter is in one group and has all that the others have.
@@ -82,7 +82,7 @@ class NewOptimizer:
         parameters = self.target.source.parameters.values()
         known = {p.name for p in parameters if p.role == "parameter" and not (frozen and p.states.keys() <= {MODEL})}
         if odd := sorted(known ^ set(grouped)) or [n for n in grouped if grouped.count(n) > 1]:
-            raise Unsupported(f"`{show(odd[0])}` is not in exactly one parameter group of the optimizer")
+            raise Unsupported(f"`{printable(odd[0])}` is not in exactly one parameter group of the optimizer")
         trained = list(self.trained.values())
         for parameter in trained:
             self._check_states(parameter, trained[0])
@@ -93,16 +93,17 @@ class NewOptimizer:
             odd = sorted(ours ^ theirs)[0]
             lacks, has = (first, parameter) if odd in ours else (parameter, first)
             raise Unsupported(
-                f"`{show(lacks.name)}` has no optimizer state `{show(odd)}`, but `{show(has.name)}` has",
+                f"`{printable(lacks.name)}` has no optimizer state `{printable(odd)}`, but `{printable(has.name)}` has",
                 hint="Megatron keeps the same of every trained parameter. --model-only writes the weights alone.",
             )
         if MODEL not in parameter.states:
-            raise Unsupported(f"`{show(parameter.name)}` has a master, but not the model's own values")
+            raise Unsupported(f"`{printable(parameter.name)}` has a master, but not the model's own values")
         if MASTER not in parameter.states and parameter.states[MODEL].dtype != _FLOAT:
-            raise Unsupported(f"`{show(parameter.name)}` has optimizer states, but no fp32 master")
+            raise Unsupported(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
         if self.target.distributed and (other := ours - {*STATES, "step"}):
             raise Unsupported(
-                f"Megatron's distributed optimizer has no place for `{show(sorted(other)[0])}`", hint="Try --zero 0."
+                f"Megatron's distributed optimizer has no place for `{printable(sorted(other)[0])}`",
+                hint="Try --zero 0.",
             )
 
     def entry(self, chunks: Sequence[Sequence[LocalParameter]], own: Value) -> Value:
@@ -112,7 +113,11 @@ class NewOptimizer:
         return [self._of_rank(_those(chunks, experts), experts, of_one(own, int(experts))) for experts in (False, True)]
 
     def _of_rank(self, chunks: Sequence[Sequence[LocalParameter]], experts: bool, own: Mapping[str, Value]) -> Value:
-        items = {key: lower(value, self.target.source.parameters) for key, value in own.items() if key != "optimizer"}
+        items = {
+            key: tensors_for_names(value, self.target.source.parameters)
+            for key, value in own.items()
+            if key != "optimizer"
+        }
         rest = own.get("optimizer")
         groups = [group for group in self.groups if group.experts == experts]
         members = [[one for chunk in chunks for one in chunk if one.parameter.name in g.names] for g in groups]
@@ -122,7 +127,7 @@ class NewOptimizer:
         else:
             inner = _by_number(groups, members)
         if isinstance(rest, dict):
-            inner |= {key: lower(value, self.target.source.parameters) for key, value in rest.items()}
+            inner |= {key: tensors_for_names(value, self.target.source.parameters) for key, value in rest.items()}
         if not self.target.distributed and not self.low_precision:
             return inner | items
         masters = {} if self.target.distributed else {"fp32_from_fp16_params": [_masters(held) for held in members]}
@@ -146,22 +151,23 @@ class NewOptimizer:
         if len(found) > 1:
             (a, first), (b, second) = list(found.items())[:2]
             raise Unsupported(
-                f"`{show(first)}` has made {a} steps, `{show(second)}` {b}: Megatron's distributed optimizer keeps one",
+                f"`{printable(first)}` has made {a} steps, `{printable(second)}` {b}: Megatron's distributed "
+                "optimizer keeps one",
                 hint="Try --zero 0 --to megatron-legacy.",
             )
         return next(iter(found), None)
 
 
-def optimizer_of(target: Target, *, frozen: bool = False) -> NewOptimizer | None:
+def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimizer | None:
     """None if the source has none. Raises `Unsupported` for one that Megatron could not load."""
     if target.source.groups:
-        found = NewOptimizer(target)
+        found = WrittenOptimizer(target)
         found.check(frozen=frozen)
         return found
     parameters = target.source.parameters.values()
     if odd := next((p for p in parameters if p.role == "parameter" and p.states.keys() - {MODEL, MASTER}), None):
         raise Unsupported(
-            f"`{show(odd.name)}` has optimizer states, but nothing says which parameter groups there are",
+            f"`{printable(odd.name)}` has optimizer states, but nothing says which parameter groups there are",
             where=target.source.path,
             hint="--model-only writes the weights alone.",
         )
@@ -203,7 +209,7 @@ def _kept(parameter: Parameter) -> set[str]:
     return set(parameter.states) - {MASTER, MODEL} | ({"step"} & parameter.values.keys())
 
 
-def _by_number(groups: Sequence[NewGroup], members: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
+def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
     """PyTorch's state dict. Fused optimizers count steps, as whole numbers, for a group; PyTorch's for a parameter."""
     state: dict[int, Value] = {}
     listed = []
@@ -216,7 +222,7 @@ def _by_number(groups: Sequence[NewGroup], members: Sequence[Sequence[LocalParam
         for one in held:
             values = {key: value for key, value in one.values.items() if key != "step"}
             step = one.values.get("step")
-            counted = {"step": Tensor.of(Held(np.array(step, np.float32)))} if isinstance(step, float) else {}
+            counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
             states = {s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}
             if kept := {**apart(states), **counted, **values}:
                 state[number] = kept
