@@ -143,10 +143,12 @@ def no_lock(command: F) -> F:
     )(command)
 
 
-def accept_doubts(command: F) -> F:
-    """`--accept-doubts`, of every command that writes what it reads."""
+def accept_suspicious(command: F) -> F:
+    """`--accept-suspicious`, of every command that writes what it reads."""
     return click.option(
-        "--accept-doubts", is_flag=True, help="Write also what `ckpt verify` doubts, such as shifted optimizer states."
+        "--accept-suspicious",
+        is_flag=True,
+        help="Write also what `ckpt verify` calls suspicious, such as shifted optimizer states.",
     )(command)
 
 

@@ -35,13 +35,13 @@ _AT_ONCE = 0.5
 """Seconds without a word on a terminal, where somebody waits."""
 
 
-def open_source(path: str, reading: SourceOptions, accept_doubts: bool = False) -> Checkpoint:
+def open_source(path: str, reading: SourceOptions, accept_suspicious: bool = False) -> Checkpoint:
     """The checkpoint at a path, read as the user says. Doubts that are accepted are said, and no more."""
     with reading_headers(path):
         found = open_checkpoint(Path(path), options_of(reading))
     gc.freeze()  # the index stays as long as the process
-    accepted = (Notice(doubt, weight=Weight.UNSURE) for doubt in found.doubts)
-    return replace(found, doubts=(), notices=(*found.notices, *accepted)) if accept_doubts else found
+    accepted = (Notice(doubt, weight=Weight.UNSURE) for doubt in found.suspicions)
+    return replace(found, suspicions=(), notices=(*found.notices, *accepted)) if accept_suspicious else found
 
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:

@@ -247,10 +247,10 @@ def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_pat
         copied = read(found.parameters["w"].states["param"])
         assert bits(copied) == bits(kept.astype(DTYPES["bfloat16"]))
         if step == 1 and not coded:
-            assert not found.losses
+            assert not found.errors
             continue
-        assert found.losses["w", "fp32"]["max_abs"] == largest[-1]
-        assert set(found.losses) == {("w", state) for state in state.parameters["w"].states}
+        assert found.errors["w", "fp32"]["max_abs"] == largest[-1]
+        assert set(found.errors) == {("w", state) for state in state.parameters["w"].states}
         assert "approximate" in found.notices[0]
     assert 0 < max(largest) <= Coarse.unit
     said = json.loads(ckpt("log", run, "--json").out)
@@ -273,7 +273,7 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
     for state in made:
         append(run, state, None, DeltaPolicy.of(coarse, ["^kept"]), BasePolicy(), Resources())
     found = open_checkpoint(run)
-    assert {name for name, _ in found.losses} == {"lossy"}
+    assert {name for name, _ in found.errors} == {"lossy"}
     assert contents(found) != contents(made[1])
     for name in ("kept", "frozen"):
         for state, tensor in made[1].parameters[name].states.items():

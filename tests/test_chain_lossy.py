@@ -191,7 +191,7 @@ def test_counters_random_states_and_what_is_named_stay_exact(saved: list[Path], 
     true, found = open_checkpoint(saved[2]), open_checkpoint(out)
     assert plain(found.extras) == plain(true.extras)
     assert plain([group.options for group in found.groups]) == plain([group.options for group in true.groups])
-    approximate = {(name, state) for name, state in found.losses}
+    approximate = {(name, state) for name, state in found.errors}
     assert {name for name, _ in approximate} == {"embed.weight", "head.weight"}
     assert {state for _, state in approximate} == {WEIGHTS, "exp_avg", "exp_avg_sq"}
     for one, state, tensor in true.tensors():

@@ -241,9 +241,9 @@ def test_it_is_in_the_format_that_it_was_in(sample: str, tmp_path: Path) -> None
         assert "universal, since hf cannot hold all of it: optimizer states" in said
         assert (tmp_path / "again" / manifest.NAME).is_file()
     elif not sample.startswith("universal"):
-        assert found.saved_as is not None
-        assert source.saved_as is not None
-        assert found.saved_as.format == source.saved_as.format
+        assert found.original is not None
+        assert source.original is not None
+        assert found.original.format == source.original.format
         assert found.origin.layout == source.origin.layout
 
 

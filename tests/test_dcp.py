@@ -49,7 +49,7 @@ def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: An
 def assert_holds(found: Checkpoint, nested: State) -> None:
     """The model, the optimizer and its groups, bit for bit."""
     for _, _, lazy in found.tensors():
-        assert not list(lazy.flaws())
+        assert not list(lazy.problems())
     for name, values in nested["model"].items():
         assert_equal(read(found.parameters[name].states[MODEL]), values)
     for name, kept in nested["optim"]["state"].items():
@@ -343,7 +343,7 @@ def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
             file.write_bytes(bytes(file.stat().st_size))
     found = open_checkpoint(written).parameters["w"].weight
     assert found.shape == (64, 8)
-    assert len(list(found.flaws())) == 3
+    assert len(list(found.problems())) == 3
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20, 3 << 19])

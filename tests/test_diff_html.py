@@ -177,7 +177,7 @@ def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
     from ckpt_cli.views.diff_page import page_of
 
     source = everything()
-    lossy = replace(source, path=pair[1], losses={("layers.0.w", "fp32"): {"largest": 1e-3}})
+    lossy = replace(source, path=pair[1], errors={("layers.0.w", "fp32"): {"largest": 1e-3}})
     exact = replace(source, path=pair[0])
     said = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Resources()))).facts()
     assert said["approximate"] == [0, 1]

@@ -138,7 +138,7 @@ def test_only_headers_are_read(job, monkeypatch):
 
 
 def test_each_rank_is_drawn_at_its_place_in_the_mesh(jobs):
-    shards = job_of(jobs, "fsdp2_tp_2x2").open().shards
+    shards = job_of(jobs, "fsdp2_tp_2x2").open().files
     places = {shard.path.name: dict(shard.rank) for shard in shards if shard.role == "model"}
     assert places["model_world_size_4_rank_2.pt"] == {"rank": 2, "shards": 1, "tp": 0}
     assert job_of(jobs, "fsdp2_hsdp_2x2").open().origin.layout["mesh"] == {"replicas": 2, "shards": 2}

@@ -149,7 +149,7 @@ def test_copies_that_are_their_masters_rounded_take_no_bytes(golden: Checkpoint,
     derived = {p.name for p, _, tensor in golden.tensors() if isinstance(tensor.fragments[0].blob, DerivedBlob)}
     assert derived == set(expected["derived"])
     for name in derived:
-        (file,) = [shard.path for shard in golden.shards if shard.path == _file(golden, name)]
+        (file,) = [shard.path for shard in golden.files if shard.path == _file(golden, name)]
         assert "param" not in load_file(file)
 
 

@@ -138,7 +138,7 @@ def test_what_lies_beside_is_carried_json_as_values_and_the_rest_as_bytes(tmp_pa
     assert found.extras["hf/config.json"] == TIED
     assert [notice for notice in found.notices if "runs/" in notice]
     assert not any(".git" in notice for notice in found.notices)
-    assert {shard.path.name for shard in found.shards} == {path.name for path in folder.iterdir() if path.is_file()}
+    assert {shard.path.name for shard in found.files} == {path.name for path in folder.iterdir() if path.is_file()}
 
 
 def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

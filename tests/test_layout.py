@@ -52,10 +52,10 @@ def test_merging_undoes_splitting(ranks: int, fused: int | tuple[int, ...], axes
     table = lengths("w", rule, [length // ranks] * ranks)
     shards = by_hand(values, rule, table, ranks)
     merged = merge("w", shards, rule)
-    assert list(merged.flaws()) == []
+    assert list(merged.problems()) == []
     assert bits(read(merged)) == bits(values)
     for ours, shard in zip(split("w", tensor(values), rule, ranks), shards, strict=True):
-        assert list(ours.flaws()) == []
+        assert list(ours.problems()) == []
         assert bits(read(ours)) == bits(read(shard))
     pieces = [UNIT] * fused if isinstance(fused, int) else list(fused)
     assert [sum(row) for row in table] == pieces
@@ -81,7 +81,7 @@ def test_merging_undoes_splitting_of_ranks_that_differ(data: st.DataObject) -> N
     local = [sum(row[rank] for row in widths) for rank in range(ranks)]
     assert lengths("w", rule, local) == [list(row) for row in widths]
     merged = merge("w", by_hand(values, rule, widths, ranks), rule)
-    assert list(merged.flaws()) == []
+    assert list(merged.problems()) == []
     assert bits(read(merged)) == bits(values)
 
 
@@ -93,7 +93,7 @@ def test_rows_that_pad_a_vocabulary_are_dropped(ranks: int, rows: int, axis: int
     padded[:rows] = array(DTYPES["float32"], (rows, 12))
     rule = Rule(".*", axis=axis, vocabulary=rows)
     merged = merge("w", by_hand(padded, rule, lengths("w", rule, [12 // ranks] * ranks), ranks), rule)
-    assert list(merged.flaws()) == []
+    assert list(merged.problems()) == []
     assert bits(read(merged)) == bits(padded[:rows])
 
 
@@ -108,7 +108,7 @@ def test_splitting_pads_a_vocabulary_with_zeros_that_merging_drops(
     rule = Rule(".*", how, axis, vocabulary=11)
     shards = split("w", tensor(values), rule, ranks, rows)
     merged = merge("w", shards, rule)
-    assert [list(made.flaws()) for made in (*shards, merged)] == [[]] * (ranks + 1)
+    assert [list(made.problems()) for made in (*shards, merged)] == [[]] * (ranks + 1)
     assert bits(read(merged)) == bits(values)
     padded = merge("w", shards, replace(rule, vocabulary=None))
     assert padded.shape[0] >= (rows or 11)
@@ -143,7 +143,7 @@ def test_replicas_that_agree_are_one_tensor_and_those_that_do_not_name_both_file
     ]
     rule = Rule(".*", "replicated")
     agreed = merge("w", files[:2], rule)
-    assert list(agreed.flaws()) == []
+    assert list(agreed.problems()) == []
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader).chunks(agreed))) == values.tobytes()
     with Reader() as reader, pytest.raises(Corrupt, match=r"rank0 against .*rank2"):
@@ -181,17 +181,17 @@ def test_blocks_say_for_themselves_where_they_belong() -> None:
     )
     rule = Rule(".*", "blocks", shape=(4, 3), blocks=blocks)
     merged = merge("w", [tensor(first), tensor(second)], rule)
-    assert list(merged.flaws()) == []
+    assert list(merged.problems()) == []
     assert bits(read(merged)) == bits(values)
     fewer = replace(rule, blocks=(blocks[0], ()))
-    assert "no file holds block [2:4, 2:3]" in " ".join(merge("w", [tensor(first), tensor(second)], fewer).flaws())
+    assert "no file holds block [2:4, 2:3]" in " ".join(merge("w", [tensor(first), tensor(second)], fewer).problems())
 
 
 @pytest.mark.parametrize("how", ["sharded", "replicated", "averaged", "first"])
 def test_a_gap_in_a_shard_is_a_flaw_of_the_whole(how: Partitioning) -> None:
     holed = replace(tensor(np.zeros((4, 3), np.float32)).crop(Box((0, 0), (3, 3))), shape=(4, 3))
     merged = merge("w", [holed, tensor(np.zeros((4, 3), np.float32))], Rule(".*", how))
-    assert any("no file holds block [3:4, 0:3]" in flaw for flaw in merged.flaws())
+    assert any("no file holds block [3:4, 0:3]" in flaw for flaw in merged.problems())
 
 
 CONTRADICTIONS = {
@@ -221,7 +221,7 @@ def test_shapes_that_contradict_a_rule_are_an_error_that_names_the_tensor(kind: 
 
 def test_shards_of_two_types_are_a_flaw() -> None:
     merged = merge("w", [tensor(np.zeros(2, np.float32)), tensor(np.zeros(2, np.float16))], Rule(".*"))
-    assert any("holds float16" in flaw for flaw in merged.flaws())
+    assert any("holds float16" in flaw for flaw in merged.problems())
 
 
 def test_the_first_rule_that_matches_the_whole_name_counts() -> None:
@@ -252,7 +252,7 @@ def test_replicas_of_shards_are_compared_after_merging_too(tmp_path: Path) -> No
         read(merge("w", shards, Rule(".*")))
     same = [replace(shard, replicas=(shard, shard)) for shard in shards[:1]] + [replace(shards[1], replicas=())]
     merged = merge("w", same, Rule(".*"))
-    assert list(merged.flaws()) == []
+    assert list(merged.problems()) == []
     assert bits(read(merged)) == bits(values)
 
 
@@ -351,7 +351,7 @@ def test_models_of_every_family_come_back_from_any_number_of_ranks(named: str, r
         values = array(DTYPES["bfloat16"], shape)
         rule = layout.rule(name)
         shards = split(name, tensor(values), rule, ranks)
-        assert [list(shard.flaws()) for shard in shards] == [[]] * ranks
+        assert [list(shard.problems()) for shard in shards] == [[]] * ranks
         assert bits(read(merge(name, shards, rule))) == bits(values), name
         if rule.how == "sharded" and ranks > 1:
             assert all(shard.size == values.size // ranks for shard in shards), name
@@ -362,10 +362,10 @@ def test_what_each_rank_has_of_its_own_is_stacked_and_handed_out_again(ranks: in
     rule = Rule(".*", "unique")
     shards = [array(DTYPES["float32"], tuple(shape), seed) for seed in range(ranks)]
     whole = merge("rng", list(map(tensor, shards)), rule)
-    assert list(whole.flaws()) == []
+    assert list(whole.problems()) == []
     assert bits(read(whole)) == bits(np.stack(shards))
     for ours, shard in zip(split("rng", whole, rule, ranks), shards, strict=True):
-        assert list(ours.flaws()) == []
+        assert list(ours.problems()) == []
         assert bits(read(ours)) == bits(shard)
     with pytest.raises(BadRules, match="`rng`"):
         split("rng", whole, rule, ranks + 1)

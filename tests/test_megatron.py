@@ -225,7 +225,7 @@ def test_states_that_lie_elsewhere_are_doubted(tmp_path: Path) -> None:
     for shift, doubted in ((0, False), (64, True)):
         states = {"param": torch.from_numpy(np.roll(buffer, shift).copy()), "numel_unpadded": len(buffer)}
         torch.save({0: {(torch.float32, torch.float32): states}}, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
-        assert bool(open_checkpoint(run).doubts) == doubted
+        assert bool(open_checkpoint(run).suspicions) == doubted
 
 
 @pytest.mark.parametrize("padding", [0, 37])
@@ -246,7 +246,7 @@ def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, pad
     states = {"param": [torch.from_numpy(vector) for vector in vectors]}
     torch.save({0: {torch.float32: states}}, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
     found = open_checkpoint(run)
-    assert found.doubts == ()
+    assert found.suspicions == ()
     for name, values in tensors.items():
         assert np.array_equal(read(found.parameters[name].states["fp32"]), values)
 
@@ -279,12 +279,12 @@ def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> Non
                 fragments.append(Fragment(box, ArrayBlob(shard[start:stop].reshape(1, 1, 1, -1))))
     flat = Tensor((2, 4, 1, 12), DTYPES["float32"], tuple(fragments))
     made = unflattened("w", flat, (2, 8, 6))
-    assert list(made.flaws()) == []
+    assert list(made.problems()) == []
     assert read(made).tobytes() == values.tobytes()
     with pytest.raises(Corrupt, match=r"`w` has shape \[2, 4, 1, 12\]"):
         unflattened("w", flat, (2, 8, 7))
     holed = Tensor(flat.shape, flat.dtype, flat.fragments[1:])
-    assert any("no file holds" in flaw for flaw in unflattened("w", holed, (2, 8, 6)).flaws())
+    assert any("no file holds" in flaw for flaw in unflattened("w", holed, (2, 8, 6)).problems())
 
 
 def test_pieces_of_a_tensor_are_joined_and_a_missing_one_is_named() -> None:
@@ -471,7 +471,7 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     assert not (tmp_path / "universal").exists()
     weights = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal"), "--model-only"])
     assert weights.exit_code == 0, weights.output
-    accepted = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "accepted"), "--accept-doubts"])
+    accepted = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "accepted"), "--accept-suspicious"])
     assert accepted.exit_code == 0, accepted.output
     assert "the optimizer's masters of 15 of 15 parameters" in accepted.stderr
     masters = {p.name: read(p.states["fp32"]) for p in open_checkpoint(tmp_path / "accepted").parameters.values()}

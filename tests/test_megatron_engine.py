@@ -123,8 +123,8 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     masters = {name: p.states["fp32"] for name, p in found.parameters.items() if "fp32" in p.states}
     wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "fp32"])]
     assert wrong  # or Megatron has mended it, and this test has had its day
-    assert len(found.doubts) == 1
-    assert f"masters of {len(wrong)} of " in found.doubts[0]
+    assert len(found.suspicions) == 1
+    assert f"masters of {len(wrong)} of " in found.suspicions[0]
     with pytest.raises(Corrupt, match="shifted"):
         check_not_suspicious(found)
     assert any(finding.kind == "doubt" for finding in find_problems(found, Resources()))

@@ -81,7 +81,7 @@ def test_a_transform_is_what_numpy_says_both_ways(case: tuple[str, int]) -> None
     joined = transform.join([of(piece) for piece in pieces], sizes)
     assert len(split) == transform.pieces == len(pieces)
     for made, piece in zip((*split, joined), (*pieces, whole), strict=True):
-        assert not list(made.flaws())
+        assert not list(made.problems())
         assert made.shape == piece.shape
         assert np.array_equal(read(made), piece)
 
@@ -111,7 +111,7 @@ def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> Non
     whole = np.arange(prod(shape)).reshape(shape)
     for made, piece in zip(unstacked(of(whole), 2), whole, strict=True):
         box: Box = data.draw(boxes(piece.shape))
-        assert not list(made.flaws())
+        assert not list(made.problems())
         assert np.array_equal(read(made.crop(box)), piece[box.index])
 
 

@@ -623,14 +623,14 @@ def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm")
     )
     lost = {(name, MASTER): {"max_abs": float(number)} for number, name in enumerate((q, k, norm), 1)}
-    there = renamed(replace(source, losses=lost), "megatron", "universal")
-    (qkv,) = (name for name, _ in there.losses if "linear_qkv" in name)
-    assert there.losses[qkv, MASTER] == {q: {"max_abs": 1.0}, k: {"max_abs": 2.0}}
-    assert [loss for (name, _), loss in there.losses.items() if name != qkv] == [{"max_abs": 3.0}]
+    there = renamed(replace(source, errors=lost), "megatron", "universal")
+    (qkv,) = (name for name, _ in there.errors if "linear_qkv" in name)
+    assert there.errors[qkv, MASTER] == {q: {"max_abs": 1.0}, k: {"max_abs": 2.0}}
+    assert [loss for (name, _), loss in there.errors.items() if name != qkv] == [{"max_abs": 3.0}]
     back = renamed(there, "hf", "universal")
-    assert back.losses[q, MASTER] == back.losses[k, MASTER] == there.losses[qkv, MASTER]
-    assert back.losses[norm, MASTER] == {"max_abs": 3.0}
-    assert (up, MASTER) not in back.losses
+    assert back.errors[q, MASTER] == back.errors[k, MASTER] == there.errors[qkv, MASTER]
+    assert back.errors[norm, MASTER] == {"max_abs": 3.0}
+    assert (up, MASTER) not in back.errors
 
 
 def test_origin_stays() -> None:

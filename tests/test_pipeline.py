@@ -229,7 +229,7 @@ def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     copy(many(), Universal(), Goal(source), "", EFFORT)
     opened = open_checkpoint(source)
-    largest = max(opened.shards, key=lambda shard: shard.nbytes).path
+    largest = max(opened.files, key=lambda shard: shard.nbytes).path
     times = largest.stat()
     flip(largest, largest.stat().st_size - 1)
     os.utime(largest, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -248,7 +248,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
         source.mkdir()
         copy(many(), Universal(), Goal(source / "source"), "", EFFORT)
         opened = open_checkpoint(source / "source")
-        flip(opened.shards[2].path, opened.shards[2].nbytes - 1)
+        flip(opened.files[2].path, opened.files[2].nbytes - 1)
         with pytest.raises(Corrupt, match="p2"):
             copy(opened, format, Goal(target_of(name, source)), "", EFFORT)
         assert [path.name for path in source.iterdir()] == ["source"]

@@ -266,7 +266,7 @@ def test_rounded_gradients_are_called_approximate_everywhere(codec: str, near: f
     assert "approximate" in done.err
     assert "exact: every bit" not in done.err
     restored = open_checkpoint(tmp_path / "out")
-    assert restored.losses.keys() >= {("up.weight", state) for state in ("param", "exp_avg", "exp_avg_sq")}
+    assert restored.errors.keys() >= {("up.weight", state) for state in ("param", "exp_avg", "exp_avg_sq")}
     error = torch.from_numpy(read(restored.parameters["up.weight"].weight)) - last["up.weight"]
     assert 0 < error.norm() < near * (last["up.weight"] - first["up.weight"]).norm()
     assert ckpt("compact", tmp_path / "run.chain", "--gradients", "last:0").code == 0

@@ -129,7 +129,7 @@ def test_tied_tensors_are_named_as_the_ecosystem_names_them(tmp_path: Path) -> N
 
 def test_tied_tensors_stay_tied_in_shards(tmp_path: Path) -> None:
     made = write(everything(), tmp_path / "target", 40)
-    assert len(made.shards) > 1
+    assert len(made.files) > 1
     assert made.aliases == everything().aliases
 
 
@@ -154,7 +154,7 @@ def test_a_folder_of_shards_reads_by_itself_or_by_its_index(ask: Callable[[Path]
     made = open_checkpoint(ask(at))
     assert list(made.parameters) == list(where)
     assert [read(p.states[MODEL])[0] for p in made.parameters.values()] == list(range(6))
-    assert [shard.role for shard in made.shards] == ["model"] * 3 + ["index"]
+    assert [shard.role for shard in made.files] == ["model"] * 3 + ["index"]
 
 
 def test_one_of_the_shards_reads_alone_when_asked_for(tmp_path: Path) -> None:
@@ -379,4 +379,4 @@ def test_reading_a_file_opens_its_header_only(tmp_path: Path) -> None:
     os.truncate(path, len(head) + (1 << 36))
     made = open_checkpoint(path)
     assert made.parameters["a"].nbytes == 1 << 36
-    assert replace(made, parameters={}).shards[0].nbytes == len(head) + (1 << 36)
+    assert replace(made, parameters={}).files[0].nbytes == len(head) + (1 << 36)

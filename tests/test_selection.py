@@ -137,7 +137,7 @@ def test_no_data_is_read(tmp_path: Path) -> None:
     """The files may be noise of the right size."""
     copy(SOURCE, Universal(), Goal(tmp_path / "source"), "", Resources(1))
     opened = Universal().read(tmp_path / "source", ReadOptions())
-    for shard in opened.shards:
+    for shard in opened.files:
         shard.path.unlink()
     made = cast(model_only(only(opened, ["layers"], [])), "bf16")
     check_complete(made)

@@ -21,7 +21,7 @@ from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, s
 def assert_shows(view: Tensor, values: Array, data: st.DataObject) -> None:
     """All of it is the array, and so are a block of it and a block of that."""
     for _ in range(3):
-        assert list(view.flaws()) == []
+        assert list(view.problems()) == []
         assert bits(read(view)) == bits(values)
         box = data.draw(boxes(values.shape))
         view, values = view.crop(box), values[box.index]
@@ -106,5 +106,5 @@ def test_a_tensor_within_a_flat_buffer_that_ranks_cut_anywhere(shape: Shape, beg
         starts = range(0, buffer.size, length)
         pieces = [FlatPiece(at, raw.flat(at, min(at + length, buffer.size))) for at in starts]
         view = tensor_in(shape, buffer.dtype, begin, pieces)
-        assert list(view.flaws()) == []
+        assert list(view.problems()) == []
         assert bits(read(view)) == bits(values)

@@ -40,12 +40,12 @@ def test_any_crop_of_any_crop_of_any_cut_reads_what_indexing_gives(data: st.Data
     values = data.draw(arrays())
     with folder() as at:
         cut = data.draw(scattered(at, values))
-        assert list(cut.flaws()) == []
+        assert list(cut.problems()) == []
         assert bits(read(cut)) == bits(values)
         outer = data.draw(boxes(values.shape))
         inner = data.draw(boxes(outer.shape))
         cropped = cut.crop(outer).crop(inner)
-        assert list(cropped.flaws()) == []
+        assert list(cropped.problems()) == []
         assert bits(read(cropped)) == bits(values[outer.index][inner.index])
 
 
@@ -177,7 +177,7 @@ FLAWED = {
 @pytest.mark.parametrize("kind", FLAWED)
 def test_every_kind_of_flaw_is_found_and_said(kind: str) -> None:
     fragments, said = FLAWED[kind]
-    found = list(Tensor((4, 3), DTYPES["float32"], tuple(fragments)).flaws())
+    found = list(Tensor((4, 3), DTYPES["float32"], tuple(fragments)).problems())
     assert any(said in flaw for flaw in found), found
 
 
@@ -191,8 +191,8 @@ def test_a_flaw_shows_through_whatever_is_made_of_it() -> None:
         FlatRangeBlob(holed, 0, 12),
         Tensor((4, 3), holed.dtype, (Fragment(Box.whole((4, 3)), holed),)),
     ):
-        assert any("no file holds block [2:4, 0:3]" in flaw for flaw in Tensor.of(made).flaws())
-        assert list(Tensor.of(made.crop(Box.whole(made.shape))).flaws())
+        assert any("no file holds block [2:4, 0:3]" in flaw for flaw in Tensor.of(made).problems())
+        assert list(Tensor.of(made.crop(Box.whole(made.shape))).problems())
 
 
 def test_flaws_of_replicas_are_flaws() -> None:
@@ -202,17 +202,17 @@ def test_flaws_of_replicas_are_flaws() -> None:
         tensor(np.zeros((4, 3), np.int32)),
         Tensor((4, 3), good.dtype, (fragment((0, 0), (3, 3)),)),
     ):
-        assert list(replace(good, replicas=(bad,)).flaws())
-    assert list(replace(good, replicas=(good, good)).flaws()) == []
+        assert list(replace(good, replicas=(bad,)).problems())
+    assert list(replace(good, replicas=(good, good)).problems()) == []
 
 
 def test_scalars_and_empty_tensors_have_flaws_too() -> None:
     scalar = tensor(np.float32(1).reshape(()))
-    assert list(scalar.flaws()) == []
-    assert list(replace(scalar, fragments=()).flaws())
-    assert list(replace(scalar, fragments=scalar.fragments * 2).flaws())
+    assert list(scalar.problems()) == []
+    assert list(replace(scalar, fragments=()).problems())
+    assert list(replace(scalar, fragments=scalar.fragments * 2).problems())
     empty = Tensor((0, 3), DTYPES["float32"], ())
-    assert list(empty.flaws()) == []
+    assert list(empty.problems()) == []
     assert read(empty).shape == (0, 3)
 
 
@@ -329,7 +329,7 @@ def test_joining_leaves_out_what_is_empty() -> None:
     parts = [fragment((0, 0), (2, 3)), fragment((2, 0), (2, 3)), fragment((2, 0), (4, 3))]
     joined = from_fragments((4, 3), parts, DTYPES["float32"])
     assert len(joined.fragments) == 2
-    assert list(joined.flaws()) == []
+    assert list(joined.problems()) == []
 
 
 def test_flat_and_shaped_name_elements_in_storage_order(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied
     )
     made = write(source, tmp_path / "target")
     assert [f.kind for f in find_problems(made, EFFORT)] == ["copy"]
-    for shard in made.shards:
+    for shard in made.files:
         name = next(p.name for p, _, t in made.tensors() for raw in t.sources() if raw.path == shard.path)
         data = min(raw.offset for t in made.parameters[name].states.values() for raw in t.sources())
         for byte in range(shard.nbytes):
@@ -652,6 +652,6 @@ def test_only_what_is_asked_for_is_read(shape: tuple[int, ...]) -> None:
     """Reading opens the manifest: parameter files may be noise of the right size."""
     with folder() as at:
         made = write(checkpoint([parameter("w", {MODEL: np.zeros(shape)})]), at / "target")
-        for shard in made.shards:
+        for shard in made.files:
             shard.path.write_bytes(b"\xff" * shard.nbytes)
         assert Universal().read(at / "target", ReadOptions()).parameters["w"].states[MODEL].shape == shape

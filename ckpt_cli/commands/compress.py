@@ -6,7 +6,7 @@ from ckpt_cli.options import (
     CheckpointPath,
     PathsCommand,
     SourceOptions,
-    accept_doubts,
+    accept_suspicious,
     as_json,
     common,
     effort,
@@ -35,7 +35,7 @@ from ckpt_formats.core.encoding import LEVELS
 )
 @click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded.")
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
-@accept_doubts
+@accept_suspicious
 @effort
 @no_lock
 @reading
@@ -48,7 +48,7 @@ def compress(
     level: str,
     no_check: bool,
     dry_run: bool,
-    accept_doubts: bool,
+    accept_suspicious: bool,
     workers: int | None,
     memory: int,
     no_lock: bool,
@@ -75,7 +75,7 @@ def compress(
     from ckpt_cli.views import compress as compression
     from ckpt_formats.core.checkpoint import Goal
 
-    checkpoint = work.open_source(source, reading, accept_doubts)
+    checkpoint = work.open_source(source, reading, accept_suspicious)
     notes.note(*checkpoint.notices)
     goal = Goal(Path(target), coding=compression.coding_of(codec, level, not no_check))
     if dry_run:

@@ -11,7 +11,7 @@ from ckpt_cli.options import (
     PathsCommand,
     SizeType,
     SourceOptions,
-    accept_doubts,
+    accept_suspicious,
     as_json,
     common,
     effort,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     help="Whose names tensors get.  [default: those that the format needs, else the source's]",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
-@accept_doubts
+@accept_suspicious
 @effort
 @no_lock
 @reading
@@ -80,7 +80,7 @@ def convert(
     keys: str | None,
     names: "Naming | None",
     dry_run: bool,
-    accept_doubts: bool,
+    accept_suspicious: bool,
     workers: int | None,
     memory: int,
     no_lock: bool,
@@ -116,7 +116,7 @@ def convert(
     from ckpt_formats.core.checkpoint import Goal
     from ckpt_formats.registry import writable
 
-    checkpoint = work.open_source(source, reading, accept_doubts)
+    checkpoint = work.open_source(source, reading, accept_suspicious)
     edits = Edits(only, skip, model_only, dtype, names)
     checkpoint = renaming.edited(checkpoint, edits, format_name, Path(config) if config else None)
     notes.note(*checkpoint.notices)

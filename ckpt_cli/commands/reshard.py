@@ -7,7 +7,7 @@ from ckpt_cli.options import (
     LayoutOptions,
     PathsCommand,
     SourceOptions,
-    accept_doubts,
+    accept_suspicious,
     as_json,
     common,
     cut,
@@ -24,7 +24,7 @@ from ckpt_cli.options import (
 @cut
 @target_format(None, "  [default: the source's own]")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan for each rank, write nothing.")
-@accept_doubts
+@accept_suspicious
 @effort
 @no_lock
 @reading
@@ -36,7 +36,7 @@ def reshard(
     cut: LayoutOptions,
     format_name: str | None,
     dry_run: bool,
-    accept_doubts: bool,
+    accept_suspicious: bool,
     workers: int | None,
     memory: int,
     no_lock: bool,
@@ -66,7 +66,7 @@ def reshard(
     from ckpt_formats.registry import detect, writable
 
     format = writable(format_name or detect(Path(source)).name)
-    checkpoint = renaming.renamed(work.open_source(source, reading, accept_doubts), None, format.name)
+    checkpoint = renaming.renamed(work.open_source(source, reading, accept_suspicious), None, format.name)
     goal = work.goal_of(target, cut, reading)
     work.check_degrees(format, goal.degrees)
     notes.note(*checkpoint.notices)

@@ -70,7 +70,7 @@ def undo(source: Checkpoint, target: Path, format_name: str | None) -> tuple[Wri
 
     What was a single file gets its old name in a folder that is there, and else its old ending if it is given none.
     """
-    was = source.saved_as
+    was = source.original
     asked = format_name or _BY_SUFFIX.get(target.suffix)
     format = writable(asked or Universal.name) if asked or was is None else _former(source, was)
     if was is not None and was.format == format.name and was.form is not None and was.form() is None:

@@ -64,8 +64,8 @@ def note_differences(first: Checkpoint, second: Checkpoint, found: Diff) -> None
     if found.pairs and not found.compared:
         notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
     for which, checkpoint in (("first", first), ("second", second)):
-        if checkpoint.losses:
-            notes.note(f"{len(checkpoint.losses)} states of the {which} are approximate: they were coded with loss")
+        if checkpoint.errors:
+            notes.note(f"{len(checkpoint.errors)} states of the {which} are approximate: they were coded with loss")
 
 
 def _summary(first: Checkpoint, second: Checkpoint, found: Diff, unpaired: Sequence[TensorDiff]) -> str:

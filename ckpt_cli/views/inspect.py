@@ -54,7 +54,7 @@ def print_json(checkpoint: Checkpoint) -> None:
             "extras": encode(checkpoint.extras),
             "files": [
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
-                for s in checkpoint.shards
+                for s in checkpoint.files
             ],
         }
     )
@@ -94,7 +94,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
             click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
-    if any(shard.rank for shard in checkpoint.shards):
+    if any(shard.rank for shard in checkpoint.files):
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
@@ -134,7 +134,7 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
     held: dict[Path, set[int]] = {}
     for path, _, _, first, last in _ranges(checkpoint):
         held.setdefault(path, set()).update(range(first, last + 1))
-    rows = [(_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), size(s.nbytes)) for s in checkpoint.shards]
+    rows = [(_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), size(s.nbytes)) for s in checkpoint.files]
     return _rows(rows)
 
 
@@ -161,7 +161,7 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
 
 def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
     """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
-    ranks = {shard.path: shard.rank for shard in checkpoint.shards}
+    ranks = {shard.path: shard.rank for shard in checkpoint.files}
     kept = moved = 0
     for raw in sources(part):
         nbytes = prod(raw.shape) * raw.dtype.itemsize

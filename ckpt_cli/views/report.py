@@ -67,7 +67,7 @@ def plan(checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format
         click.echo(f"{size(part.nbytes):>10}  {part.file}  ({_names([p.name for p in part.parameters], 2)})")
     if len(parts) > _MOST_ROWS:
         click.echo(f"{'':>10}  and {len(parts) - _MOST_ROWS} smaller files")
-    total = sum(shard.nbytes for shard in checkpoint.shards)
+    total = sum(shard.nbytes for shard in checkpoint.files)
     say(
         f"would read up to {size(total)} and write about {size(space_needed(parts))} in {len(parts)} files "
         f"to {printable(str(target))}; nothing was written"

@@ -61,7 +61,7 @@ def model_only(source: Checkpoint) -> Checkpoint:
     }
     extras = {key: source.extras[key] for key in _OF_THE_MODEL if key in source.extras}
     # What makes a checkpoint doubtful is its optimizer's states.
-    return replace(source, parameters=parameters, groups=(), extras=extras, doubts=())
+    return replace(source, parameters=parameters, groups=(), extras=extras, suspicions=())
 
 
 def cast(source: Checkpoint, name: str) -> Checkpoint:

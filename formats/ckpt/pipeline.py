@@ -138,23 +138,23 @@ def _files_of(path: Path | None) -> list[Path]:
 
 def check_complete(source: Checkpoint) -> None:
     """Every tensor is there and covered exactly once. Raises `Incomplete`, naming the first that are not."""
-    flaws = [
-        f"`{printable(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.flaws()
+    problems = [
+        f"`{printable(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.problems()
     ]
-    flaws += [f"`{printable(name)}` is {printable(said)}" for name, said in source.strays()]
-    if flaws:
-        more = f" (and {len(flaws) - 3} more)" if len(flaws) > 3 else ""
-        raise Incomplete("; ".join(flaws[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
+    problems += [f"`{printable(name)}` is {printable(said)}" for name, said in source.dangling_names()]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise Incomplete("; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
 
 
 def check_not_suspicious(source: Checkpoint) -> None:
     """Nothing says that the values are not what was meant to be saved. Raises `Corrupt`."""
-    if source.doubts:
+    if source.suspicions:
         raise Corrupt(
-            source.doubts[0],
+            source.suspicions[0],
             where=source.path,
             hint="Take another checkpoint of the run, or only the weights: --model-only. "
-            "If you know better, --accept-doubts writes all as it is.",
+            "If you know better, --accept-suspicious writes all as it is.",
         )
 
 

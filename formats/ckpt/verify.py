@@ -56,7 +56,7 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
 
 def _examine(checkpoint: Checkpoint, effort: Resources, moved: CountBytes) -> list[Finding]:
     findings = list(_coverage(checkpoint))
-    findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.doubts]
+    findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
@@ -85,9 +85,9 @@ def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     for parameter, state, tensor in checkpoint.tensors():
-        for flaw in tensor.flaws():
+        for flaw in tensor.problems():
             yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
-    for name, said in checkpoint.strays():
+    for name, said in checkpoint.dangling_names():
         yield Finding("coverage", said, str(checkpoint.path), (name,))
 
 

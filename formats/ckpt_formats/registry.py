@@ -93,11 +93,11 @@ def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkp
         notices = (*notices, *parts_unread(path))
     elif format.name not in _OURS:
         named = {name for notice in notices for name in notice.names}
-        notices = (*notices, *unread(path, (shard.path for shard in found.shards), named))
+        notices = (*notices, *unread(path, (shard.path for shard in found.files), named))
     found = replace(found, notices=notices)
-    if format.name in _OURS or (found.saved_as is not None and found.saved_as.format == format.name):
+    if format.name in _OURS or (found.original is not None and found.original.format == format.name):
         return found
-    return replace(found, saved_as=OriginalForm(format.name, path.name if is_file else None))
+    return replace(found, original=OriginalForm(format.name, path.name if is_file else None))
 
 
 def _read(located: "_Located", options: "ReadOptions") -> "Checkpoint":
@@ -152,7 +152,7 @@ def _check_folders(found: "Checkpoint", located: _Located) -> None:
     """Raises `Incomplete` if files were read from a folder in which another engine has left its traces."""
     from ckpt_formats.detection.traces import check_traces, names_in
 
-    folders = dict.fromkeys(shard.path.parent for shard in found.shards)
+    folders = dict.fromkeys(shard.path.parent for shard in found.files)
     for folder in [folder for folder in folders if folder != located.path][:_MOST_FOLDERS]:
         if folder.is_relative_to(located.path):
             check_traces(folder, set(names_in(folder)), located.format.name)

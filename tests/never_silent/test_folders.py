@@ -95,7 +95,7 @@ def test_what_lies_beside_an_engines_files_is_named(pattern: str, tmp_path: Path
     folder = sample(pattern, tmp_path / "c")
     before = " ".join(map(str, open_checkpoint(folder).notices))
     assert "not read" not in before
-    inner = next(shard.path.parent for shard in open_checkpoint(folder).shards)
+    inner = next(shard.path.parent for shard in open_checkpoint(folder).files)
     put(inner, ema__safetensors=OTHER)
     (folder / "second").mkdir()
     after = ckpt("verify", folder)
@@ -339,7 +339,7 @@ def test_what_the_trainer_leaves_around_deepspeed_is_carried(target: str, tmp_pa
     assert detect(folder).name == "deepspeed"
     found = open_checkpoint(folder)
     assert carried <= found.extras.keys()
-    assert {key.removeprefix("hf/") for key in carried} <= {shard.path.name for shard in found.shards}
+    assert {key.removeprefix("hf/") for key in carried} <= {shard.path.name for shard in found.files}
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     done = ckpt("convert", folder, out, "--to", target)
     assert done.code == 0, done.err

@@ -139,7 +139,7 @@ def _check_room(target: Path, stage: Path, needed: int) -> None:
 
 def say_exactness(source: Checkpoint) -> None:
     """Whether every bit is as it was saved. (What is approximate is among the notices.)"""
-    if not source.losses:
+    if not source.errors:
         report.say("exact: every bit is as it was saved")
 
 

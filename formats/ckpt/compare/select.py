@@ -57,5 +57,5 @@ def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
         parameters=kept,
         aliases=aliases,
         groups=tuple(Group(g.options, tuple(holders[n] for n in g.names if n in holders)) for g in source.groups),
-        losses={(holders[name], state): loss for (name, state), loss in source.losses.items() if name in holders},
+        errors={(holders[name], state): loss for (name, state), loss in source.errors.items() if name in holders},
     )

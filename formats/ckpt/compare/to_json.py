@@ -23,7 +23,7 @@ def facts(first: Checkpoint, second: Checkpoint, found: Diff, by: Sequence[str] 
         "engines": [c.origin.engine for c in both],
         "versions": [c.origin.version for c in both],
         "layouts": [_layout(c) for c in both],
-        "approximate": [len(c.losses) for c in both],
+        "approximate": [len(c.errors) for c in both],
         "total": numbers(sum((pair.sums for pair in found.compared), DiffSums())),
         "tensors": [_row(pair) for pair in found.pairs],
         "tensors_only": found.tensors_only,

@@ -98,12 +98,12 @@ class Checkpoint:
     `aliases` maps the other names of tied tensors to the name that holds the
     values. Tensors inside `extras` are `TensorName`s of parameters of the role
     `extra`. `seals` are all checksums that the files promise. `notices` are
-    things worth telling the user which are no error. `doubts` are signs that the
+    things worth telling the user which are no error. `suspicions` are signs that the
     values are not what the engine meant to save: `verify` finds them, and nothing
     is written of such a checkpoint. `layout` says how the ranks' tensors were cut.
     `digests` are the XXH3-128 hashes that are promised for values which are stored
-    coded, by parameter and state. `losses` tells of the states that are approximate,
-    by the same; of a checkpoint with none every bit is as it was saved. `saved_as` is
+    coded, by parameter and state. `errors` tells of the states that are approximate,
+    by the same; of a checkpoint with none every bit is as it was saved. `original` is
     what it was in, or was in before it was written in the universal format.
     `identities` are those of all its files, as they were when they were first opened.
     """
@@ -114,14 +114,14 @@ class Checkpoint:
     groups: tuple[Group, ...] = ()
     extras: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    shards: tuple[SourceFile, ...] = ()
+    files: tuple[SourceFile, ...] = ()
     seals: Sequence[Seal] = ()
     notices: tuple[Notice, ...] = ()
-    doubts: tuple[str, ...] = ()
+    suspicions: tuple[str, ...] = ()
     layout: Layout = field(default_factory=Layout)
     digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    losses: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
-    saved_as: OriginalForm | None = None
+    errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
+    original: OriginalForm | None = None
     identities: Identities = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
@@ -130,7 +130,7 @@ class Checkpoint:
             for state, tensor in parameter.states.items():
                 yield parameter, state, tensor
 
-    def strays(self) -> Iterator[tuple[str, str]]:
+    def dangling_names(self) -> Iterator[tuple[str, str]]:
         """Names that no parameter has, though something speaks of them: (name, what is said of it)."""
         for alias, name in self.aliases.items():
             if name not in self.parameters:
@@ -194,7 +194,7 @@ class Goal:
     partial: bool = False
     """The user left tensors of the source out: that some are missing is no error."""
     as_it_was: bool = False
-    """Write what the source was (`Checkpoint.saved_as`), in formats that can; else what the format writes of all."""
+    """Write what the source was (`Checkpoint.original`), in formats that can; else what the format writes of all."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
 
 def _files(checkpoint: Checkpoint) -> Iterator[Path]:
     """Where seals are made when they are asked for, so are sources, by reading; there all files are shards."""
-    yield from (shard.path for shard in checkpoint.shards)
+    yield from (shard.path for shard in checkpoint.files)
     if isinstance(checkpoint.seals, (tuple, list)):
         yield from (seal.path for seal in checkpoint.seals)
         yield from (raw.path for *_, tensor in checkpoint.tensors() for raw in tensor.sources())

@@ -49,7 +49,7 @@ class Blob(Protocol):
     def sources(self) -> "Iterator[FileBlob]":
         """The file ranges that the values come from."""
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """What is wrong with how the values are put together, in words. No data is read."""
 
 
@@ -117,7 +117,7 @@ class FileBlob:
     def sources(self) -> Iterator["FileBlob"]:
         yield self
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 
@@ -144,7 +144,7 @@ class ArrayBlob:
     def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 
@@ -172,8 +172,8 @@ class DerivedBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class MeanBlob:
         for blob in self.blobs:
             yield from blob.sources()
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         for blob in self.blobs:
-            yield from blob.flaws()
+            yield from blob.problems()
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class ZeroBlob:
     def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 
@@ -262,8 +262,8 @@ class FlatRangeBlob:
         for box in flat_boxes(self.base.shape, self.start, self.stop):
             yield from self.base.crop(box).sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Fragment:
 class Tensor:
     """A whole tensor, however it was cut up.
 
-    Laws, which `flaws` checks: fragments lie inside the tensor, hold its dtype,
+    Laws, which `problems` checks: fragments lie inside the tensor, hold its dtype,
     cover it and do not overlap. `replicas` are other whole copies of the same
     values, compared whenever values are read.
     """
@@ -324,7 +324,7 @@ class Tensor:
                 yield Fragment(kept.box.within(local).shift(whole.start), kept.blob)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`. Blocks that no fragment holds are left as they are: check `flaws` first.
+        """Fill `out`. Blocks that no fragment holds are left as they are: check `problems` first.
 
         Raises `Corrupt` if a replica holds other bits.
         """
@@ -340,7 +340,7 @@ class Tensor:
         for replica in self.replicas:
             yield from replica.sources()
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
         whole, outside = Box.whole(self.shape), False
         for fragment in self.fragments:
@@ -351,7 +351,7 @@ class Tensor:
                 yield f"block {fragment.box} holds {fragment.blob.dtype.name}, the tensor {self.dtype.name}"
             if fragment.blob.shape != fragment.box.shape:
                 yield f"block {fragment.box} is stored with the shape {list(fragment.blob.shape)}"
-            yield from fragment.blob.flaws()
+            yield from fragment.blob.problems()
         boxes = [fragment.box for fragment in self.fragments]
         pairs = list(islice(overlaps(boxes), _MOST_PAIRS))
         # Blocks inside that do not overlap leave no gap if they are as large as the whole.
@@ -363,7 +363,7 @@ class Tensor:
         for replica in self.replicas:
             if (replica.shape, replica.dtype) != (self.shape, self.dtype):
                 yield f"a replica has shape {list(replica.shape)} and type {replica.dtype.name}"
-            yield from replica.flaws()
+            yield from replica.problems()
 
 
 def read(blob: Blob, reader: Reader | None = None) -> Array:

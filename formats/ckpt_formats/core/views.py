@@ -36,8 +36,8 @@ class _ViewBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ class LayersBlob:
         for tensor in self.tensors.values():
             yield from tensor.sources()
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         for tensor in self.tensors.values():
-            yield from tensor.flaws()
+            yield from tensor.problems()
 
     @property
     def _first(self) -> Tensor:

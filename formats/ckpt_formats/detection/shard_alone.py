@@ -47,7 +47,7 @@ def check_alone(path: Path) -> None:
 
 def check_whole_of_meta(found: Checkpoint) -> None:
     """Raises `Incomplete` for one file of a model of Meta's whose others are lost: its sizes contradict each other."""
-    if not any(_META.fullmatch(shard.path.name) for shard in found.shards):
+    if not any(_META.fullmatch(shard.path.name) for shard in found.files):
         return
     table, norm = found.parameters.get("tok_embeddings.weight"), found.parameters.get("norm.weight")
     said = found.extras.get("hf/params.json")

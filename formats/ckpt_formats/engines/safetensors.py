@@ -60,7 +60,7 @@ class Safetensors(WritableFormat):
         parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in found.tensors.items()}
         aliases = found.aliases()
         extras = {key: value for key, value in found.metadata.items() if key not in aliases}
-        saved_as = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
+        original = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
         return Checkpoint(
             path,
             Origin("safetensors"),
@@ -71,7 +71,7 @@ class Safetensors(WritableFormat):
             found.shards,
             (),
             found.notices,
-            saved_as=saved_as,
+            original=original,
         )
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
@@ -110,10 +110,10 @@ def _form(path: Path) -> dict[str, Value]:
 
 def _form_of(source: Checkpoint) -> Mapping[str, Value]:
     """What was noted of the file that a checkpoint once was; nothing, if it was something else."""
-    saved_as = source.saved_as
-    if saved_as is None or saved_as.form is None or saved_as.format != Safetensors.name:
+    original = source.original
+    if original is None or original.form is None or original.format != Safetensors.name:
         return {}
-    form = saved_as.form()
+    form = original.form()
     return form if isinstance(form, dict) else {}
 
 

@@ -106,13 +106,13 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
         origin=replace(found.origin, engine="torch", step=step),
         parameters=parameters,
         extras=extras,
-        shards=(*found.shards, *map(_shard, others), *shards),
+        files=(*found.files, *map(_shard, others), *shards),
         seals=(*found.seals, *(seal for one in others for seal in one.file.seals())),
         notices=(
             *found.notices,
             *notices,
         ),
-        saved_as=None,
+        original=None,
     )
 
 

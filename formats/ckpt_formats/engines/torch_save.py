@@ -80,7 +80,7 @@ class PlainTorch(WritableFormat):
         return _read_foreign(file, options)
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        was = source.saved_as
+        was = source.original
         known = goal.as_it_was and was is not None and was.format == self.name and was.form is not None
         form = was.form() if was is not None and was.form is not None and known else None
         tree = None if form is None else tree_of(form, source)
@@ -279,7 +279,7 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
         _shards(file),
         file.seals(),
         (*notices, *without, *found.notices),
-        saved_as=OriginalForm(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
+        original=OriginalForm(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
 
 

@@ -101,10 +101,10 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
         origin=replace(base.origin, engine="torchtune"),
         parameters=parameters,
         extras=extras,
-        shards=(*base.shards, SourceFile(file.path, file.path.stat().st_size, "optimizer")),
+        files=(*base.files, SourceFile(file.path, file.path.stat().st_size, "optimizer")),
         seals=(*base.seals, *file.seals()),
         notices=tuple(notices),
-        saved_as=None,
+        original=None,
     )
 
 

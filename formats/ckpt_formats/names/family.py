@@ -89,8 +89,8 @@ def _none(nearest: _Fit) -> str:
 
 def _said(fit: _Fit) -> Iterator[str]:
     yield f"The nearest, {fit.family.table.family}, "
-    flaws = (("lacks", fit.surplus), ("also has", fit.missing))
-    yield " and ".join(f"{verb} {_few(names)}" for verb, names in flaws if names)
+    problems = (("lacks", fit.surplus), ("also has", fit.missing))
+    yield " and ".join(f"{verb} {_few(names)}" for verb, names in problems if names)
 
 
 def _few(names: list[str]) -> str:

@@ -47,13 +47,13 @@ def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: It
         # Checksums of decoded values are of the old tensors, and so are the rules.
         digests={},
         layout=Layout(),
-        losses=dict(_losses(source, held)),
+        errors=dict(_losses(source, held)),
     )
 
 
 def _losses(source: Checkpoint, changes: Sequence[TensorRename]) -> Iterator[tuple[tuple[str, str], ErrorFigures]]:
     """What is told of approximate states: of pieces, what was told of the whole; of a whole, that of each piece."""
-    untouched = dict(source.losses)
+    untouched = dict(source.errors)
     for change in changes:
         told: dict[str, dict[str, ErrorFigures]] = {}
         for name in change.old:

@@ -61,8 +61,8 @@ def parse(family: str, text: str) -> Table:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"table {family}: {error}") from None
-    if flaws := [*(f"unknown entry `{key}`" for key in said), *_flaws(table)]:
-        raise ValueError(f"table {family}: {'; '.join(flaws)}")
+    if problems := [*(f"unknown entry `{key}`" for key in said), *_flaws(table)]:
+        raise ValueError(f"table {family}: {'; '.join(problems)}")
     return table
 
 

@@ -48,8 +48,8 @@ class TransposedBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.base.crop(self.box).sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class SqueezedBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -154,8 +154,8 @@ class StridedBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.base.sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.base.problems()
 
 
 def strided(tensor: Tensor, start: int, step: int) -> Tensor:

@@ -78,8 +78,8 @@ class Universal(WritableFormat):
                 for key, state in states.items()
                 if state.chunk is not None or (state.codec is None and state.offset is None)
             },
-            losses=losses,
-            saved_as=said.saved_as,
+            errors=losses,
+            original=said.original,
         )
 
     def settings(self) -> object:
@@ -114,7 +114,7 @@ class Universal(WritableFormat):
         return Receipt(part.file, entry.nbytes, seals, entry_json(entry), transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        entries = tuple(_carried(entry_of(receipt.entry, folder), source.losses) for receipt in receipts)
+        entries = tuple(_carried(entry_of(receipt.entry, folder), source.errors) for receipt in receipts)
         stands = any(entry.delta is not None and entry.delta.before for entry in entries)
         said = Manifest(
             source.origin,
@@ -124,7 +124,7 @@ class Universal(WritableFormat):
             source.extras,
             WRITTEN_BY,
             self.parent if stands else None,
-            source.saved_as,
+            source.original,
         )
         if self.content not in (None, said.content):
             raise _changed(said, source)

@@ -219,8 +219,8 @@ class EncodedBlob:
         if store.base is not None:
             yield from store.base.crop(self.box).sources()
 
-    def flaws(self) -> Iterator[str]:
-        return iter(()) if self.store.base is None else self.store.base.flaws()
+    def problems(self) -> Iterator[str]:
+        return iter(()) if self.store.base is None else self.store.base.problems()
 
 
 def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callable[[int], Array]) -> None:

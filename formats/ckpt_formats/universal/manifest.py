@@ -50,7 +50,7 @@ class Manifest:
     extras: Mapping[str, Value] = field(default_factory=dict)
     written_by: str = ""
     parent: Parent | None = None
-    saved_as: OriginalForm | None = None
+    original: OriginalForm | None = None
 
     @property
     def version(self) -> int:
@@ -100,7 +100,7 @@ def dump(manifest: Manifest) -> bytes:
             "step": manifest.origin.step,
             "layout": encode(manifest.origin.layout),
         },
-        **({} if manifest.saved_as is None else {"saved_as": _saved_as_json(manifest.saved_as)}),
+        **({} if manifest.original is None else {"saved_as": _saved_as_json(manifest.original)}),
         "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in manifest.groups],
         "aliases": dict(manifest.aliases),
         "extras": encode(manifest.extras),
@@ -155,27 +155,27 @@ def load(path: Path) -> Manifest:
     return manifest
 
 
-def _saved_as_json(saved_as: OriginalForm) -> dict[str, Any]:
-    said: dict[str, Any] = {"format": saved_as.format}
-    if saved_as.file is not None:
-        said["file"] = saved_as.file
-    if saved_as.form is not None:
+def _saved_as_json(original: OriginalForm) -> dict[str, Any]:
+    said: dict[str, Any] = {"format": original.format}
+    if original.file is not None:
+        said["file"] = original.file
+    if original.form is not None:
         said["form"] = None
         with suppress(CkptError):  # one that is too large or too odd is left out, and so is the way back
-            said["form"] = encode(saved_as.form())
+            said["form"] = encode(original.form())
     return said
 
 
 def _saved_as(said: Any, check: FieldReader) -> OriginalForm | None:
     if said.get("saved_as") is None:
         return None
-    saved_as = check.mapping(said, "saved_as")
-    file = saved_as.get("file")
+    original = check.mapping(said, "saved_as")
+    file = original.get("file")
     check.true(
         file is None or (isinstance(file, str) and _is_file_name(file)), "saved_as.file is not the name of a file"
     )
-    form = partial(decode, saved_as["form"], check.path) if "form" in saved_as else None
-    return OriginalForm(check.text(saved_as, "format"), file, form)
+    form = partial(decode, original["form"], check.path) if "form" in original else None
+    return OriginalForm(check.text(original, "format"), file, form)
 
 
 def _is_file_name(text: str) -> bool:

@@ -176,7 +176,7 @@ class DeltaBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.replay.sources(self.box)
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 

@@ -33,5 +33,5 @@ class BlockBlob:
     def sources(self) -> Iterator[FileBlob]:
         return self.whole.crop(self.box).sources()
 
-    def flaws(self) -> Iterator[str]:
-        return self.whole.flaws()
+    def problems(self) -> Iterator[str]:
+        return self.whole.problems()

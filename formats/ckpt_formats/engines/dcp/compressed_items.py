@@ -142,7 +142,7 @@ class DecompressedBlob:
         """All of the item: there is no telling which of its bytes are which values."""
         yield FileBlob.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 

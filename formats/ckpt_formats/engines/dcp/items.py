@@ -2,7 +2,7 @@
 
 What `.metadata` says of a block is enough to list it. Where in its item the
 values lie, and that the item holds what `.metadata` says, is found out when
-the block is first asked for its values, its flaws or its checksum: a
+the block is first asked for its values, its problems or its checksum: a
 checkpoint may have hundreds of thousands of items, and opening it opens none.
 """
 
@@ -134,14 +134,14 @@ class ItemBlob:
         self._blob().read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
-        """None where the item cannot be opened: then `flaws` says why."""
+        """None where the item cannot be opened: then `problems` says why."""
         try:
             blob = self._blob()
         except (Corrupt, Incomplete, NotFound):
             return
         yield from blob.sources()
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         try:
             self.items.blob(self)
         except (Corrupt, Incomplete, NotFound) as error:

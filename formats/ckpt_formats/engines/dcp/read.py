@@ -173,7 +173,7 @@ def _tensor(
     items: ItemReader,
     blocks: list[ItemBlob],
 ) -> Tensor:
-    """A tensor. Blocks that no file holds are left out: its flaws tell."""
+    """A tensor. Blocks that no file holds are left out: its problems tell."""
     held = [(box, ItemBlob(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
     blocks += (block for _, block in held)
     return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))

@@ -47,7 +47,7 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     several = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
     inner = _cut_model(path, options) if folder.entry is None and not components else None
     beside, shards, large = read_side_files(folder.others)
-    states, more, seals = _training(folder, {shard.path for shard in inner.shards} if inner else set())
+    states, more, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
     files = {**beside, **several.beside, **states}
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
     if inner is not None:
@@ -59,7 +59,7 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
         found,
         path=path,
         origin=replace(found.origin, step=step if is_natural(step) else found.origin.step),
-        shards=(*found.shards, *shards, *several.shards, *more),
+        files=(*found.files, *shards, *several.shards, *more),
         seals=(*found.seals, *seals),
         notices=(*found.notices, *several.notices, *_too_large(large), *_lacks(folder, found)),
     )

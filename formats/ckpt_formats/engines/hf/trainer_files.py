@@ -23,7 +23,7 @@ def with_run_around(found: Checkpoint, path: Path) -> Checkpoint:
     names = names_in_run(path)
     if not any(name == CONFIG or is_training_file(name) for name in names):
         return found
-    read = {shard.path for shard in found.shards}
+    read = {shard.path for shard in found.files}
     folder = sort_files(path)
     others = (one for one in folder.others if one not in read and not is_harmless(one.name))
     values, shards, large = read_side_files(others)
@@ -47,7 +47,7 @@ def with_run_around(found: Checkpoint, path: Path) -> Checkpoint:
         origin=origin,
         parameters=parameters,
         extras=extras,
-        shards=(*found.shards, *shards, *more),
+        files=(*found.files, *shards, *more),
         seals=(*found.seals, *seals),
         notices=(*found.notices, *notices),
     )

@@ -44,7 +44,7 @@ class _Megatron(WritableFormat):
         folder = iteration_of(path)
         with form_of("a Megatron checkpoint", folder):
             found = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
-        return replace(found, doubts=suspicions_of(found))
+        return replace(found, suspicions=suspicions_of(found))
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         target = resolve_layout(source, goal)

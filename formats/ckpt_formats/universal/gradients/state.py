@@ -79,11 +79,11 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
         tuple(_groups(replay, source)),
         extras,
         source.aliases if source is not None else dict(segment.layout.aliases),
-        () if source is None else source.shards,
+        () if source is None else source.files,
         () if source is None else source.seals,
         (*(() if source is None else source.notices), *_notices(replay, source, noted)),
-        losses=_losses(replay, source, parameters),
-        saved_as=_saved_as(source),
+        errors=_losses(replay, source, parameters),
+        original=_saved_as(source),
     )
 
 
@@ -101,9 +101,9 @@ def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
 
 def _saved_as(source: Checkpoint | None) -> OriginalForm | None:
     """What the base was, without what it noted of its own file: the state is another."""
-    if source is None or source.saved_as is None:
+    if source is None or source.original is None:
         return None
-    return OriginalForm(source.saved_as.format, source.saved_as.file)
+    return OriginalForm(source.original.format, source.original.file)
 
 
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
@@ -231,7 +231,7 @@ def _losses(
     replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
 ) -> dict[tuple[str, str], ErrorFigures]:
     """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
-    losses, segment = {} if base is None else dict(base.losses), replay.segment
+    losses, segment = {} if base is None else dict(base.errors), replay.segment
     steps = replay.step - replay.start.step
     if steps:
         for optimizer in segment.layout.optimizers:
@@ -313,7 +313,7 @@ class _BufferBlob:
     def sources(self) -> Iterator[FileBlob]:
         return iter(())
 
-    def flaws(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         return iter(())
 
 
