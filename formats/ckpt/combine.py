@@ -7,6 +7,7 @@ What a block's values are does not depend on how the tensor is cut into blocks.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import overload
@@ -32,11 +33,13 @@ _FLOAT64 = np.dtype(np.float64)
 _CONFIG = "hf/config.json"
 _ADAPTER_CONFIG = "hf/adapter_config.json"
 
-_BLOCK = 1 << 18
-"""Elements that are computed at once: a few float64 arrays of this size are all that a blob allocates."""
+_BLOCK = 1 << 16
+"""Elements that are computed at once. Larger arrays leave the core's cache, and are mapped and unmapped each time."""
 _TILE = 1 << 15
 """Elements of a product of matrices that are computed at once: their float64 values stay in a core's cache."""
 _NAMES_IN_ERRORS = 3
+_DROPPED_BITS = np.uint64((1 << 29) - 1)
+"""The bits of a float64 significand which float32 does not have."""
 
 
 # Averages
@@ -66,7 +69,7 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     for `num_batches_tracked` of batch normalization: of these counters the largest is taken.
 
     `weights`: one finite number for each source, with a sum above zero; None: all are 1. They need not sum to 1.
-    Names that are tied in all sources stay tied. Memory: a few blocks of 256 Ki elements, for any number of sources.
+    Names that are tied in all sources stay tied. Memory: a few blocks of 64 Ki elements, for any number of sources.
 
     Raises `Incomplete` if a source lacks tensors, `Unsupported` if shapes or kinds of elements differ.
     """
@@ -87,7 +90,7 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
         members = [model.parameters[holder] for model, holder in zip(models, holders, strict=True)]
         tensor = _average_tensor(name, members, numbers)
         parameters[name] = replace(members[0], name=name, states={MODEL: tensor})
-    _check_shapes(models, parameters, aliases)
+    _check_shapes(models, parameters)
     untied = [name for name in models[0].aliases if name in parameters]
     steps = {source.origin.step for source in sources}
     return replace(
@@ -138,13 +141,9 @@ def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
     return list(all_names[0])
 
 
-def _check_shapes(
-    models: Sequence[Checkpoint], parameters: Mapping[str, Parameter], aliases: Mapping[str, str]
-) -> None:
+def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Parameter]) -> None:
     for model in models[1:]:
-        pairs = [
-            (n, parameters[aliases.get(n, n)].weight, model.parameters[_holder(model, n)].weight) for n in parameters
-        ]
+        pairs = [(n, p.weight, model.parameters[_holder(model, n)].weight) for n, p in parameters.items()]
         different = [
             f"{printable(name)} {list(b.shape)} instead of {list(a.shape)}"
             for name, a, b in pairs
@@ -322,21 +321,31 @@ def round_once(values: Array, dtype: DType) -> Array:
     values: float64, of any shape. Returns an array of `dtype`, of the same shape.
     """
     with np.errstate(all="ignore"):
-        values = np.where(np.isnan(values), np.float64(np.nan), values)
+        if np.isnan(values).any():
+            values = np.where(np.isnan(values), np.float64(np.nan), values)
         if dtype.itemsize >= 4:
             return values.astype(dtype)
-        return _round_to_odd(values).astype(dtype)
+        return Rounded().decode(b"", values.shape, dtype, _round_to_odd(values))
 
 
 def _round_to_odd(values: Array) -> Array:
-    """Float64 values as float32; those that are not exact get the neighbour whose last bit is 1. NaNs stay."""
-    nearest = values.astype(np.float32)
-    exact = nearest.astype(np.float64)
-    bits = nearest.view(np.uint32)
-    # Of positive floats, and of the magnitudes of negative ones, the order is that of their bits.
-    bits -= np.abs(exact) > np.abs(values)
-    bits |= (exact != values) & ~np.isnan(values)
-    return nearest
+    """Float64 values as float32: those that are not exact become the neighbour, towards zero or not, that is odd.
+
+    Values beyond the largest float32 become infinite, which the short types round alike.
+    """
+    bits = values.view(np.uint64)
+    odd = bits & _DROPPED_BITS
+    odd += _DROPPED_BITS  # carries into the last bit that stays if any dropped bit is 1
+    odd |= bits
+    odd &= ~_DROPPED_BITS
+    result = odd.view(np.float64).astype(np.float32)
+    tiny = np.abs(values) < 2.0**-126
+    if tiny.any():  # float32 has fewer bits here: multiples of 2**-149
+        scaled = values[tiny] * 2.0**149
+        whole = np.trunc(scaled)
+        is_even = (whole != scaled) & (whole % 2 == 0)
+        result[tiny] = np.where(is_even, whole + np.copysign(1, scaled), whole) * 2.0**-149
+    return result
 
 
 @dataclass(frozen=True)
@@ -392,8 +401,8 @@ _USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_r
 _USED |= {"modules_to_save", "bias", "init_lora_weights"}
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"}
 _WITHOUT_EFFECT |= {"layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"}
-_WITHOUT_EFFECT |= {"revision", "runtime_config", "target_modules", "task_type", "eva_config", "lora_ga_config"}
-_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
+_WITHOUT_EFFECT |= {"revision", "runtime_config", "target_modules", "task_type", "eva_config"}
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initial values of adapters which leave the model's own weights as they are. PiSSA, OLoRA, LoftQ and others do not."""
 _MODEL_TYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -409,12 +418,14 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
     rounded to float32, like a fused multiply-add. Then come the scale, the model's weight and DoRA's factor, in
     float32, and one rounding to the weight's own type. PEFT does the same with the adapter in float32, its default.
     Only the order in which its matrix product adds is not specified; where it is the same, results are equal bit by
-    bit (except DoRA's, whose norm is a float32 sum in PEFT and a float64 sum here). PEFT rounds the update of a
-    16-bit embedding once more. Weights in float64 are computed in float64.
+    bit; PEFT's merge on a CPU adds in that order up to rank 192 at least, where this was tried. Two things differ:
+    DoRA's norm is a float32 sum in PEFT and a float64 sum here, so a weight with n inputs may differ by its
+    (n + 8) * 2**-24th part; and PEFT rounds the update of a 16-bit embedding once more, before it adds it. Weights in
+    float64 are computed in float64.
 
     Reading a block reads the same block of the weight, and of A and B the columns and rows that belong to it. DoRA
     also reads, once for each output, all weights that lead to it. Memory: these parts of A and B, and a few blocks of
-    256 Ki elements.
+    64 Ki elements.
 
     A weight that is tied to another in the model gets values of its own if only one of the two is adapted.
 
@@ -585,6 +596,8 @@ class _Merge:
     def full_tensors(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors that replace those of the model, by the model's names."""
         saved = self.config.get("modules_to_save") or ()
+        if not isinstance(saved, (list, tuple)):
+            raise Corrupt("`modules_to_save` is not a list", where=self.adapter.path)
         result: dict[str, Tensor] = {}
         unknown = []
         for stored, tensor in full.items():
@@ -684,9 +697,10 @@ class _Merge:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 value = number
                 break
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise Corrupt(f"`{default}` is not a number: {_shown(value)}", where=self.adapter.path)
-        return value
+        with suppress(OverflowError):
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                return value
+        raise Corrupt(f"`{default}` is not a number: {_shown(value)}", where=self.adapter.path)
 
     def _is_transposed(self, name: str, weight: Tensor, a: Tensor, b: Tensor, is_embedding: bool) -> bool:
         """Is the weight stored as (in, out)? Raises `Unsupported` if the shapes do not fit, or allow both layouts."""
@@ -798,8 +812,9 @@ class MergedBlob(_CombinedBlob):
     def sums(self, reader: Reader) -> Iterator[tuple[Box, Array]]:
         """Blocks of the weight plus its update, as matrices (rows, columns...) of the computed type, in C order."""
         dtype, rank = self.computed_dtype, self.a.shape[0]
-        a = read(self.a, reader).astype(dtype).astype(np.float64)
-        b = read(self.b, reader).astype(dtype).astype(np.float64).reshape(-1, rank)
+        with np.errstate(all="ignore"):
+            a, b = (read(blob, reader).astype(dtype).astype(np.float64) for blob in (self.a, self.b))
+        b = b.reshape(-1, rank)
         for box in slabs(self.shape, _BLOCK):
             rows = slice(box.start[0], box.stop[0])
             if self.transposed:
@@ -810,7 +825,7 @@ class MergedBlob(_CombinedBlob):
             with np.errstate(all="ignore"):
                 values = matmul_in_order(left, right, dtype)
                 values *= dtype.type(self.scale)
-                values += read(self.weight.crop(box), reader).reshape(values.shape).astype(dtype)
+                values += read(self.weight.crop(box), reader).astype(dtype).reshape(values.shape)
             yield box, values
 
 
