@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import overload
 
@@ -512,11 +513,8 @@ def _shown(value: Value) -> str:
     return printable(repr(value)[:60])
 
 
-@dataclass
-class _Update:
-    """The tensors of one low-rank update: A (rank, in...), B (out, rank, 1...), and DoRA's magnitudes."""
-
-    kinds: dict[str, Tensor] = field(default_factory=dict)
+_Update = dict[str, Tensor]
+"""The tensors of one low-rank update by kind, such as `lora_A`: (rank, in...), (out, rank, 1...), and magnitudes."""
 
 
 def _adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, _Update], dict[str, Tensor]]:
@@ -530,7 +528,7 @@ def _adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, _Update], dict[str,
         name = stored.removeprefix(_PREFIX)
         match = _LORA_NAME.fullmatch(name)
         if match is not None:
-            updates.setdefault(match["module"], _Update()).kinds[match["kind"]] = parameter.weight
+            updates.setdefault(match["module"], {})[match["kind"]] = parameter.weight
         elif ".lora_" in name or ".modules_to_save." in name or ".token_adapter." in name:
             unknown.append(stored)
         else:
@@ -602,6 +600,8 @@ class _Merge:
         unknown = []
         for stored, tensor in full.items():
             name = self.prefix(stored.replace(_BASE_LAYER, "."))
+            if name in result:
+                raise self._ambiguous(name)
             if name in self.base.parameters or name in self.base.aliases:
                 current = self.base.parameters[_holder(self.base, name)].weight
                 if current.shape != tensor.shape:
@@ -626,6 +626,9 @@ class _Merge:
             raise _refusal(self.adapter, f"{len(unknown)} tensors of the adapter are not known: {_some(unknown)}")
         return result
 
+    def _ambiguous(self, name: str) -> CkptError:
+        return _refusal(self.adapter, f"two tensors of the adapter are meant for `{printable(name)}`")
+
     def base_weight(self, weight: Tensor, name: str, full: Mapping[str, Tensor]) -> Tensor:
         """The weight of the model that an update is added to: the copy in the adapter, if there is one."""
         for stored, tensor in full.items():
@@ -635,9 +638,11 @@ class _Merge:
 
     def updated_weights(self, updates: Mapping[str, _Update], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights with their low-rank updates, by the model's names."""
-        result = {}
+        result: dict[str, Tensor] = {}
         for module, update in updates.items():
             name = self.prefix(f"{module}.weight")
+            if name in result:
+                raise self._ambiguous(name)
             weight = self.base.parameters[_holder(self.base, name)].weight
             if weight.dtype.name not in _MODEL_TYPES:
                 raise _refusal(
@@ -650,18 +655,18 @@ class _Merge:
         return result
 
     def _updated(self, module: str, name: str, weight: Tensor, update: _Update) -> Tensor:
-        is_embedding = "lora_embedding_A" in update.kinds or "lora_embedding_B" in update.kinds
+        is_embedding = "lora_embedding_A" in update or "lora_embedding_B" in update
         infix = "embedding_" if is_embedding else ""
         expected = {f"lora_{infix}A", f"lora_{infix}B"}
         if self.config.get("use_dora"):
             expected.add("lora_magnitude_vector")
-        if absent := sorted(expected - update.kinds.keys()):
+        if absent := sorted(expected - update.keys()):
             raise Incomplete(f"module `{printable(module)}` lacks {_some(absent)}", where=self.adapter.path)
-        if surplus := sorted(update.kinds.keys() - expected):
+        if surplus := sorted(update.keys() - expected):
             raise _refusal(self.adapter, f"module `{printable(module)}` has {_some(surplus)} without need")
-        a, b = update.kinds[f"lora_{infix}A"], update.kinds[f"lora_{infix}B"]
-        magnitude = update.kinds.get("lora_magnitude_vector")
-        for tensor in update.kinds.values():
+        a, b = update[f"lora_{infix}A"], update[f"lora_{infix}B"]
+        magnitude = update.get("lora_magnitude_vector")
+        for tensor in update.values():
             if tensor.dtype.name not in _MODEL_TYPES:
                 raise _refusal(self.adapter, f"module `{printable(module)}` holds {tensor.dtype.name} values")
         transposed = self._is_transposed(name, weight, a, b, is_embedding)
@@ -693,8 +698,7 @@ class _Merge:
         if not isinstance(table, dict):
             raise Corrupt(f"`{patterns}` is not a table", where=self.adapter.path)
         for pattern, number in table.items():
-            safe_pattern(f"(.*\\.)?({pattern})$", f"{self.adapter.path}: {patterns}")
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if _module_pattern(pattern, f"{self.adapter.path}: {patterns}").match(module):
                 value = number
                 break
         with suppress(OverflowError):
@@ -735,6 +739,12 @@ class _Merge:
         if len(layouts) > 1:
             raise _refusal(self.adapter, f"`{printable(name)}` is square: whether it is stored as (in, out) is unknown")
         return layouts.pop() if layouts else bool(self.config.get("fan_in_fan_out"))
+
+
+@lru_cache(4096)
+def _module_pattern(pattern: str, origin: str) -> re.Pattern[str]:
+    """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `BadRules` or `Unsafe`."""
+    return re.compile(safe_pattern(rf"(.*\.)?({pattern})$", origin))
 
 
 def _as_type(tensor: Tensor, dtype: DType) -> Tensor:
