@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, U
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor, read
+from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry import format_named, open_checkpoint
 
 SHORT = ["float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
@@ -445,6 +447,24 @@ def test_what_is_combined_can_be_pickled() -> None:
     assert bits(values(again, "proj.weight")) == bits(values(result, "proj.weight"))
 
 
+def test_memory_is_a_few_blocks_for_any_number_of_sources() -> None:
+    """Beyond the slabs of the transfer: 1 MiB each."""
+    rng = np.random.default_rng(8)
+    arrays = [rng.standard_normal((2048, 1024)).astype(np.float32) for _ in range(6)]
+    mean = average([checkpoint({"w": x}) for x in arrays]).parameters["w"].weight
+    a, b = rng.standard_normal((8, 1024)).astype(np.float32), rng.standard_normal((2048, 8)).astype(np.float32)
+    magnitude = ArrayBlob(np.ones(2048, np.float32))
+    merged = Tensor.of(merged_blob(ArrayBlob(arrays[0]), ArrayBlob(a), ArrayBlob(b), 1.0, False, magnitude))
+    for tensor in (mean, merged):
+        tracemalloc.start()
+        with Reader(check=False) as reader, Transfer(reader, 1 << 20) as transfer:
+            for _ in transfer.slabs(tensor):
+                pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 6 << 20
+
+
 # PEFT
 
 torch = pytest.importorskip("torch")
@@ -761,6 +781,16 @@ def test_a_slice_reads_only_what_it_needs(trained: Build) -> None:
     with Counting() as reader:
         read(result.parameters["model.norm.weight"].weight, reader)
     assert reader.nbytes == {"base": 32 * 4}
+
+
+@pytest.mark.slow
+def test_a_slice_of_dora_reads_the_rows_of_its_norms_once(trained: Build) -> None:
+    base, adapter = trained(llama(), r=4, use_dora=True, target_modules=["down_proj"])
+    weight = merge_lora(base, adapter).parameters["model.layers.1.mlp.down_proj.weight"].weight
+    for times in (2, 1):  # first for the norms, then for the values
+        with Counting() as reader:
+            read(weight.crop(Box((5, 0), (7, 48))), reader)
+        assert reader.nbytes["base"] == times * 2 * 48 * 4
 
 
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def round_once(values: Array, dtype: DType) -> Array:
 
 
 def _round_to_odd(values: Array) -> Array:
-    """Float64 values as float32: those that are not exact become the neighbour, towards zero or not, that is odd.
+    """Float64 values as float32: an inexact one becomes that of its two float32 neighbours whose last bit is 1.
 
     Values beyond the largest float32 become infinite, which the short types round alike.
     """
