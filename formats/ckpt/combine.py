@@ -66,8 +66,9 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
 
     An element is `(w0 * x0 + w1 * x1 + ...) / sum(w)`, computed in float64 from left to right, and rounded once (to
     nearest, ties to even) to the element type of the first source. NaN and infinity follow IEEE 754; a NaN is the
-    positive quiet NaN. Integers and booleans must be equal in all sources, which is checked when they are read, but
-    for `num_batches_tracked` of batch normalization: of these counters the largest is taken.
+    positive quiet NaN. Of float64 tensors each operation rounds, so even equal values may change in the last bit.
+    Integers and booleans must be equal in all sources, which is checked when they are read, but for
+    `num_batches_tracked` of batch normalization: of these counters the largest is taken.
 
     `weights`: one finite number for each source, with a sum above zero; None: all are 1. They need not sum to 1.
     Names that are tied in all sources stay tied. Memory: a few blocks of 64 Ki elements, for any number of sources.
