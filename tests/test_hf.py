@@ -145,8 +145,8 @@ def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.
     folder = save(tmp_path / "model")
     for name, nbytes in {"a.txt": 50, "b.txt": 101, "c.txt": 60, "d.txt": 40}.items():
         (folder / name).write_bytes(bytes(nbytes))
-    monkeypatch.setattr(beside, "MOST_FILE", 100)
-    monkeypatch.setattr(beside, "MOST_FILES", 100)
+    monkeypatch.setattr(beside, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(beside, "MAX_TOTAL_BYTES", 100)
     found = open_checkpoint(folder)
     assert {"hf/a.txt", "hf/d.txt"} <= set(found.extras)
     assert not {"hf/b.txt", "hf/c.txt"} & set(found.extras)
@@ -159,7 +159,7 @@ def test_a_large_json_is_carried_as_bytes_and_written_back_as_it_was(
     folder = save(tmp_path / "model")
     text = '{"vocab":   {"a": 1}}'
     (folder / "tokenizer.json").write_text(text)
-    monkeypatch.setattr(beside, "MOST_JSON", 10)
+    monkeypatch.setattr(beside, "MAX_JSON_BYTES", 10)
     found = open_checkpoint(folder)
     assert isinstance(found.extras["hf/tokenizer.json"], TensorName)
     write(found, tmp_path / "out")

@@ -32,11 +32,11 @@ from ckpt_formats.state_dicts.steps import step_of
 Kind = Literal["model", "optimizer", "other"]
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pth.tar", ".pt.tar")
-_BESIDE = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
-_MOST_FILES = 256
-_MOST_LISTED = 8
-_MOST_DEPTH = 8
-_MOST_VALUES = 100_000
+_SIDE_SUFFIXES = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
+_MAX_FILES = 256
+_MAX_LISTED = 8
+_MAX_DEPTH = 8
+_MAX_VALUES = 100_000
 _USUAL = ("model", "pytorch_model", "model_state", "model_state_dict", "state_dict", "weights", "checkpoint", "module")
 _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hparams|trainer|metric|loss", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
@@ -64,9 +64,9 @@ class TorchFolder(Format):
         return path.is_dir() and any(map(_is_torch, (path / name for name in names_in(path))))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MOST_FILES + 1))
-        if len(paths) > _MOST_FILES:
-            raise NotFound(f"holds more than {_MOST_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
+        paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MAX_FILES + 1))
+        if len(paths) > _MAX_FILES:
+            raise NotFound(f"holds more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
         with form_of("a folder of files of torch", path):
             files = [_File(file, _kind_of(file)) for file in map(open_file, paths)]
             return _checkpoint(path, files, options)
@@ -79,21 +79,23 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
     model = _model(path, [one for one in files if one.kind == "model"], files)
     optimizers = [one for one in files if one.kind == "optimizer"]
     others = [one for one in files if one is not model and one not in optimizers]
-    found = PlainTorch().read(model.path, options)
+    checkpoint = PlainTorch().read(model.path, options)
     notices: list[Notice] = []
-    if not optimizers or found.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
+    if not optimizers or checkpoint.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
         others += optimizers
     else:
-        found = _with_optimizers(model.file, optimizers, options)
-    parameters, extras = dict(found.parameters), dict(found.extras)
+        checkpoint = _with_optimizers(model.file, optimizers, options)
+    parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for one in others:
         key = next(key for key in numbered(_key(one.path)) if key not in extras)
         extras[key] = names_for_tensors(one.file.root, key, parameters)
-    beside, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_BESIDE))
-    for name, value in beside.items():
+    side_files, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_SIDE_SUFFIXES))
+    for name, value in side_files.items():
         extras[f"{PREFIX}{name}"] = names_for_tensors(value, f"{PREFIX}{name}", parameters)
     step = (
-        found.origin.step if found.origin.step is not None else _step({_key(one.path): one for one in others}, beside)
+        checkpoint.origin.step
+        if checkpoint.origin.step is not None
+        else _step({_key(one.path): one for one in others}, side_files)
     )
     if further := [one.path.name for one in others if one.kind != "other"]:
         text = "further models and optimizers, which are carried as extras under the names of their files"
@@ -101,26 +103,26 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
     if large:
         notices.append(Notice("not read, being too large to carry", tuple(large), Weight.LOST))
     return replace(
-        found,
+        checkpoint,
         path=path,
-        origin=replace(found.origin, engine="torch", step=step),
+        origin=replace(checkpoint.origin, engine="torch", step=step),
         parameters=parameters,
         extras=extras,
-        files=(*found.files, *map(_shard, others), *shards),
-        seals=(*found.seals, *(seal for one in others for seal in one.file.seals())),
+        files=(*checkpoint.files, *map(_shard, others), *shards),
+        seals=(*checkpoint.seals, *(seal for one in others for seal in one.file.seals())),
         notices=(
-            *found.notices,
+            *checkpoint.notices,
             *notices,
         ),
         original=None,
     )
 
 
-def _step(others: Mapping[str, _File], beside: Mapping[str, Value]) -> int | None:
+def _step(others: Mapping[str, _File], side_files: Mapping[str, Value]) -> int | None:
     """The step that a file beside the model's speaks of."""
-    said = {key: one.file.root for key, one in others.items()}
-    said |= {name.removesuffix(".json"): value for name, value in beside.items()}
-    return step_of(said)
+    values = {key: one.file.root for key, one in others.items()}
+    values |= {name.removesuffix(".json"): value for name, value in side_files.items()}
+    return step_of(values)
 
 
 def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: ReadOptions) -> Checkpoint:
@@ -133,17 +135,17 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
         if inner is not one.file.root:  # what else the file holds, such as a seed
             rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
             root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
-    found = training_state(root, model.path.parent, options.order, options.orders)
+    state_read = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(
         model.path.parent,
-        Origin("torch", None, found.step, {"keys": found.keys.to_json()}),
-        found.parameters,
-        found.groups,
-        found.extras,
-        found.aliases,
+        Origin("torch", None, state_read.step, {"keys": state_read.keys.to_json()}),
+        state_read.parameters,
+        state_read.groups,
+        state_read.extras,
+        state_read.aliases,
         (_shard(_File(model, "model")), *map(_shard, optimizers)),
         tuple(seal for file in (model, *(one.file for one in optimizers)) for seal in file.seals()),
-        found.notices,
+        state_read.notices,
     )
 
 
@@ -194,7 +196,7 @@ def _inner(root: Value) -> Value:
 def _has_weights(root: Value) -> bool:
     """Is there a tensor of floating-point numbers with axes in it, outside of optimizers?"""
     waiting: list[tuple[Value, int]] = [(root, 0)]
-    for _ in range(_MOST_VALUES):
+    for _ in range(_MAX_VALUES):
         if not waiting:
             return False
         value, depth = waiting.pop()
@@ -202,7 +204,7 @@ def _has_weights(root: Value) -> bool:
             tensor = tensor_of(value)
             if tensor.shape and is_float(tensor.dtype):
                 return True
-        elif depth < _MOST_DEPTH and isinstance(value, dict) and not is_optimizer(value):
+        elif depth < _MAX_DEPTH and isinstance(value, dict) and not is_optimizer(value):
             waiting += ((item, depth + 1) for item in value.values())
     return bool(waiting)
 
@@ -225,8 +227,8 @@ def _form(path: Path) -> str:
 def _listed(paths: Iterable[Path]) -> str:
     """Names of files, the newest last: by the numbers in their names, then by their times."""
     by_age = sorted(paths, key=_age)
-    more = f"{len(by_age) - _MOST_LISTED:,} others, " if len(by_age) > _MOST_LISTED else ""
-    return more + ", ".join(printable(one.name) for one in by_age[-_MOST_LISTED:])
+    more = f"{len(by_age) - _MAX_LISTED:,} others, " if len(by_age) > _MAX_LISTED else ""
+    return more + ", ".join(printable(one.name) for one in by_age[-_MAX_LISTED:])
 
 
 def _age(path: Path) -> tuple[list[int], float, str]:

@@ -54,7 +54,7 @@ _LAST = (("model.norm.weight", "norm.scale"), ("lm_head.weight", "output.weight"
 """Names in files and in torchtune, in the order in which its modules register them."""
 _OWN_NAME = "tok_embeddings.weight"
 _PERMUTED = re.compile(r".*\.self_attn\.([qk])_proj\.weight")
-_UNTOLD = (
+_UNMATCHED = (
     "the optimizer's states could not be given to the model's tensors, which torchtune calls by other names: they are "
     "carried as they are"
 )
@@ -78,25 +78,25 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
     folder = _folder_of(path, state.get("epochs_run"))
     base = (HuggingFace() if HuggingFace().detect(folder) else TorchFolder()).read(folder, options)
     optimizer = state.pop("optimizer", None)
-    found, notices = base, [notice for notice in base.notices if notice != HAS_RECIPE]
+    checkpoint, notices = base, [notice for notice in base.notices if notice != HAS_RECIPE]
     if is_optimizer(optimizer) and "param_groups" in optimizer:
-        told = _with_optimizer(base, optimizer)
-        if told is None:
+        with_states = _with_optimizer(base, optimizer)
+        if with_states is None:
             state["optimizer"] = optimizer
-            notices.append(Notice(_UNTOLD, weight=Weight.LOST))
+            notices.append(Notice(_UNMATCHED, weight=Weight.LOST))
         else:
-            found = told
+            checkpoint = with_states
     elif optimizer is not None:
         state["optimizer"] = optimizer
     if newer := [name for name in names_in(path) if _number(name) > _number(folder.name)]:
         text = f"{folder.name} is read, of which the recipe's state is; there are newer weights, without their state"
         notices.append(Notice(text, tuple(newer), Weight.LOST))
-    parameters, extras = dict(found.parameters), dict(found.extras)
+    parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for key, value in state.items():
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
     return replace(
-        found,
+        checkpoint,
         path=path,
         origin=replace(base.origin, engine="torchtune"),
         parameters=parameters,
@@ -141,15 +141,22 @@ def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpo
         return None
     new = {own: name for name, own in pairs}
     try:
-        found = training_state({"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values()))
+        state_read = training_state(
+            {"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values())
+        )
         heads = _heads(config)
-        told = {name: _in_files_order(one, heads) for name, one in found.parameters.items()}
+        reordered = {name: _in_files_order(one, heads) for name, one in state_read.parameters.items()}
     except (Unsupported, BadRules):
         return None
-    if not found.groups:
+    if not state_read.groups:
         return None
     extra = {name: one for name, one in base.parameters.items() if one.role == "extra"}
-    return replace(base, parameters={**told, **extra}, groups=found.groups, aliases={**base.aliases, **found.aliases})
+    return replace(
+        base,
+        parameters={**reordered, **extra},
+        groups=state_read.groups,
+        aliases={**base.aliases, **state_read.aliases},
+    )
 
 
 def _pairs(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[tuple[str, str]] | None:
@@ -172,7 +179,7 @@ def _renamed(optimizer: Mapping[str, Value], new: Mapping[str, str]) -> dict[str
         {**group, "params": [new.get(key, key) if isinstance(key, str) else key for key in group["params"]]}
         for group in optimizer["param_groups"]
     ]
-    states = {new.get(key, key) if isinstance(key, str) else key: kept for key, kept in optimizer["state"].items()}
+    states = {new.get(key, key) if isinstance(key, str) else key: state for key, state in optimizer["state"].items()}
     return {**optimizer, "state": states, "param_groups": groups}
 
 
@@ -198,12 +205,12 @@ def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter
         if name != MODEL and state.size > 1:
             if state.shape != shape:
                 raise Unsupported(f"state {name} of `{parameter.name}` has another shape than it")
-            state = _halves_apart(state, heads[match[1]])
+            state = _even_rows_first(state, heads[match[1]])
         states[name] = state
     return replace(parameter, states=states)
 
 
-def _halves_apart(tensor: Tensor, heads: int) -> Tensor:
+def _even_rows_first(tensor: Tensor, heads: int) -> Tensor:
     """Of the rows of each head, the even ones and then the odd ones."""
     if heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
         raise Unsupported(f"{list(tensor.shape[:1])} rows are not those of {heads} heads")

@@ -50,6 +50,6 @@ class Architecture:
     def differences(self, other: "Architecture") -> Iterator[str]:
         """What another says otherwise, but for what only matters while training: `rotary base 10000 and 500000`."""
         for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if ours != theirs and field.name not in ("dropout", "attention_dropout", "std"):
-                yield f"{field.name} {ours} and {theirs}"
+            value, other_value = getattr(self, field.name), getattr(other, field.name)
+            if value != other_value and field.name not in ("dropout", "attention_dropout", "std"):
+                yield f"{field.name} {value} and {other_value}"

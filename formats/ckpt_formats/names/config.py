@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-_SAID: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+_ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 LLAMA3: dict[str, float] = {
     "low_freq_factor": 1.0,
@@ -60,15 +60,15 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
         return None if key is None else config.get(key, table.absent.get(key))
 
     def number(field: str, default: int | None = None) -> int:
-        found = entry(field)
-        found = default if found is None else found
-        if found is None:
+        value = entry(field)
+        value = default if value is None else value
+        if value is None:
             raise Incomplete(f"config.json does not say the model's {field}", where=where)
-        if not is_natural(found) or not found:
+        if not is_natural(value) or not value:
             raise Corrupt(
-                f"config.json says {field} {printable(str(found))[:60]}: not a number of something", where=where
+                f"config.json says {field} {printable(str(value))[:60]}: not a number of something", where=where
             )
-        return cast(int, found)
+        return cast(int, value)
 
     heads, hidden = number("heads"), number("hidden")
     groups, head_dim = number("groups", heads), number("head_dim", hidden // heads or None)
@@ -121,17 +121,17 @@ def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtyp
         "expert": model.experts,
         "heads": model.heads,
         "groups": model.groups,
-        "activation": _SAID[model.activation],
+        "activation": _ACTIVATION_NAMES[model.activation],
     }
-    said = {key: values[field] if field in values else getattr(model, field) for field, key in fields.items()}
+    entries = {key: values[field] if field in values else getattr(model, field) for field, key in fields.items()}
     if table.learned_positions:
-        said["embd_pdrop"] = model.dropout
+        entries["embd_pdrop"] = model.dropout
     elif model.theta is not None:
-        said |= {"rope_theta": model.theta, "rope_scaling": _scaled(model.scaling)}
+        entries |= {"rope_theta": model.theta, "rope_scaling": _scaled(model.scaling)}
     return {
         "architectures": [table.architectures[0]],
         "model_type": table.model_types[0],
-        **said,
+        **entries,
         **flags,
         "tie_word_embeddings": model.tied,
         # No tokenizer is known, and those of the first models of the family are another's.
@@ -143,19 +143,21 @@ def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtyp
 
 def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float, Scaling | None]:
     """The base and the stretching of rotary frequencies, as transformers 4 or 5 writes them."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(said, dict):
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rotary, dict):
         raise Corrupt("the rotary parameters of config.json are not a mapping", where=where)
-    theta = _real(said.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where)
-    how = said.get("rope_type", said.get("type", "default"))
-    if said.get("partial_rotary_factor", 1.0) != 1.0:
+    theta = _real(
+        rotary.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where
+    )
+    how = rotary.get("rope_type", rotary.get("type", "default"))
+    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise Unsupported("config.json says partial_rotary_factor, which is not done here", where=where)
     if how == "default":
         return theta, None
-    if how == "linear" or (how == "llama3" and all(said.get(key) == value for key, value in LLAMA3.items())):
-        return theta, Scaling(how, _real(said.get("factor"), "factor of rope_scaling", where))
+    if how == "linear" or (how == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())):
+        return theta, Scaling(how, _real(rotary.get("factor"), "factor of rope_scaling", where))
     raise Unsupported(
-        f"config.json stretches rotary frequencies by {printable(str(said))[:120]}, which Megatron does not compute",
+        f"config.json stretches rotary frequencies by {printable(str(rotary))[:120]}, which Megatron does not compute",
         where=where,
     )
 
@@ -166,10 +168,10 @@ def _scaled(scaling: Scaling | None) -> dict[str, Any] | None:
     return {"rope_type": scaling.how, "factor": scaling.factor, **(LLAMA3 if scaling.how == "llama3" else {})}
 
 
-def _real(value: Any, what: str, where: Path, default: float | None = None) -> float:
+def _real(value: Any, name: str, where: Path, default: float | None = None) -> float:
     value = default if value is None else value
     if value is None:
-        raise Incomplete(f"config.json does not say `{what}`", where=where)
+        raise Incomplete(f"config.json does not say `{name}`", where=where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-        raise Corrupt(f"config.json says {what} {printable(str(value))[:60]}, which is no number", where=where)
+        raise Corrupt(f"config.json says {name} {printable(str(value))[:60]}, which is no number", where=where)
     return float(value)

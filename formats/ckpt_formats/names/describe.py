@@ -52,20 +52,20 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
 
 def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> ModelDescription:
     """The model that a configuration describes: the given one, else that which came with the checkpoint."""
-    found = config_of(source) if config is None else config
-    if found is None:
+    known_config = config_of(source) if config is None else config
+    if known_config is None:
         raise Incomplete(
             "there is no config.json, which says what model it is",
             where=source.path,
             hint="Name the model's config.json, or the folder that holds it, with --config.",
         )
-    return _by_config(found, None, source.path)
+    return _by_config(known_config, None, source.path)
 
 
 def config_of(source: Checkpoint) -> Mapping[str, Any] | None:
     """The configuration that came with a checkpoint."""
-    said = source.extras.get(CONFIG)
-    return said if isinstance(said, dict) else None
+    config = source.extras.get(CONFIG)
+    return config if isinstance(config, dict) else None
 
 
 def weights_dtype(source: Checkpoint) -> str | None:
@@ -116,21 +116,21 @@ def _rows(source: Checkpoint, record: Record) -> int:
 
 def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: Path) -> tuple[Family, Architecture]:
     """The one of several families that is what the arguments say: a Mistral is a Llama with a sliding window."""
-    told = [(family, _told(family, record, vocabulary, where)) for family in families]
-    found = [(family, model) for family, model in told if isinstance(model, Architecture)]
-    if not found:
-        raise next(error for _, error in told if isinstance(error, Unsupported))
-    windowed = [one for one in found if "window" in one[0].table.config]
-    plain = [one for one in found if one not in windowed]
-    fitting = windowed if found[0][1].window is not None else plain or windowed
+    attempts = [(family, _try_arguments(family, record, vocabulary, where)) for family in families]
+    matches = [(family, model) for family, model in attempts if isinstance(model, Architecture)]
+    if not matches:
+        raise next(error for _, error in attempts if isinstance(error, Unsupported))
+    windowed = [one for one in matches if "window" in one[0].table.config]
+    plain = [one for one in matches if one not in windowed]
+    fitting = windowed if matches[0][1].window is not None else plain or windowed
     if len(fitting) == 1:
         return fitting[0]
-    several = ", ".join(family.table.family for family, _ in found)
-    said = "those of several families" if fitting else "with a sliding window, those of"
-    raise Unsupported(f"the tensors are {said}: {several}", hint="Say with --config which model it is.")
+    several = ", ".join(family.table.family for family, _ in matches)
+    kinds = "those of several families" if fitting else "with a sliding window, those of"
+    raise Unsupported(f"the tensors are {kinds}: {several}", hint="Say with --config which model it is.")
 
 
-def _told(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
+def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
     """What the arguments describe, if it can be of the family; else why not."""
     try:
         return of_arguments(record, family.table, family.names, vocabulary, None, where)

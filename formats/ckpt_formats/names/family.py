@@ -16,7 +16,7 @@ _NUMBERS = (
     (re.compile(r"(?<=local_experts\.)\d+(?=\.)"), "{expert}"),
     (re.compile(r"(?<=\.experts\.linear_fc[12]\.(?:weight))\d+$"), "{expert}"),
 )
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 KNOWN = "Known are Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2, with their heads for language modelling."
 _HINT = f"{KNOWN} Tensors that the model does without can be left out with --skip; other formats keep Megatron's names."
@@ -54,10 +54,10 @@ def families_of(names: Iterable[str], aliases: Iterable[str] = (), *, partial: b
     """
     present, tied = set(map(pattern_of, names)), set(map(pattern_of, aliases))
     fits = [_fit(table, present, tied) for table in tables()]
-    found = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
-    if not found:
+    families = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
+    if not families:
         raise Unsupported(_none(min(fits, key=lambda fit: len(fit.missing) + len(fit.surplus))), hint=_HINT)
-    return found
+    return families
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
 
 
 def _none(nearest: _Fit) -> str:
-    return f"no family of models that is known has just these tensors. {''.join(_said(nearest))}"
+    return f"no family of models that is known has just these tensors. {''.join(_describe_fit(nearest))}"
 
 
-def _said(fit: _Fit) -> Iterator[str]:
+def _describe_fit(fit: _Fit) -> Iterator[str]:
     yield f"The nearest, {fit.family.table.family}, "
     problems = (("lacks", fit.surplus), ("also has", fit.missing))
-    yield " and ".join(f"{verb} {_few(names)}" for verb, names in problems if names)
+    yield " and ".join(f"{verb} {_listed(names)}" for verb, names in problems if names)
 
 
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + more

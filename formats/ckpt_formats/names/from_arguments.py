@@ -74,26 +74,26 @@ class _ArgumentReader:
         return next((value for value in map(self.record.get, names) if value is not None), default)
 
     def number(self, field: str, *names: str, default: int | None = None) -> int:
-        found = self.get(*names)
-        if found is None:
-            found = getattr(self.other, field) if self.other is not None else default
-        if found is None:
+        value = self.get(*names)
+        if value is None:
+            value = getattr(self.other, field) if self.other is not None else default
+        if value is None:
             raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
-        if not is_natural(found) or not found:
+        if not is_natural(value) or not value:
             raise Corrupt(
-                f"the argument `{names[0]}` is {printable(str(found))[:40]}, no number of something", where=self.where
+                f"the argument `{names[0]}` is {printable(str(value))[:40]}, no number of something", where=self.where
             )
-        return cast(int, found)
+        return cast(int, value)
 
     def real(self, field: str, *names: str, default: float) -> float:
-        found = self.get(*names)
-        if found is None:
-            found = getattr(self.other, field) if self.other is not None else default
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1e30:
+        value = self.get(*names)
+        if value is None:
+            value = getattr(self.other, field) if self.other is not None else default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
             raise Corrupt(
-                f"the argument `{names[0]}` is {printable(str(found))[:40]}, which is no number", where=self.where
+                f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is no number", where=self.where
             )
-        return float(found)
+        return float(value)
 
 
 def of_arguments(
@@ -104,42 +104,42 @@ def of_arguments(
     `names` are the patterns of the names that it has; `other` is what a configuration says. Raises `Unsupported` for a
     model that is of no family here, `Corrupt` or `Incomplete` for arguments that contradict the tensors or do not tell.
     """
-    said = _ArgumentReader(record, other, where)
-    _check_plain(said, _PLAIN)
-    _check_names(said, table, names)
-    experts = said.get("num_experts")
+    arguments = _ArgumentReader(record, other, where)
+    _check_plain(arguments, _PLAIN)
+    _check_names(arguments, table, names)
+    experts = arguments.get("num_experts")
     if experts:
-        _check_plain(said, _PLAIN_EXPERTS)
-    heads, hidden = said.number("heads", "num_attention_heads"), said.number("hidden", "hidden_size")
-    grouped = said.get("group_query_attention")
+        _check_plain(arguments, _PLAIN_EXPERTS)
+    heads, hidden = arguments.number("heads", "num_attention_heads"), arguments.number("hidden", "hidden_size")
+    grouped = arguments.get("group_query_attention")
     by_config = grouped is None and other is not None
-    groups = said.number("groups", "num_query_groups", default=heads) if grouped or by_config else heads
-    chosen = said.number("chosen", "moe_router_topk", default=2) if experts else None
-    if experts and said.get("moe_router_pre_softmax") and chosen != experts:
+    groups = arguments.number("groups", "num_query_groups", default=heads) if grouped or by_config else heads
+    chosen = arguments.number("chosen", "moe_router_topk", default=2) if experts else None
+    if experts and arguments.get("moe_router_pre_softmax") and chosen != experts:
         raise Unsupported("moe_router_pre_softmax: Mixtral's router chooses experts before the softmax", where=where)
-    _check_norm(said, table)
-    theta, scaling = (None, None) if _learned(said, table) else _rotary(said)
-    untied = said.get("untie_embeddings_and_output_weights")
+    _check_norm(arguments, table)
+    theta, scaling = (None, None) if _learned(arguments, table) else _rotary(arguments)
+    untied = arguments.get("untie_embeddings_and_output_weights")
     return Architecture(
-        layers=said.number("layers", "num_layers", "encoder_num_layers"),
+        layers=arguments.number("layers", "num_layers", "encoder_num_layers"),
         hidden=hidden,
-        ffn=said.number("ffn", *(("moe_ffn_hidden_size",) if experts else ()), "ffn_hidden_size"),
+        ffn=arguments.number("ffn", *(("moe_ffn_hidden_size",) if experts else ()), "ffn_hidden_size"),
         heads=heads,
         groups=groups,
-        head_dim=said.number("head_dim", "kv_channels", default=hidden // heads or None),
+        head_dim=arguments.number("head_dim", "kv_channels", default=hidden // heads or None),
         vocabulary=vocabulary,
-        positions=said.number("positions", "max_position_embeddings", "seq_length"),
-        epsilon=said.real("epsilon", "norm_epsilon", "layernorm_epsilon", default=1e-5),
-        activation=_activation(said, table),
+        positions=arguments.number("positions", "max_position_embeddings", "seq_length"),
+        epsilon=arguments.real("epsilon", "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        activation=_activation(arguments, table),
         tied=other.tied if untied is None and other is not None else not untied,
         theta=theta,
         scaling=scaling,
-        experts=said.number("experts", "num_experts") if experts else None,
+        experts=arguments.number("experts", "num_experts") if experts else None,
         chosen=chosen,
-        window=_window(said),
-        dropout=said.real("dropout", "hidden_dropout", default=0.1),
-        attention_dropout=said.real("attention_dropout", "attention_dropout", default=0.1),
-        std=said.real("std", "init_method_std", default=0.02),
+        window=_window(arguments),
+        dropout=arguments.real("dropout", "hidden_dropout", default=0.1),
+        attention_dropout=arguments.real("attention_dropout", "attention_dropout", default=0.1),
+        std=arguments.real("std", "init_method_std", default=0.02),
     )
 
 
@@ -147,115 +147,119 @@ def true_vocabulary(record: Value, rows: int) -> int | None:
     """How many of a table's rows are tokens, where the arguments tell for sure."""
     if not isinstance(record, Record):
         return None
-    padded, said = record.get("padded_vocab_size"), record.get("vocab_size")
+    padded, stated = record.get("padded_vocab_size"), record.get("vocab_size")
     if is_natural(padded) and rows < padded:
         return rows  # a rule has cut the padding off
     # This tokenizer has one token more than it is told, and nobody else counts them: other tokenizers ignore the
     # argument, so that it may be anything.
-    if record.get("tokenizer_type") == "NullTokenizer" and is_natural(said) and said + 1 <= rows:
-        return cast(int, said) + 1
+    if record.get("tokenizer_type") == "NullTokenizer" and is_natural(stated) and stated + 1 <= rows:
+        return cast(int, stated) + 1
     return None
 
 
-def _check_plain(said: _ArgumentReader, plain: Mapping[str, Value]) -> None:
-    for name, value in plain.items():
-        found = said.get(name)
-        listed = isinstance(found, (list, tuple)) and found and all(one == value for one in found)  # for each layer
-        if found is not None and found is not False and found != value and not listed:
+def _check_plain(arguments: _ArgumentReader, plain: Mapping[str, Value]) -> None:
+    for name, plain_value in plain.items():
+        stated = arguments.get(name)
+        listed = (
+            isinstance(stated, (list, tuple)) and stated and all(one == plain_value for one in stated)
+        )  # for each layer
+        if stated is not None and stated is not False and stated != plain_value and not listed:
             raise Unsupported(
-                f"the run's arguments say {name} {printable(str(found))[:60]}, which no family of models that is "
+                f"the run's arguments say {name} {printable(str(stated))[:60]}, which no family of models that is "
                 "known here "
                 "computes",
-                where=said.where,
+                where=arguments.where,
                 hint=f"{KNOWN} Other formats keep Megatron's names.",
             )
 
 
-def _check_names(said: _ArgumentReader, table: Table, names: set[str]) -> None:
+def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> None:
     """Have the layers what the arguments say? Tensors may have been left out, so their names alone do not tell."""
-    linear, qkv = said.get("add_bias_linear"), said.get("add_qkv_bias")
+    linear, qkv = arguments.get("add_bias_linear"), arguments.get("add_qkv_bias")
     expected = {
         "mlp.linear_fc1.bias": linear,
         "linear_proj.bias": linear,
         "linear_qkv.bias": linear or qkv,
-        "q_layernorm.weight": said.get("qk_layernorm"),
-        "mlp.experts.": said.get("num_experts", default=0 if said.record.get("num_layers") is not None else None),
+        "q_layernorm.weight": arguments.get("qk_layernorm"),
+        "mlp.experts.": arguments.get(
+            "num_experts", default=0 if arguments.record.get("num_layers") is not None else None
+        ),
     }
     for part, value in expected.items():
         if value is not None and bool(value) != any(part in name for name in names):
             raise Unsupported(
                 f"by the run's arguments the model has {'' if value else 'no '}`{part}`, unlike the tensors of "
                 f"{table.family} that are here",
-                where=said.where,
+                where=arguments.where,
                 hint=_CONFIG_HINT,
             )
 
 
-def _check_norm(said: _ArgumentReader, table: Table) -> None:
-    norm = said.get("normalization")
+def _check_norm(arguments: _ArgumentReader, table: Table) -> None:
+    norm = arguments.get("normalization")
     if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
         raise Unsupported(
             f"a model with {printable(str(norm))[:40]} and the tensors of {table.family}, which has another norm",
-            where=said.where,
+            where=arguments.where,
         )
 
 
-def _learned(said: _ArgumentReader, table: Table) -> bool:
-    how = "rope" if said.get("use_rotary_position_embeddings") else said.get("position_embedding_type")
-    if how is None and (said.other is not None or table.learned_positions):
+def _learned(arguments: _ArgumentReader, table: Table) -> bool:
+    how = "rope" if arguments.get("use_rotary_position_embeddings") else arguments.get("position_embedding_type")
+    if how is None and (arguments.other is not None or table.learned_positions):
         return table.learned_positions
     if how != ("learned_absolute" if table.learned_positions else "rope"):
         raise Unsupported(
             f"the arguments say position_embedding_type {printable(str(how))[:40]}, with the tensors of {table.family}",
-            where=said.where,
+            where=arguments.where,
             hint=_CONFIG_HINT if how is None else None,
         )
     return table.learned_positions
 
 
-def _rotary(said: _ArgumentReader) -> tuple[float, Scaling | None]:
-    theta = said.real("theta", "rotary_base", default=10000.0)
-    linear, llama3 = said.get("rotary_seq_len_interpolation_factor"), said.get("use_rope_scaling")
+def _rotary(arguments: _ArgumentReader) -> tuple[float, Scaling | None]:
+    theta = arguments.real("theta", "rotary_base", default=10000.0)
+    linear, llama3 = arguments.get("rotary_seq_len_interpolation_factor"), arguments.get("use_rope_scaling")
     if linear is not None and llama3:
-        raise Unsupported("rotary frequencies are stretched in two ways at once", where=said.where)
+        raise Unsupported("rotary frequencies are stretched in two ways at once", where=arguments.where)
     if linear is not None:
-        return theta, Scaling("linear", said.real("", "rotary_seq_len_interpolation_factor", default=1.0))
+        return theta, Scaling("linear", arguments.real("", "rotary_seq_len_interpolation_factor", default=1.0))
     if llama3:
-        return theta, Scaling("llama3", said.real("", "rope_scaling_factor", default=8.0))
-    return theta, said.other.scaling if said.other is not None and llama3 is None else None
+        return theta, Scaling("llama3", arguments.real("", "rope_scaling_factor", default=8.0))
+    return theta, arguments.other.scaling if arguments.other is not None and llama3 is None else None
 
 
-def _activation(said: _ArgumentReader, table: Table) -> Activation:
-    gated = said.get("swiglu")
+def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
+    gated = arguments.get("swiglu")
     if gated is None:
-        gated = said.get("glu_activation") == "swiglu" or (said.other is not None and table.gated)
+        gated = arguments.get("glu_activation") == "swiglu" or (arguments.other is not None and table.gated)
     if bool(gated) != table.gated:
         raise Unsupported(
             f"the arguments say swiglu {bool(gated)}, with the tensors of {table.family}: no family that is known here "
             "computes so",
-            where=said.where,
+            where=arguments.where,
         )
     if gated:
         return "silu"
-    if said.get("bias_gelu_fusion", default=None if said.other else True):
+    if arguments.get("bias_gelu_fusion", default=None if arguments.other else True):
         return "gelu_tanh"  # the fused kernel computes GELU by the hyperbolic tangent
-    if said.other is not None:
-        return said.other.activation
-    if said.get("openai_gelu"):
+    if arguments.other is not None:
+        return arguments.other.activation
+    if arguments.get("openai_gelu"):
         raise Unsupported(
             "the run's arguments say openai_gelu, which Megatron core's layers ignore and those before it do not",
-            where=said.where,
+            where=arguments.where,
             hint=_CONFIG_HINT,
         )
     return "gelu"
 
 
-def _window(said: _ArgumentReader) -> int | None:
-    window = said.get("window_size")
+def _window(arguments: _ArgumentReader) -> int | None:
+    window = arguments.get("window_size")
     if window is None:
-        return None if said.other is None else said.other.window
+        return None if arguments.other is None else arguments.other.window
     if isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not is_natural(window[0]) or window[1] != 0:
-        raise Unsupported(f"a sliding window of {printable(str(window))[:40]}", where=said.where)
+        raise Unsupported(f"a sliding window of {printable(str(window))[:40]}", where=arguments.where)
     return cast(int, window[0]) + 1  # Megatron counts the tokens before, transformers the token itself, too

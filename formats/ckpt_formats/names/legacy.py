@@ -101,9 +101,9 @@ def to_core(source: Checkpoint) -> Checkpoint:
             )
         make = partial(_reordered, version, _heads(source)) if ".linear_qkv." in new and version < 2 else tuple
         changes.append(TensorRename((name,), (new,), make))
-    made = apply_renames(source, changes)
+    renamed = apply_renames(source, changes)
     aliases = {core_name(alias) or alias: core_name(name) or name for alias, name in source.aliases.items()}
-    return replace(made, aliases=aliases, extras={**made.extras, VERSION: max(version, CURRENT)})
+    return replace(renamed, aliases=aliases, extras={**renamed.extras, VERSION: max(version, CURRENT)})
 
 
 def to_legacy(source: Checkpoint) -> Checkpoint:
@@ -114,12 +114,12 @@ def to_legacy(source: Checkpoint) -> Checkpoint:
         if old is None:
             raise Unsupported(f"`{printable(name)}` is a tensor that Megatron's older models have not")
         changes.append(TensorRename((name,), (old,), tuple))
-    made = apply_renames(source, changes)
+    renamed = apply_renames(source, changes)
     aliases = {
         _HEADS[0] if alias == "output_layer.weight" else legacy_name(alias) or alias: legacy_name(name) or name
         for alias, name in source.aliases.items()
     }
-    return replace(made, aliases=aliases, extras={**made.extras, VERSION: CURRENT})
+    return replace(renamed, aliases=aliases, extras={**renamed.extras, VERSION: CURRENT})
 
 
 def _own_names(source: Checkpoint) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_formats.containers.safetensors import is_natural
 
 PLACES = ("layer", "expert")  # the outer one first
-_MOST_NAMES = 1_000_000
+_MAX_NAMES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Table:
         The second name of a tied tensor is among them.
         """
         counts = self._counts(config)
-        held = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
-        return None if counts is None else tuple(_expanded(held, counts, PLACES))
+        patterns = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
+        return None if counts is None else tuple(_expanded(patterns, counts, PLACES))
 
     def lines(self, config: Mapping[str, Any]) -> tuple[NameRow, ...] | None:
         """The rows of all layers and experts that a model with this configuration has, in the model's order.
@@ -130,8 +130,8 @@ class Table:
         if counts is None or expected is None:
             return None
         place = {name: i for i, name in enumerate(expected)}
-        found = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
-        return tuple(sorted(found, key=lambda line: place[line.hf[0]]))
+        lines = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
+        return tuple(sorted(lines, key=lambda line: place[line.hf[0]]))
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[ExpertStack, ...]:
         """What a running model holds otherwise, with true names: of its files, those of the first expert come first."""
@@ -150,17 +150,17 @@ class Table:
 
     def tie(self, config: Mapping[str, Any]) -> Tie | None:
         """The tied names of a model with this configuration."""
-        said = config.get("tie_word_embeddings")
-        return self.tied if (said if isinstance(said, bool) else self.tied.unless_said) else None
+        stated = config.get("tie_word_embeddings")
+        return self.tied if (stated if isinstance(stated, bool) else self.tied.unless_said) else None
 
     def _counts(self, config: Mapping[str, Any]) -> dict[str, int] | None:
         counts: dict[str, int] = {}
         for place, key in self.count.items():
-            said: Any = config.get(key)
-            if not is_natural(said, _MOST_NAMES):
+            value: Any = config.get(key)
+            if not is_natural(value, _MAX_NAMES):
                 return None
-            counts[place] = said
-        return counts if len(self.names) * prod(counts.values()) <= _MOST_NAMES else None
+            counts[place] = value
+        return counts if len(self.names) * prod(counts.values()) <= _MAX_NAMES else None
 
 
 def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:
@@ -186,6 +186,6 @@ def _expanded(patterns: Sequence[str], counts: Mapping[str, int], places: Sequen
         return
     place, inner = f"{{{places[0]}}}", places[1:]
     for repeated, block in groupby(patterns, lambda pattern: place in pattern):
-        held = list(block)
+        block_patterns = list(block)
         for i in range(counts[places[0]] if repeated else 1):
-            yield from _expanded([pattern.replace(place, str(i)) for pattern in held], counts, inner)
+            yield from _expanded([pattern.replace(place, str(i)) for pattern in block_patterns], counts, inner)

@@ -20,8 +20,8 @@ _SIZES = {"heads", "groups", "vocabulary"}
 
 def table_for(config: Mapping[str, Any]) -> Table | None:
     """The table of a model with this configuration; None if there is none for it."""
-    said = config.get("architectures")
-    architectures = said if isinstance(said, list) else []
+    stated = config.get("architectures")
+    architectures = stated if isinstance(stated, list) else []
     for table in tables():
         if config.get("model_type") in table.model_types and (
             not architectures or any(one in table.architectures for one in architectures)
@@ -39,48 +39,49 @@ def tables() -> tuple[Table, ...]:
 
 def parse(family: str, text: str) -> Table:
     """The table that a TOML text says. Raises `ValueError` for one that contradicts itself."""
-    said = tomllib.loads(text)
-    tied = said.pop("tied")
+    entries = tomllib.loads(text)
+    tied = entries.pop("tied")
     try:
         table = Table(
             family,
-            tuple(said.pop("model_types")),
-            tuple(said.pop("architectures")),
-            said.pop("base_prefix"),
-            re.compile("|".join(said.pop("ignored")) or "(?!)"),
-            tuple(map(_name, said.pop("names"))),
-            said.pop("count"),
-            said.pop("sizes"),
-            said.pop("config", {}),
-            said.pop("absent", {}),
+            tuple(entries.pop("model_types")),
+            tuple(entries.pop("architectures")),
+            entries.pop("base_prefix"),
+            re.compile("|".join(entries.pop("ignored")) or "(?!)"),
+            tuple(map(_name, entries.pop("names"))),
+            entries.pop("count"),
+            entries.pop("sizes"),
+            entries.pop("config", {}),
+            entries.pop("absent", {}),
             Tie(tied["alias"], tied["name"], tied["unless_said"]),
-            tuple(_row(**row) for row in said.pop("megatron")),
+            tuple(_row(**row) for row in entries.pop("megatron")),
             tuple(
-                ExpertStack(one["name"], tuple(one["files"]), one.get("how", "same")) for one in said.pop("memory", ())
+                ExpertStack(one["name"], tuple(one["files"]), one.get("how", "same"))
+                for one in entries.pop("memory", ())
             ),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"table {family}: {error}") from None
-    if problems := [*(f"unknown entry `{key}`" for key in said), *_flaws(table)]:
+    if problems := [*(f"unknown entry `{key}`" for key in entries), *_problems(table)]:
         raise ValueError(f"table {family}: {'; '.join(problems)}")
     return table
 
 
-def _name(said: Any) -> Name:
-    return Name(said) if isinstance(said, str) else Name(said.pop("name"), said.pop("when"))
+def _name(entry: Any) -> Name:
+    return Name(entry) if isinstance(entry, str) else Name(entry.pop("name"), entry.pop("when"))
 
 
 def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> NamePattern:
     return NamePattern(name, tuple(hf), how, tuple(also))
 
 
-def _flaws(table: Table) -> Iterator[str]:
+def _problems(table: Table) -> Iterator[str]:
     """What in a table does not fit the rest of it."""
     patterns = [name.pattern for name in table.names]
     conditions = {name.pattern: name.when for name in table.names}
-    told = [name for row in table.rows for name in row.hf]
-    if sorted(patterns) != sorted(told):
-        yield f"names without one row of their own: {sorted(set(patterns) ^ set(told)) or 'some are in two'}"
+    row_names = [name for row in table.rows for name in row.hf]
+    if sorted(patterns) != sorted(row_names):
+        yield f"names without one row of their own: {sorted(set(patterns) ^ set(row_names)) or 'some are in two'}"
     if {table.tied.alias, table.tied.name} - set(patterns):
         yield "ties names that the model does not have"
     if set(table.count) - set(PLACES) or set(table.sizes) != _SIZES:

@@ -63,11 +63,11 @@ def to_arguments(model: Architecture, table: Table, names: set[str], dtype: str 
     }
 
 
-def updated(record: Value, said: Mapping[str, Value]) -> Record:
+def updated(record: Value, arguments: Mapping[str, Value]) -> Record:
     """Arguments that say this: others stay as they are, or are those of a run of one rank."""
     if isinstance(record, Record) and isinstance(record.state, dict):
-        said = {name: value for name, value in said.items() if _TWINS.get(name) not in record.state}
-        return Record(record.cls, record.args, record.kwargs, {**record.state, **said}, new=record.new)
+        arguments = {name: value for name, value in arguments.items() if _TWINS.get(name) not in record.state}
+        return Record(record.cls, record.args, record.kwargs, {**record.state, **arguments}, new=record.new)
     alone: dict[str, Value] = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -78,9 +78,9 @@ def updated(record: Value, said: Mapping[str, Value]) -> Record:
         "transformer_impl": "transformer_engine",
         "use_distributed_optimizer": False,
         "make_vocab_size_divisible_by": 1,
-        "seq_length": said["max_position_embeddings"],
+        "seq_length": arguments["max_position_embeddings"],
     }
-    return Record(Global("argparse", "Namespace"), state={**alone, **said}, new=True)
+    return Record(Global("argparse", "Namespace"), state={**alone, **arguments}, new=True)
 
 
 def _dtype(name: str) -> dict[str, Any]:

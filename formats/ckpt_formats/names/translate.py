@@ -29,7 +29,7 @@ from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 
 _HEAD = "output_layer.weight"
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 
 def naming_of(checkpoint: Checkpoint) -> Naming | None:
@@ -54,10 +54,10 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     configuration contradict each other, `Incomplete` where something is missing.
     """
     source = _without(to_core(checkpoint), COMPUTED)
-    found = describe_model(source, config_of(source) if config is None else config, partial)
-    model, there = found.model, {*source.parameters, *source.aliases}
-    lines = _lines(found, source)
-    _check_known(source, {name for line in lines for name in line.names}, found.table.family)
+    description = describe_model(source, config_of(source) if config is None else config, partial)
+    model, there = description.model, {*source.parameters, *source.aliases}
+    lines = _lines(description, source)
+    _check_known(source, {name for line in lines for name in line.names}, description.table.family)
     if not partial:
         _check_there(source, [line.names[0] for line in lines if not there.intersection(line.names)])
     changes, padding = [], 0
@@ -70,10 +70,10 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     text = f"the last {padding} rows of the vocabulary's tables are padding, and are left out"
     padded = (Notice(text),) if padding else ()
     return replace(
-        apply_renames(source, changes, found.table.expected_names(found.config) or ()),
+        apply_renames(source, changes, description.table.expected_names(description.config) or ()),
         aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
-        extras={**source.extras, CONFIG: dict(found.config)},
-        notices=(*source.notices, *found.notices, *padded),
+        extras={**source.extras, CONFIG: dict(description.config)},
+        notices=(*source.notices, *description.notices, *padded),
     )
 
 
@@ -84,26 +84,32 @@ def to_megatron(
 
     Tables of the vocabulary have their true rows: whoever cuts them pads them. Raises as `to_hf` does.
     """
-    found = by_config_alone(checkpoint, config)
-    source = _without(checkpoint, found.table.ignored)
-    model, there = found.model, {*source.parameters, *source.aliases}
-    lines = _lines(found, source)
-    _check_known(source, {name for line in lines for name in line.hf}, found.table.family)
+    description = by_config_alone(checkpoint, config)
+    source = _without(checkpoint, description.table.ignored)
+    model, there = description.model, {*source.parameters, *source.aliases}
+    lines = _lines(description, source)
+    _check_known(source, {name for line in lines for name in line.hf}, description.table.family)
     wanted = (line.hf for line in lines if not partial or there.intersection(line.hf))
     _check_there(source, [name for names in wanted for name in names if name not in there])
     patterns = {pattern_of(line.names[0]) for line in lines}
-    said = to_arguments(model, found.table, patterns, weights_dtype(source))
-    held = [line for line in lines if source.parameters.keys() >= set(line.hf)]
-    made = apply_renames(source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in held])
-    for line in held:
+    arguments = to_arguments(model, description.table, patterns, weights_dtype(source))
+    present = [line for line in lines if source.parameters.keys() >= set(line.hf)]
+    renamed = apply_renames(
+        source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in present]
+    )
+    for line in present:
         name = line.names[0]
-        check_shape(name, made.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
+        check_shape(name, renamed.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
     extras = {legacy.VERSION: legacy.CURRENT, **step, **source.extras}
     return replace(
-        made,
+        renamed,
         aliases=_aliases(source, {name: line.names[0] for line in lines for name in line.hf}),
-        extras={**extras, ARGUMENTS: updated(source.extras.get(ARGUMENTS), said), CONFIG: dict(found.config)},
+        extras={
+            **extras,
+            ARGUMENTS: updated(source.extras.get(ARGUMENTS), arguments),
+            CONFIG: dict(description.config),
+        },
     )
 
 
@@ -117,9 +123,9 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
 
 
-def _lines(found: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
+def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
     """What the model's tensors are on both sides; the second name of a tied one only where the source speaks of it."""
-    lines, tie = found.table.lines(found.config), found.table.tie(found.config)
+    lines, tie = description.table.lines(description.config), description.table.tie(description.config)
     if lines is None:
         raise Incomplete("config.json does not say how many layers there are", where=source.path)
     if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
@@ -138,7 +144,7 @@ def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
     surplus = [name for name, one in source.parameters.items() if one.role != "extra" and name not in known]
     if surplus:
         raise Unsupported(
-            f"a model of the family {family} has no {_few(surplus)}",
+            f"a model of the family {family} has no {_listed(surplus)}",
             where=source.path,
             hint="Leave them out with --skip, or name the right config.json with --config.",
         )
@@ -147,15 +153,15 @@ def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
 def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
     if missing:
         raise Incomplete(
-            f"the model also has {_few(missing)}",
+            f"the model also has {_listed(missing)}",
             where=source.path,
             hint="Is the configuration the model's own? Are files missing?",
         )
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + more
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
@@ -167,8 +173,8 @@ def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
 
 def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
     """The checkpoint without tensors that models compute rather than load."""
-    kept = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
-    return source if len(kept) == len(source.parameters) else replace(source, parameters=kept)
+    retained = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
+    return source if len(retained) == len(source.parameters) else replace(source, parameters=retained)
 
 
 def _sizes(model: Architecture) -> ModelSizes:

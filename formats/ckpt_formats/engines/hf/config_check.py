@@ -46,25 +46,25 @@ _OF_FAMILIES = (
 _LAYER = re.compile(r"(?:model\.|transformer\.|)(?:layers|h)\.(\d{1,6})\..*")
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Layers behind the model's own, which predict further tokens."""
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 
-def check_fits(spelled: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
+def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
     """Raises `Unsupported` if the configuration is of another model than these tensors, as they will be written.
 
     `partial` says that the user left tensors out.
     """
     if "quantization_config" in config:
         return
-    misfits = [*_shapes(spelled.known, named, config)]
+    misfits = [*_shapes(match.known, named, config)]
     if not misfits:
         misfits += _layers(named, config, partial)
-    if not misfits and spelled.known and not partial:
-        misfits += _names(spelled)
+    if not misfits and match.known and not partial:
+        misfits += _names(match)
     if misfits:
-        more = f" (and {len(misfits) - _MOST_NAMED} more)" if len(misfits) > _MOST_NAMED else ""
+        more = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
         raise Unsupported(
-            f"config.json is not of this model: {'; '.join(misfits[:_MOST_NAMED])}{more}",
+            f"config.json is not of this model: {'; '.join(misfits[:_MAX_NAMES])}{more}",
             hint="Name the model's own with --config; or write the tensors alone, --to safetensors.",
         )
 
@@ -81,9 +81,9 @@ def _shapes(known: bool, named: Sequence[Parameter], config: Mapping[str, Any]) 
         if len(shape) == len(wanted) and all(b in (None, a) for a, b in zip(shape, wanted, strict=True)):
             continue
         if any(size is not None for size in wanted):
-            said = ", ".join(_said(axis, config) for axis in expected)
+            stated = ", ".join(_stated_sizes(axis, config) for axis in expected)
             name = printable(parameter.name)
-            yield f"`{name}` has the shape {list(shape)}, by the configuration ({said}) it is another"
+            yield f"`{name}` has the shape {list(shape)}, by the configuration ({stated}) it is another"
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -103,11 +103,11 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _said(axis: str, config: Mapping[str, Any]) -> str:
+def _stated_sizes(axis: str, config: Mapping[str, Any]) -> str:
     """What the configuration says of an axis, by its own keys."""
     axes = {"queries": ("heads", "head_dim"), "keys": ("groups", "head_dim")}.get(axis, (axis,))
-    found = [key for one in axes for key in _KEYS[one] if key in config] or [_KEYS[axes[0]][0]]
-    return " and ".join(f"{key} {config.get(key)!r:.40}" for key in found)
+    keys = [key for one in axes for key in _KEYS[one] if key in config] or [_KEYS[axes[0]][0]]
+    return " and ".join(f"{key} {config.get(key)!r:.40}" for key in keys)
 
 
 def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> Iterator[str]:
@@ -116,12 +116,12 @@ def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool
     if layers is None or not numbers:
         return
     count = 1 + max(numbers)
-    most = layers + sum(config[key] for key in _PREDICTED if is_natural(config.get(key), 1 << 20))
-    if count > most or (count < layers and not partial):
-        yield f"there are {count} layers, but by the configuration ({_said('layers', config)}) there are {layers}"
+    max_count = layers + sum(config[key] for key in _PREDICTED if is_natural(config.get(key), 1 << 20))
+    if count > max_count or (count < layers and not partial):
+        yield f"there are {count} layers, but by the configuration ({_stated_sizes('layers', config)}) there are {layers}"
 
 
-def _names(spelled: NameMatch) -> Iterator[str]:
-    for name in spelled.missing:
+def _names(match: NameMatch) -> Iterator[str]:
+    for name in match.missing:
         tied = ", which is left out only if tie_word_embeddings is true" if name == "lm_head.weight" else ""
         yield f"`{printable(name)}` is missing{tied}"

@@ -107,9 +107,9 @@ def recognised(path: Path) -> bool:
     names = set(_names(path))
     torch = any(container == "torch" and name in names for name, container in _ENTRIES) or _has_numbered(names)
     weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
-    said = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
+    described = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
     several = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
-    return torch or several or (weights and said) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
+    return torch or several or (weights and described) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
 
 
 def _is_around_a_cut_model(names: set[str]) -> bool:
@@ -126,8 +126,8 @@ def sort_files(path: Path) -> Folder:
     with os.scandir(path) as entries:
         names = {entry.name for entry in entries if entry.is_file()}
     entry, container = _entry(path, names)
-    told = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
-    optimizer = next(told, None) if entry is not None else None
+    candidates = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
+    optimizer = next(candidates, None) if entry is not None else None
     training = [path / name for name in sorted(names) if _TRAINING.fullmatch(name)]
     models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
     known = {entry, optimizer, *training, *models}

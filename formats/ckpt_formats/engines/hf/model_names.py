@@ -66,9 +66,9 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
     Raises `Unsupported` for a stack that is none.
     """
     own = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
-    spelled = match_names([*own, *source.aliases], config)
-    new = spelled.names
-    changes = [_respelling(name, new[name], spelled.stacks.get(new[name])) for name in own]
+    match = match_names([*own, *source.aliases], config)
+    new = match.names
+    changes = [_rename_of(name, new[name], match.stacks.get(new[name])) for name in own]
     if all(change.old == change.new for change in changes):
         return source
     aliases = {new.get(alias, alias): new.get(name, name) for alias, name in source.aliases.items()}
@@ -77,11 +77,11 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 
 def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
     """What a tensor of a running model is in files. Raises `Unsupported` if it is not the stack that it should be."""
-    held = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
-    return tuple(piece for one in held for piece in TRANSFORMS[stack.how].split(one, _NO_SIZES))
+    tensors = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
+    return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.how].split(part, _NO_SIZES))
 
 
-def _respelling(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
+def _rename_of(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
     if stack is None:
         return TensorRename((old,), (new,), tuple)
     return TensorRename((old,), stack.files, lambda tensors: as_in_files(tensors[0], stack))
@@ -96,18 +96,18 @@ def _renamings(names: list[str]) -> Iterator[dict[str, str]]:
         common = next((p for p in _PREFIXES if names and all(name.startswith(p) for name in short.values())), None)
         if common is None:
             return
-        short = {name: said.removeprefix(common) for name, said in short.items()}
+        short = {name: long_name.removeprefix(common) for name, long_name in short.items()}
 
 
 def _unfit(
     names: Iterable[str], expected: Iterable[str], table: Table, tie: Tie | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that the model lacks, and names that it has no use for. Without its head it may lack the prefix, too."""
-    held = set(names)
+    present = set(names)
     wanted = list(expected)
-    if held and not any(name.startswith(table.base_prefix) for name in held):
+    if present and not any(name.startswith(table.base_prefix) for name in present):
         wanted = [name.removeprefix(table.base_prefix) for name in wanted]
     optional = {tie.alias} if tie else set()
-    missing = tuple(name for name in wanted if name not in held and name not in optional)
-    surplus = tuple(sorted(name for name in held - set(wanted) if not table.ignored.fullmatch(name)))
+    missing = tuple(name for name in wanted if name not in present and name not in optional)
+    surplus = tuple(sorted(name for name in present - set(wanted) if not table.ignored.fullmatch(name)))
     return missing, surplus

@@ -6,7 +6,7 @@ from typing import Any
 from ckpt_formats.core.values import Value
 from ckpt_formats.names import table_for
 
-UNTOLD = (
+UNKNOWN_ORDER = (
     "the optimizer numbers its parameters, and nothing in the folder says in which order: its states are carried as "
     "they are. Put the model's config.json beside them, or name them with --param-order"
 )
@@ -31,8 +31,8 @@ def in_models_order(names: Sequence[str], config: Mapping[str, Any] | None) -> l
     expected = table.expected_names(config) if table and config else None
     if table is None or expected is None:
         return None
-    held, known = set(names), set(expected)
-    order = [name for name in expected if name in held]
+    present, known = set(names), set(expected)
+    order = [name for name in expected if name in present]
     rest = [name for name in names if name not in known]
-    complete = known - held <= {table.tied.alias}
+    complete = known - present <= {table.tied.alias}
     return [*order, *rest] if complete and all(table.ignored.fullmatch(name) for name in rest) else None

@@ -13,9 +13,9 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.components import ComponentFiles, components_of, read_components, together
+from ckpt_formats.engines.hf.components import ComponentFiles, components_of, merge_models, read_components
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
-from ckpt_formats.engines.hf.parameter_order import UNTOLD, in_models_order, numbered_only
+from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
@@ -46,40 +46,40 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     components = components_of(path)
     several = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
     inner = _cut_model(path, options) if folder.entry is None and not components else None
-    beside, shards, large = read_side_files(folder.others)
+    side_files, shards, large = read_side_files(folder.others)
     states, more, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
-    files = {**beside, **several.beside, **states}
+    files = {**side_files, **several.side_files, **states}
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
     if inner is not None:
-        found = _around(inner, extras)
+        checkpoint = _around(inner, extras)
     else:
-        found = _with_model(folder, _model(folder, several), config_of(beside), extras, options)
-    step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
+        checkpoint = _with_model(folder, _model(folder, several), config_of(side_files), extras, options)
+    step = (config_of(side_files, TRAINER_STATE) or {}).get("global_step")
     return replace(
-        found,
+        checkpoint,
         path=path,
-        origin=replace(found.origin, step=step if is_natural(step) else found.origin.step),
-        files=(*found.files, *shards, *several.shards, *more),
-        seals=(*found.seals, *seals),
-        notices=(*found.notices, *several.notices, *_too_large(large), *_lacks(folder, found)),
+        origin=replace(checkpoint.origin, step=step if is_natural(step) else checkpoint.origin.step),
+        files=(*checkpoint.files, *shards, *several.shards, *more),
+        seals=(*checkpoint.seals, *seals),
+        notices=(*checkpoint.notices, *several.notices, *_too_large(large), *_lacks(folder, checkpoint)),
     )
 
 
 def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
     """The model of the folder, and those of its components. Raises `Incomplete` if there is none."""
     own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
-    model = together(own, several.model)
+    model = merge_models(own, several.model)
     if not model.state:
         raise Incomplete("there are no weights", where=folder.path)
     return model
 
 
-def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
+def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
     """What belongs to the model, and is not in its folder."""
-    if folder.of_a_run and folder.optimizer is None and not found.groups and "optimizer" not in found.extras:
+    if folder.of_a_run and folder.optimizer is None and not checkpoint.groups and "optimizer" not in checkpoint.extras:
         yield _NO_OPTIMIZER
     if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
-        base = found.extras.get(f"{PREFIX}adapter_config.json")
+        base = checkpoint.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
         which = f" ({printable(named)[:100]})" if isinstance(named, str) and named else ""
         yield Notice(f"an adapter of PEFT, without the model that it adapts{which}")
@@ -105,23 +105,27 @@ def _with_model(
             root["optimizer"] = optimizer.root
         else:
             extras[key] = optimizer.root
-            notices = (Notice(UNTOLD, weight=Weight.LOST),)
-    found = training_state(root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None)
-    if optimizer is not None and "optimizer" in found.extras:
-        found.extras[key] = found.extras.pop("optimizer")
+            notices = (Notice(UNKNOWN_ORDER, weight=Weight.LOST),)
+    state_read = training_state(
+        root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None
+    )
+    if optimizer is not None and "optimizer" in state_read.extras:
+        state_read.extras[key] = state_read.extras.pop("optimizer")
     metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}
     version = (config or {}).get("transformers_version")
-    aliases = {**model.aliases, **found.aliases, **_tied(found.parameters, config)}
+    aliases = {**model.aliases, **state_read.aliases, **_tied(state_read.parameters, config)}
     return Checkpoint(
         folder.path,
-        Origin("hf", version if isinstance(version, str) else None, found.step, {"keys": found.keys.to_json()}),
-        found.parameters,
-        found.groups,
-        {**found.extras, **metadata},
+        Origin(
+            "hf", version if isinstance(version, str) else None, state_read.step, {"keys": state_read.keys.to_json()}
+        ),
+        state_read.parameters,
+        state_read.groups,
+        {**state_read.extras, **metadata},
         aliases,
         (*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
         (*model.seals, *(optimizer.seals() if optimizer else ())),
-        (*model.notices, *found.notices, *notices),
+        (*model.notices, *state_read.notices, *notices),
     )
 
 
@@ -162,8 +166,8 @@ def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
 
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
     parameters = dict(inner.parameters)
-    lifted = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
-    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
+    named = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
+    return replace(inner, parameters=parameters, extras={**inner.extras, **named})
 
 
 def _too_large(names: Sequence[str]) -> tuple[Notice, ...]:

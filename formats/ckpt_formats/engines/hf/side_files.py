@@ -15,14 +15,14 @@ from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE
 
 PREFIX = "hf/"
 """Of the extras that are files, before the file's name."""
-MOST_JSON = 1 << 20
+MAX_JSON_BYTES = 1 << 20
 """Bytes of a file that is carried as typed values; larger ones are carried as bytes."""
-MOST_FILE = 64 << 20
-MOST_FILES = 512 << 20
+MAX_FILE_BYTES = 64 << 20
+MAX_TOTAL_BYTES = 512 << 20
 """Bytes of one other file, and of all of them."""
 
 _TYPED = (CONFIG, TRAINER_STATE, "adapter_config.json")
-_MOST_TYPED = 64 << 20
+_MAX_TYPED_BYTES = 64 << 20
 """Bytes of those that must be understood: a long run's log is in one of them."""
 
 
@@ -34,33 +34,33 @@ def read_side_files(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Sour
     """
     values: dict[str, Value] = {}
     shards: list[SourceFile] = []
-    left: list[str] = []
+    too_large: list[str] = []
     total = 0
     for file in files:
         with open_regular(file) as opened:
             nbytes = opened.seek(0, 2)
         if file.name in _TYPED:
-            values[file.name] = parse_json_object(read_whole(file, _MOST_TYPED), file)
-        elif nbytes <= MOST_FILE and total + nbytes <= MOST_FILES:
+            values[file.name] = parse_json_object(read_whole(file, _MAX_TYPED_BYTES), file)
+        elif nbytes <= MAX_FILE_BYTES and total + nbytes <= MAX_TOTAL_BYTES:
             total += nbytes
             values[file.name] = _value(file, nbytes)
         else:
-            left.append(file.name)
+            too_large.append(file.name)
             continue
         shards.append(SourceFile(file, nbytes, "other"))
-    return values, tuple(shards), left
+    return values, tuple(shards), too_large
 
 
 def config_of(values: Mapping[str, Value], key: str = CONFIG) -> dict[str, Value] | None:
     """The model's configuration, if there is one."""
-    said = values.get(key)
-    return said if isinstance(said, dict) else None
+    config = values.get(key)
+    return config if isinstance(config, dict) else None
 
 
 def _value(file: Path, nbytes: int) -> Value:
-    if file.suffix == ".json" and nbytes <= MOST_JSON:
+    if file.suffix == ".json" and nbytes <= MAX_JSON_BYTES:
         try:
-            return parse_json_object(read_whole(file, MOST_JSON), file)
+            return parse_json_object(read_whole(file, MAX_JSON_BYTES), file)
         except Corrupt:
             pass  # a list, or something that only looks like JSON: its bytes are carried
     return Tensor.of(FileBlob.packed(file, 0, (nbytes,), np.dtype(np.uint8)))

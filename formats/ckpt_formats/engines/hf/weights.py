@@ -55,10 +55,10 @@ def torch_shard(file: TorchFile, role: str) -> SourceFile:
 
 
 def _safetensors(entry: Path) -> ModelFiles:
-    found = read_weights(*shard_paths(entry))
-    aliases = found.aliases()
-    said = {key: value for key, value in found.metadata.items() if key not in aliases}
-    return ModelFiles(dict(found.tensors), False, aliases, said, found.shards, (), found.notices)
+    weights = read_weights(*shard_paths(entry))
+    aliases = weights.aliases()
+    metadata = {key: value for key, value in weights.metadata.items() if key not in aliases}
+    return ModelFiles(dict(weights.tensors), False, aliases, metadata, weights.shards, (), weights.notices)
 
 
 def _torch(entry: Path) -> ModelFiles:
@@ -72,9 +72,9 @@ def _torch(entry: Path) -> ModelFiles:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    found = one_set(folder, ".bin", only_numbered=True)
-    assert isinstance(found, list)  # an index would have been the entry
-    return found
+    paths = one_set(folder, ".bin", only_numbered=True)
+    assert isinstance(paths, list)  # an index would have been the entry
+    return paths
 
 
 def _torch_files(files: Sequence[TorchFile], index: ShardIndex | None) -> ModelFiles:
@@ -107,14 +107,14 @@ def _check_against_whole(folder: Folder, model: ModelFiles) -> None:
     entry, ranks = folder.path, folder.entry
     if entry == ranks or not (any(entry.glob("*.safetensors")) or any(entry.glob("*.safetensors.index.json"))):
         return
-    whole = read_weights(*shard_paths(entry)).tensors
-    for name in {**whole, **model.state}:
-        ours, theirs = model.state.get(name), whole.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            said = "is not there" if ours is None else f"has the shape {list(ours.shape)}"
-            other = "nothing" if theirs is None else f"the shape {list(theirs.shape)}"
+    merged_tensors = read_weights(*shard_paths(entry)).tensors
+    for name in {**merged_tensors, **model.state}:
+        of_ranks, merged = model.state.get(name), merged_tensors.get(name)
+        if of_ranks is None or merged is None or of_ranks.shape != merged.shape or of_ranks.dtype != merged.dtype:
+            stated = "is not there" if of_ranks is None else f"has the shape {list(of_ranks.shape)}"
+            stated_merged = "nothing" if merged is None else f"the shape {list(merged.shape)}"
             raise Incomplete(
-                f"tensor `{printable(name)}` {said} in the files of the ranks, but {other} in those beside",
+                f"tensor `{printable(name)}` {stated} in the files of the ranks, but {stated_merged} in those beside",
                 where=ranks,
                 hint="Is a rank's file missing?",
             )

@@ -18,7 +18,7 @@ from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, expert_of, is_buffer, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.engines.megatron.shared.stages import Stages
-from ckpt_formats.engines.megatron.shared.merge import LocalCopy, whole
+from ckpt_formats.engines.megatron.shared.merge import LocalCopy, merge_shards
 from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
 from ckpt_formats.core.values import Value
 
@@ -52,20 +52,20 @@ class ReplicaGroup:
     ep: int = 0
 
 
-def states_of(model: BufferedModel, found: SplitItems) -> dict[str, dict[str, Tensor]]:
+def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Tensor]]:
     """States of all parameters, whole, by name."""
-    groups: dict[Group, object] = {**found.buckets, **{g: o for g, o in found.objects.items() if "param_state" in o}}
+    groups: dict[Group, object] = {**items.buckets, **{g: o for g, o in items.objects.items() if "param_state" in o}}
     apart = any(chain for chain, _ in groups)
-    held: dict[str, dict[int, LocalCopy]] = {}
+    shards: dict[str, dict[int, LocalCopy]] = {}
     copied: dict[int, LocalCopy] = {}
     for rank in _ranks(model.parallel, apart):
         group = (rank.chain, rank.index)
         if group not in groups:
             raise Incomplete(f"the optimizer's buffers of rank group {rank.index} are missing", where=model.args.where)
         chunks = [_chunk(model, rank, v, apart) for v in range(model.stages.chunks)]
-        for (_, name), states in _read(model, rank, chunks, found, apart).items():
-            target = copied if name == HEAD and model.tied_copy else held.setdefault(name, {})
-            target[rank.cut] = LocalCopy(states)
+        for (_, name), rank_states in _read(model, rank, chunks, items, apart).items():
+            target = copied if name == HEAD and model.tied_copy else shards.setdefault(name, {})
+            target[rank.cut] = LocalCopy(rank_states)
     if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, apart)}):
         raise Corrupt(
             f"the optimizer has buffers of rank group {odd[0][1]}, but the arguments state tp {model.parallel.tp}, "
@@ -73,15 +73,15 @@ def states_of(model: BufferedModel, found: SplitItems) -> dict[str, dict[str, Te
             where=model.args.where,
             hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
         )
-    made = {name: _whole(name, shards, model.layout) for name, shards in held.items()}
+    states = {name: _merged_states(name, by_rank, model.layout) for name, by_rank in shards.items()}
     if copied:
-        copy = _whole(WORD_TABLE, copied, model.layout)
-        made[WORD_TABLE] = {state: with_replicas([one, copy[state]]) for state, one in made[WORD_TABLE].items()}
-    return made
+        copy = _merged_states(WORD_TABLE, copied, model.layout)
+        states[WORD_TABLE] = {state: with_replicas([one, copy[state]]) for state, one in states[WORD_TABLE].items()}
+    return states
 
 
-def _whole(name: str, shards: Mapping[int, LocalCopy], layout: Layout) -> dict[str, Tensor]:
-    return dict(whole(name, [shards[i] for i in sorted(shards)], layout).states)
+def _merged_states(name: str, shards: Mapping[int, LocalCopy], layout: Layout) -> dict[str, Tensor]:
+    return dict(merge_shards(name, [shards[i] for i in sorted(shards)], layout).states)
 
 
 def _ranks(parallel: Parallel, apart: bool) -> Iterator[ReplicaGroup]:
@@ -103,7 +103,7 @@ def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) ->
     last = rank.pp == model.parallel.pp - 1 and chunk == model.stages.chunks - 1
     experts = model.args.number("num_experts", default=0) // model.parallel.ep
     own = range(rank.ep * experts, (rank.ep + 1) * experts)
-    names = [n for n in model.weights if not is_buffer(n) and _is_here(n, layers, first, last)]
+    names = [n for n in model.weights if not is_buffer(n) and _is_in_chunk(n, layers, first, last)]
     if apart:
         names = [n for n in names if is_expert(n) == bool(rank.chain) and (not rank.chain or expert_of(n) in own)]
     if last and model.tied_copy:
@@ -113,7 +113,7 @@ def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) ->
     return ModelChunk({name: _local(model, name, rank.cut) for name in modules.ordered(names)}, {})
 
 
-def _is_here(name: str, layers: range, first: bool, last: bool) -> bool:
+def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
     layer = layer_of(name)
     if layer is not None:
         return layer in layers
@@ -132,18 +132,18 @@ def _local(model: BufferedModel, name: str, cut: int) -> Tensor:
 
 
 def _read(
-    model: BufferedModel, rank: ReplicaGroup, chunks: Sequence[ModelChunk], found: SplitItems, apart: bool
+    model: BufferedModel, rank: ReplicaGroup, chunks: Sequence[ModelChunk], items: SplitItems, apart: bool
 ) -> dict[Key, dict[str, Tensor]]:
     group = (rank.chain, rank.index)
     dp = model.parallel.expert_dp if rank.chain else model.parallel.dp
     buckets = buckets_of(model.args, model.parallel, rank.pp, dp, sum(chunk.numel for chunk in chunks))
     buffers: list[Buffer] = buffers_of(chunks, buckets.tied, None)
-    if group not in found.buckets:
-        return read_buffers(found.objects[group]["param_state"], buffers, buckets, model.args.where)
-    saved: dict[Value, Value] = {}
-    for number, states in found.buckets[group].items():
+    if group not in items.buckets:
+        return read_buffers(items.objects[group]["param_state"], buffers, buckets, model.args.where)
+    buckets_saved: dict[Value, Value] = {}
+    for number, states in items.buckets[group].items():
         lists = {state: [parts[i] for i in sorted(parts)] for state, parts in states.items()}
         if any(sorted(parts) != list(range(len(parts))) for parts in states.values()):
             raise Corrupt(f"a bucket of buffer {number} of rank group {rank.index} is missing", where=model.args.where)
-        saved[number] = {"": lists}
-    return read_buffers(saved, buffers, buckets, model.args.where)
+        buckets_saved[number] = {"": lists}
+    return read_buffers(buckets_saved, buffers, buckets, model.args.where)

@@ -23,7 +23,7 @@ from ckpt_formats.core.tensor import Fragment, Tensor
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.values import Value
 
-_MOST_JSON = 1 << 20
+_MAX_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)")
 
 
@@ -44,8 +44,8 @@ class DistFiles:
 
     @property
     def root(self) -> Mapping[str, Value]:
-        found: Mapping[str, Value] = self.common.root
-        return found
+        root: Mapping[str, Value] = self.common.root
+        return root
 
 
 def open_dist(path: Path) -> DistFiles:
@@ -61,12 +61,12 @@ def open_dist(path: Path) -> DistFiles:
     tensors = {key: _tensor(key, stored, items, blocks) for key, stored in metadata.tensors.items()}
     objects: dict[str, Value] = {}
     seals: list[Seal] = [*common.seals()]
-    reading = ObjectReader(items)
+    object_reader = ObjectReader(items)
     for key, item in metadata.objects.items():
-        found = reading.read(key, item)
+        loaded = object_reader.read(key, item)
         # Megatron saves each object as a list of one.
-        objects[key] = found.value[0] if isinstance(found.value, list) and len(found.value) == 1 else found.value
-        seals += found.seals
+        objects[key] = loaded.value[0] if isinstance(loaded.value, list) and len(loaded.value) == 1 else loaded.value
+        seals += loaded.seals
     parallel = parallel_of(args)
     check_agreement(_statements(path, common, objects, parallel), path)
     sizes = {file: (path / file).stat().st_size for file in metadata.files}
@@ -99,14 +99,14 @@ def _absent(objects: Mapping[str, Value], path: Path) -> Iterator[Notice]:
     for key in objects:
         if shard := shard_of(key):
             parts[shard[0], shard[2]] = parts.get((shard[0], shard[2]), 0) + 1
-    for (key, counts), held in parts.items():
-        if held < prod(counts) and key == "rng_state":
+    for (key, counts), count in parts.items():
+        if count < prod(counts) and key == "rng_state":
             raise Incomplete(
-                f"random states of {held} ranks are here, but `{key}` is of {prod(counts)}",
+                f"random states of {count} ranks are here, but `{key}` is of {prod(counts)}",
                 where=path / METADATA,
                 hint="Copy all files of the iteration again.",
             )
-    if lacking := tuple(key for (key, counts), held in parts.items() if held < prod(counts)):
+    if lacking := tuple(key for (key, counts), count in parts.items() if count < prod(counts)):
         yield Notice("some parts of these objects are not here", lacking, Weight.UNSURE)
 
 
@@ -121,29 +121,29 @@ def shard_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
 
 def _check_container(path: Path) -> tuple[Notice, ...]:
     file = path / CONTAINER_FILE
-    said = parse_json_object(read_whole(file, _MOST_JSON), file)
-    backend = said.get("sharded_backend")
+    fields = parse_json_object(read_whole(file, _MAX_JSON_BYTES), file)
+    backend = fields.get("sharded_backend")
     if backend != "torch_dist":
         raise Unsupported(
             f"its tensors are kept as {printable(str(backend))[:40]!r}, which Megatron has given up",
             where=file,
             hint="Load it with an older Megatron and save with --ckpt-format torch_dist.",
         )
-    version = said.get("sharded_backend_version", 1)
+    version = fields.get("sharded_backend_version", 1)
     text = f"{CONTAINER_FILE} is of version {printable(str(version))[:20]}, which is not known: read as version 1"
     return () if version == 1 else (Notice(text, weight=Weight.UNSURE),)
 
 
 def _tensor(key: str, stored: StoredTensor, items: ItemReader, blocks: list[ItemBlob]) -> Tensor:
-    held = []
+    blobs = []
     for box, item in stored.blocks:
         if item is None:
             raise Corrupt(
                 f"`{printable(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
             )
-        held.append((box, ItemBlob(key, box, stored.dtype, item, items)))
-    blocks += (block for _, block in held)
-    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+        blobs.append((box, ItemBlob(key, box, stored.dtype, item, items)))
+    blocks += (block for _, block in blobs)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in blobs))
 
 
 def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[SourceFile]:

@@ -63,12 +63,12 @@ class Keys:
     @cached_property
     def mixed(self) -> bool:
         """Have layers keys of their own, since they may be of several kinds?"""
-        return self._said_mixed or self.unlike
+        return self._stated_mixed or self.differing
 
     @cached_property
-    def unlike(self) -> bool:
+    def differing(self) -> bool:
         """Do layers differ though the arguments do not say so? Then the checkpoint must."""
-        if self._said_mixed:
+        if self._stated_mixed:
             return False
         return any(
             sorted(stack) != list(range(len(stack))) or any(forms != stack[0] for forms in stack.values())
@@ -76,27 +76,27 @@ class Keys:
         )
 
     @property
-    def _said_mixed(self) -> bool:
+    def _stated_mixed(self) -> bool:
         """Do the arguments allow layers of several kinds? Source: Megatron core, `TransformerBlock`, `MambaStack`."""
         record, extras = self.target.args.record, self.target.source.extras
-        said = extras.get("content_metadata")
+        content = extras.get("content_metadata")
         return (
-            any(_varies(record.get(f"{what}_freq")) for what in ("moe_layer", "linear_attention"))
-            or any(record.get(f"heterogeneous_layers_config_{what}") for what in ("path", "encoded_json"))
+            any(_varies(record.get(f"{kind}_freq")) for kind in ("moe_layer", "linear_attention"))
+            or any(record.get(f"heterogeneous_layers_config_{kind}") for kind in ("path", "encoded_json"))
             or self.target.args.flag("hetereogenous_dist_checkpoint")
-            or (isinstance(said, dict) and bool(said.get(MIXED)))
+            or (isinstance(content, dict) and bool(content.get(MIXED)))
             or any(".mixer." in name for name in self.target.source.parameters)
         )
 
     @cached_property
     def _layers(self) -> Mapping[str, Mapping[int, set[tuple[str, Shape]]]]:
         """Of each stack of layers: the form of each layer, its experts counted once."""
-        found: dict[str, dict[int, set[tuple[str, Shape]]]] = {}
+        stacks: dict[str, dict[int, set[tuple[str, Shape]]]] = {}
         for name, parameter in self.target.source.parameters.items():
             if (match := _LAYER.fullmatch(name)) and parameter.role != "extra":
-                forms = found.setdefault(match[1], {}).setdefault(int(match[2]), set())
+                forms = stacks.setdefault(match[1], {}).setdefault(int(match[2]), set())
                 forms.add((match[3], parameter.weight.shape))
-        return found
+        return stacks
 
     @cached_property
     def _experts(self) -> int:

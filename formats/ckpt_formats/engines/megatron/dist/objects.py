@@ -34,19 +34,19 @@ class ObjectShards:
 
     def entries(self, number: int) -> Iterator[tuple[RankCoords, Entry]]:
         """Every object, and the rank that writes it; they are counted from `number` on."""
-        found = (*self._extra_states(), *self._random_states(), *self._others())
-        for i, (place, key, value) in enumerate(found):
+        objects = (*self._extra_states(), *self._random_states(), *self._others())
+        for i, (place, key, value) in enumerate(objects):
             # Megatron saves each object as a list of one.
             yield place, Entry(key, (key,), number + i, [tensors_for_names(value, self.target.source.parameters)])
 
     def _extra_states(self) -> Iterator[tuple[RankCoords, str, Value]]:
-        had = {n: v for n, v in self.items.extra_states(RankCoords(0, 0)).items() if is_extra_state(n)}
+        stored = {n: v for n, v in self.items.extra_states(RankCoords(0, 0)).items() if is_extra_state(n)}
         needed = dict.fromkeys(self._modules())
         # Without fp8 they say nothing, so what the source lacks can be made.
-        for name in {**needed, **{n: None for n in had if not _GROUPED.fullmatch(n) and (n != _HEAD or had[n])}}:
-            value = had.get(name)
+        for name in {**needed, **{n: None for n in stored if not _GROUPED.fullmatch(n) and (n != _HEAD or stored[n])}}:
+            value = stored.get(name)
             if value is None and is_expert(name):
-                value = had.get(re.sub(r"\.local_experts\.\d+", "", name))
+                value = stored.get(re.sub(r"\.local_experts\.\d+", "", name))
             yield self.tensors.writer(name), self.keys.of(name).object(), value
 
     def _modules(self) -> Iterator[str]:

@@ -32,7 +32,7 @@ _BUCKET = re.compile(
 )
 _OBJECT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.([a-z_]+)/shard_.*")
 _OPTIMIZERS = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_MOST = 1 << 20
+_MAX_SHARDS = 1 << 20
 
 Group = tuple[int, int]
 """Which optimizer of a chain, and which of the groups of ranks that hold the same parameters."""
@@ -55,34 +55,34 @@ class SplitItems:
     @property
     def flat(self) -> bool:
         """Are states kept in buffers without names?"""
-        return bool(self.buckets) or any("param_state" in said for said in self.objects.values())
+        return bool(self.buckets) or any("param_state" in items for items in self.objects.values())
 
 
-def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
+def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
     """Sort a checkpoint's keys."""
-    found = SplitItems()
+    items = SplitItems()
     for key, tensor in tensors.items():
         if match := _STATE.fullmatch(key):
             state = MASTER if match[1] in MASTERS else match[1]
             name = match[2].removeprefix(WRAPPER)
-            if found.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
+            if items.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
                 raise Corrupt(f"the state `{state}` of `{printable(name)}` is stored twice")
         elif match := _BUCKET.fullmatch(key):
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
             state = MASTER if match[6] in MASTERS else match[6]
-            found.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
+            items.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
         elif _OPTIMIZERS.match(key):
-            found.others[key] = tensor  # of a kind that is not known, but none of the model
+            items.others[key] = tensor  # of a kind that is not known, but none of the model
         else:
-            found.wrapped = found.wrapped or key.startswith(WRAPPER)
-            if found.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
+            items.wrapped = items.wrapped or key.startswith(WRAPPER)
+            if items.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
                 raise Corrupt(f"`{printable(key)}` is stored twice")
     for key, value in objects.items():
         if match := _OBJECT.fullmatch(key):
-            found.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
+            items.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
         else:
-            found.others[key.removeprefix(WRAPPER)] = value
-    return found
+            items.others[key.removeprefix(WRAPPER)] = value
+    return items
 
 
 def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
@@ -94,7 +94,7 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
     if len(counts) != len(shape) or any(n < 1 or m % n for n, m in zip(counts, shape, strict=True)):
         raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
     local = tuple(m // n for n, m in zip(counts, shape, strict=True))
-    if prod(local) != flat.shape[-1] or prod(counts) > _MOST:
+    if prod(local) != flat.shape[-1] or prod(counts) > _MAX_SHARDS:
         raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
     by_place: dict[Shape, list[Fragment]] = {}
     for fragment in flat.fragments:
@@ -107,8 +107,8 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
             blob = unstacked(blob, 0)
         by_place.setdefault(fragment.box.start[:-1], []).append(Fragment(run, blob.fragments[0].blob))
     parts: list[Fragment] = []
-    for place, held in by_place.items():
-        shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(held)), 0, local)
+    for place, fragments in by_place.items():
+        shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(fragments)), 0, local)
         corner = tuple(i * n for i, n in zip(place, local, strict=True))
         parts += (Fragment(one.box.shift(corner), one.blob) for one in shard.fragments)
     return from_fragments(shape, parts, flat.dtype)

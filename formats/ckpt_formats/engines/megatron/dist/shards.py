@@ -23,13 +23,13 @@ from ckpt_formats.engines.megatron.shared.arguments import Parallel
 from ckpt_formats.engines.megatron.dist.keys import Key, Keys
 from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
 from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, compared
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, computed_weight
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.views import LayersBlob
 
-_PIECES = {
+_PART_NAMES = {
     r".*\.mixer\.in_proj\.weight": ("z", "x", "B", "C", "dt"),
     r".*\.mixer\.conv1d\.(?:weight|bias)": ("x", "B", "C"),
     r".*\.self_attention\.in_proj\.weight": ("query", "key", "value", "z", "beta", "alpha"),
@@ -76,7 +76,7 @@ class KeyedTensors:
     def entries(self) -> Iterator[tuple[RankCoords, Parameter, Entry]]:
         """Every block, the rank that writes it, and the parameter that it is of."""
         stacks: dict[str, _Stack] = {}
-        held: list[tuple[str, Parameter, KeyedShards]] = []
+        keyed: list[tuple[str, Parameter, KeyedShards]] = []
         for parameter in self.target.source.parameters.values():
             if parameter.role == "extra":
                 continue
@@ -84,10 +84,10 @@ class KeyedTensors:
                 for shards in self._shards(parameter.name, tensor):
                     text = f"{prefix}{shards.key.text}"
                     stacks.setdefault(text, _Stack(shards.key)).tensors[shards.key.place] = shards.tensor
-                    held.append((text, parameter, shards))
+                    keyed.append((text, parameter, shards))
         chunks = dict.fromkeys(stacks, 0)
         numbers = {text: number for number, text in enumerate(stacks)}
-        for text, parameter, shards in held:
+        for text, parameter, shards in keyed:
             whole, place = stacks[text].whole, shards.key.place
             for rank, boxes in enumerate(shards.blocks):
                 writer = self.writer(parameter.name, rank)
@@ -112,7 +112,7 @@ class KeyedTensors:
 
     def _weight(self, parameter: Parameter) -> Tensor:
         plain = self.optimizer is not None and not self.target.distributed
-        return compared(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
+        return computed_weight(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
 
     def _shards(self, name: str, tensor: Tensor) -> Iterator[KeyedShards]:
         target = self.target
@@ -122,7 +122,7 @@ class KeyedTensors:
         blocks = [tuple(placed.whole for placed in one) for one in cuts(name, tensor.shape, rule, degree)]
         if rule.how not in ("sharded", "blocks"):
             blocks = blocks[:1]  # all ranks hold the same: the first writes it
-        names = next((names for pattern, names in _PIECES.items() if re.fullmatch(pattern, name)), None)
+        names = next((names for pattern, names in _PART_NAMES.items() if re.fullmatch(pattern, name)), None)
         if names is None:
             yield KeyedShards(key, tensor, tuple(blocks))
             return

@@ -39,7 +39,7 @@ _BACKENDS = {
 }
 _OF_RANKS = {"rank", "local_rank"}
 """Arguments that only number the rank that saves them."""
-_FILES_EACH = 2
+_FILES_PER_RANK = 2
 """Of each rank, as Megatron has it: they can be written at the same time."""
 
 
@@ -51,10 +51,10 @@ def parts(target: WriteLayout) -> Sequence[FilePlan]:
         _check_states(optimizer)
     folder = folder_of(target.source.origin.step)
     common = tree_part(f"{folder}/common.pt", CommonState(target, keys, items, optimizer).tree(), (), "common")
-    said = {"remarks": tuple(_remarks(target, items, optimizer)), "losses": tuple(_losses(target))}
+    notices = {"remarks": tuple(_remarks(target, items, optimizer)), "losses": tuple(_losses(target))}
     backends = json.dumps(_BACKENDS).encode()
     return [
-        FilePlan(common.file, common.parameters, {**common.what, **said}, common.size, common.role, {}, common.tensors),
+        FilePlan(common.file, common.parameters, {**common.what, **notices}, common.size, common.role, {}, common.tensors),
         FilePlan(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
         *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
     ]
@@ -87,12 +87,12 @@ class _RankFiles:
 
     def parts(self, folder: str, layouts: EntryLayouts) -> Iterator[FilePlan]:
         """The files of about equal size."""
-        held: list[list[tuple[Entry, Parameter | None]]] = [[] for _ in range(_FILES_EACH)]
-        loads = BytesPerRank(_FILES_EACH)
+        by_file: list[list[tuple[Entry, Parameter | None]]] = [[] for _ in range(_FILES_PER_RANK)]
+        loads = BytesPerRank(_FILES_PER_RANK)
         for entry, parameter in self.entries:
-            held[loads.give(range(_FILES_EACH), layouts.of(entry).nbytes)].append((entry, parameter))
+            by_file[loads.give(range(_FILES_PER_RANK), layouts.of(entry).nbytes)].append((entry, parameter))
         rank = {"rank": self.number, "tp": self.place.tp, "pp": self.place.pp}
-        for k, pairs in enumerate(held):
+        for k, pairs in enumerate(by_file):
             if pairs:
                 yield FilePlan(
                     f"{folder}/__{self.number}_{k}.distcp",
@@ -149,17 +149,17 @@ def _remarks(target: WriteLayout, items: RankExtras, optimizer: WrittenOptimizer
         yield "no random states came with the source: Megatron draws new ones from the run's seed"
     elif new := sum(map(items.is_new, places)):
         yield f"{new} of {len(places)} ranks have no random states of their own: they go on with another's"
-    if gone := items.count - (len(places) - sum(map(items.is_new, places))):
-        yield f"what {gone} ranks had of their own, random states above all, is left out: the new run has no such ranks"
+    if dropped := items.count - (len(places) - sum(map(items.is_new, places))):
+        yield f"what {dropped} ranks had of their own, random states above all, is left out: the new run has no such ranks"
     if optimizer is None:
         yield "no optimizer came with the source: load with --no-load-optim, or --finetune"
 
 
 def _losses(target: WriteLayout) -> Iterator[str]:
     """What single ranks had of their own and distributed checkpoints have no place for."""
-    said = target.source.extras.get("ranks")
+    by_rank = target.source.extras.get("ranks")
     own: dict[str, set[str]] = {}
-    for items in said.values() if isinstance(said, Mapping) else ():
+    for items in by_rank.values() if isinstance(by_rank, Mapping) else ():
         for key, value in items.items() if isinstance(items, Mapping) else ():
             if key not in (RANDOM, EXTRA_STATE):
                 fields = value.state if isinstance(value, Record) else None

@@ -63,20 +63,20 @@ class RankFile:
 
     @property
     def root(self) -> Mapping[str, Value]:
-        found: Mapping[str, Value] = self.model.root
-        return found
+        root: Mapping[str, Value] = self.model.root
+        return root
 
     def chunks(self) -> list[Value]:
         """The state dicts of the model chunks: several with a virtual pipeline."""
         if "model" in self.root:
             return [self.root["model"]]
         names = (f"model{i}" for i in count())
-        found: list[Value] = []
+        chunks: list[Value] = []
         for name in names:
             if name not in self.root:
                 break
-            found.append(self.root[name])
-        return found
+            chunks.append(self.root[name])
+        return chunks
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def open_legacy(path: Path) -> LegacyFiles:
         if not folder.model.is_file():
             raise Incomplete(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
     models = in_threads(open_file, [folder.model for folder in folders])
-    found = [folder.optimizer for folder in folders]
-    optimizers = in_threads(lambda file: None if file is None else open_file(file), found)
+    optimizer_files = [folder.optimizer for folder in folders]
+    optimizers = in_threads(lambda file: None if file is None else open_file(file), optimizer_files)
     for file in models:
         if not isinstance(file.root, dict):
             raise Corrupt("a file of a Megatron checkpoint holds a mapping", where=file.path)
@@ -143,7 +143,7 @@ def _ranks(
 ) -> tuple[RankFile, ...]:
     """Every rank that should be there, in the order of stages, tensor- and expert-parallel ranks."""
     files = {f.numbers: (f.path.name, m, o) for f, m, o in zip(folders, models, optimizers, strict=True)}
-    made = []
+    ranks = []
     for numbers, tp, pp, ep, etp in saving_ranks(parallel):
         if numbers not in files:
             name = folder_name(numbers)
@@ -153,19 +153,21 @@ def _ranks(
                 where=path,
                 hint=_ALL,
             )
-        made.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
+        ranks.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
     if files:
         name = folder_name(next(iter(files)))
-        what = f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}: there is no rank of {name}"
-        raise Corrupt(what, where=path, hint=_MIXED)
-    if missing := set(range(parallel.tp)) - {rank.tp for rank in made}:
+        message = (
+            f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}: there is no rank of {name}"
+        )
+        raise Corrupt(message, where=path, hint=_MIXED)
+    if missing := set(range(parallel.tp)) - {rank.tp for rank in ranks}:
         raise Incomplete(
             f"Megatron saved nothing of tensor-parallel rank {min(missing)}: it saves one rank of each set of experts, "
             f"and with etp {parallel.etp} and ep {parallel.ep} these are not all",
             where=path,
             hint="Save with --ckpt-format torch_dist.",
         )
-    return tuple(made)
+    return tuple(ranks)
 
 
 def saving_ranks(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
@@ -190,13 +192,13 @@ def _check_one_iteration(models: Sequence[TorchFile], path: Path) -> None:
     for file in models:
         name, args = file.path.parent.name, arguments_of(file.root, file.path).record
         for key in ("iteration", "checkpoint_version"):
-            statements.append(Statement(f"`{key}`", name, _told(file.root.get(key))))
+            statements.append(Statement(f"`{key}`", name, _comparable(file.root.get(key))))
         for key in _SAME:
-            statements.append(Statement(f"`{key}`", name, _told(args.get(key))))
+            statements.append(Statement(f"`{key}`", name, _comparable(args.get(key))))
     check_agreement((*statements, step_in_name(path, ITERATION_FOLDER, "`iteration`")), path, _MIXED)
 
 
-def _told(value: Value) -> Value:
+def _comparable(value: Value) -> Value:
     """A number, text or flag as it is; nothing else can be compared. None is a value as well: not set."""
     return value if isinstance(value, (bool, int, float, str)) else "not set" if value is None else None
 
@@ -216,10 +218,10 @@ def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel
     chunks = {len(rank.chunks()) for rank in ranks}
     if len(chunks) != 1 or 0 in chunks:
         raise Corrupt(f"ranks hold {sorted(chunks)} model chunks: as many on each were expected", where=path)
-    said = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
-    if said and said not in chunks:
+    stated = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
+    if stated and stated not in chunks:
         raise Corrupt(
-            f"`virtual_pipeline_model_parallel_size` is {said}, but each rank holds {max(chunks)} model chunks",
+            f"`virtual_pipeline_model_parallel_size` is {stated}, but each rank holds {max(chunks)} model chunks",
             where=path,
             hint=_MIXED,
         )
@@ -227,12 +229,12 @@ def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel
 
 def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel) -> None:
     """Each file's `rank` is the one of its folder's place. (Converters save that of one rank in all files.)"""
-    found = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
+    numbers = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
     world = args.optional("world_size")
-    if None in found or len(set(found)) == 1 or not world or world % parallel.pp:
+    if None in numbers or len(set(numbers)) == 1 or not world or world % parallel.pp:
         return
     per_stage = world // parallel.pp
-    for number, rank in zip(found, ranks, strict=True):
+    for number, rank in zip(numbers, ranks, strict=True):
         assert number is not None
         places = [("tensor", rank.tp, number % parallel.tp)]
         if not args.flag("use_tp_pp_dp_mapping"):

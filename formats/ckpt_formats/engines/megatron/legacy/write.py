@@ -24,9 +24,9 @@ def parts(target: WriteLayout) -> Sequence[FilePlan]:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_grid(target)
     optimizer = optimizer_of(target)
-    made = list(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
+    files = list(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
     remarks = tuple(_remarks(target, optimizer))
-    return [replace(made[0], what={**made[0].what, "remarks": remarks}), *made[1:]]
+    return [replace(files[0], what={**files[0].what, "remarks": remarks}), *files[1:]]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _SharedContent:
         for numbers, place in _places(self.target):
             folder = f"{run}/{folder_name(numbers)}"
             chunks = [as_saved(self.target, chunk) for chunk in self.ranks.chunks(place)]
-            held = [_parameter(one) for chunk in chunks for one in chunk]
+            parameters = [_parameter(one) for chunk in chunks for one in chunk]
             parallel = self.target.parallel
             rank = {"tp": place.tp, "pp": place.pp} | ({"ep": place.ep} if parallel.ep > 1 else {})
-            yield tree_part(f"{folder}/{MODEL_FILE}", self._model(place, chunks), held, "model", rank)
+            yield tree_part(f"{folder}/{MODEL_FILE}", self._model(place, chunks), parameters, "model", rank)
             if self.optimizer is not None and self.target.distributed:
                 tree = self._buffers(place, chunks)
-                yield tree_part(f"{folder}/{OPTIMIZER_FILE}", tree, held, "optimizer", rank)
+                yield tree_part(f"{folder}/{OPTIMIZER_FILE}", tree, parameters, "optimizer", rank)
 
     def _model(self, place: RankCoords, chunks: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
         items = self.items.of(place)

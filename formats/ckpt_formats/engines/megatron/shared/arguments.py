@@ -21,12 +21,12 @@ class Arguments:
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first that is set of several names of one number. Raises `Corrupt` if it is no whole number."""
-        found = self.optional(*names)
-        if found is None:
+        value = self.optional(*names)
+        if value is None:
             if default is None:
                 raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where)
             return default
-        return found
+        return value
 
     def optional(self, *names: str) -> int | None:
         value = next((v for v in map(self.record.get, names) if v is not None), None)
@@ -58,14 +58,14 @@ class Parallel:
 
 def arguments_of(root: Value, where: Path) -> Arguments:
     """The arguments in a file. Raises `Incomplete` if there are none."""
-    found = root.get("args") if isinstance(root, dict) else None
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
+    args = root.get("args") if isinstance(root, dict) else None
+    if not isinstance(args, Record) or not isinstance(args.state, dict):
         raise Incomplete(
             "the file holds no arguments (`args`), so nothing says how the model was cut",
             where=where,
             hint="Was it saved by Megatron's own save_checkpoint?",
         )
-    return Arguments(found, where)
+    return Arguments(args, where)
 
 
 def parallel_of(args: Arguments) -> Parallel:
@@ -154,8 +154,8 @@ def _mamba(args: Arguments, sizes: dict[str, int]) -> None:
 
 def _delta_net(args: Arguments, sizes: dict[str, int]) -> None:
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
-    found = [args.optional(f"linear_{name}") for name in names]
-    if all(found):
-        key_heads, key_dim, value_heads, value_dim = (n or 0 for n in found)
+    sizes_stated = [args.optional(f"linear_{name}") for name in names]
+    if all(sizes_stated):
+        key_heads, key_dim, value_heads, value_dim = (n or 0 for n in sizes_stated)
         sizes |= {"delta_keys": key_heads * key_dim, "delta_values": value_heads * value_dim}
         sizes["delta_heads"] = value_heads

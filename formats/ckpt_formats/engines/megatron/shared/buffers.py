@@ -53,7 +53,7 @@ class BufferLayout:
         return {name: starts[place.bucket] + place.start for name, place in self.places.items()}
 
 
-def fill(items: Sequence[BufferItem], most: int | None, alignment: int) -> BufferLayout:
+def fill(items: Sequence[BufferItem], max_bucket: int | None, alignment: int) -> BufferLayout:
     """Lay parameters, in the module's order, into buckets that end once they have `most` elements."""
     places: dict[str, BufferSlot] = {}
     buckets: list[int] = []
@@ -65,7 +65,7 @@ def fill(items: Sequence[BufferItem], most: int | None, alignment: int) -> Buffe
             at, count = 0, 0
         places[item.name] = BufferSlot(len(buckets), at)
         at, count = at + item.numel, count + 1
-        if item.alone or (most is not None and at >= most):
+        if item.alone or (max_bucket is not None and at >= max_bucket):
             buckets.append(at)
             at, count = 0, 0
     if count:
@@ -91,7 +91,7 @@ def fit(items: Sequence[BufferItem], buckets: Sequence[int], alignment: int) -> 
     return BufferLayout(places, tuple(buckets)) if whole or (not items and not buckets) else None
 
 
-def most_in_bucket(dp: int) -> int:
+def default_bucket_size(dp: int) -> int:
     """The number of elements that ends a bucket, where the user says none."""
     return max(40_000_000, 1_000_000 * dp)
 

@@ -19,7 +19,14 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
-from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, BufferItem, BufferLayout, fill, fit, most_in_bucket
+from ckpt_formats.engines.megatron.shared.buffers import (
+    ALIGNMENTS,
+    BufferItem,
+    BufferLayout,
+    default_bucket_size,
+    fill,
+    fit,
+)
 from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk, is_shared
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
@@ -48,7 +55,7 @@ class Buckets:
     tied: bool
     """Do the first and the last stage share a table?"""
 
-    def most(self, chunk: int) -> tuple[int | None, ...]:
+    def limits(self, chunk: int) -> tuple[int | None, ...]:
         """What may end a bucket of a chunk; None if nothing does."""
         return self.sizes if chunk == 0 else (None,)
 
@@ -62,7 +69,7 @@ def buckets_of(args: Arguments, parallel: Parallel, stage: int, dp: int, numel: 
         sizes = (size if size is not None else numel // (number or 1),)
     else:
         sharing = (parallel.dp, args.number("data_parallel_size", default=parallel.dp))
-        sizes = tuple(dict.fromkeys(most_in_bucket(ranks) for ranks in sharing))
+        sizes = tuple(dict.fromkeys(default_bucket_size(ranks) for ranks in sharing))
     wide = args.flag("ddp_pad_buckets_for_high_nccl_busbw")
     return Buckets(sizes, lcm(dp, 128, 1 << 16 if wide else 1), is_tied(args) and parallel.pp > 1)
 
@@ -73,15 +80,15 @@ def is_tied(args: Arguments) -> bool:
 
 def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -> list[Buffer]:
     """The buffers of a rank, as Megatron counts them: by chunk, and by dtype in the order of first use."""
-    made = []
+    buffers = []
     for number, chunk in enumerate(chunks):
         by_dtype: dict[str, list[BufferItem]] = {}
         for name in chunk.trained(experts=experts):
             tensor = chunk.tensors[name]
             item = BufferItem(name, tensor.shape, tied and is_shared(name))
             by_dtype.setdefault(tensor.dtype.name, []).append(item)
-        made += [Buffer(number, tuple(items)) for items in by_dtype.values()]
-    return made
+        buffers += [Buffer(number, tuple(items)) for items in by_dtype.values()]
+    return buffers
 
 
 def is_no_buffer(key: Value) -> bool:
@@ -100,27 +107,27 @@ def read_buffers(
             where=where,
             hint=_FROZEN,
         )
-    found: dict[Key, dict[str, Tensor]] = {}
+    states: dict[Key, dict[str, Tensor]] = {}
     for number, buffer in zip(numbered, buffers, strict=True):
         by_dtype = saved[number]
         if len(by_dtype) != 1:
             raise Unsupported("a buffer of several element types", where=where)
-        (held,) = by_dtype.values()
-        if isinstance(held, list):
+        (vectors,) = by_dtype.values()
+        if isinstance(vectors, list):
             raise Unsupported("the optimizer's buffers are kept by parameter, in a form that is not known", where=where)
-        for name, tensor in _of_buffer(held, buffer, buckets, where):
-            found.setdefault((buffer.chunk, name), {}).update(tensor)
-    return found
+        for name, tensor in _of_buffer(vectors, buffer, buckets, where):
+            states.setdefault((buffer.chunk, name), {}).update(tensor)
+    return states
 
 
 _FROZEN = "Files of several runs may be mixed, or some parameters were frozen."
 
 
 def _of_buffer(
-    held: Mapping[str, Value], buffer: Buffer, buckets: Buckets, where: Path
+    stored: Mapping[str, Value], buffer: Buffer, buckets: Buckets, where: Path
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    vectors = {str(k): [v] if isinstance(v, Leaf) else v for k, v in held.items() if k not in _NO_STATE}
-    coalesced = isinstance(held.get("param"), Leaf)
+    vectors = {str(k): [v] if isinstance(v, Leaf) else v for k, v in stored.items() if k not in _NO_STATE}
+    coalesced = isinstance(stored.get("param"), Leaf)
     for state, listed in vectors.items():
         parts = [tensor_leaf(part) for part in listed]
         if any(len(part.shape) != 1 for part in parts):
@@ -144,8 +151,8 @@ def _of_buffer(
 def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced: bool) -> BufferLayout | None:
     """How the parameters lie in vectors of these lengths; None if they do not fit exactly."""
     for alignment in ALIGNMENTS:
-        for most in buckets.most(buffer.chunk):
-            filled = fill(buffer.items, most, alignment)
+        for limit in buckets.limits(buffer.chunk):
+            filled = fill(buffer.items, limit, alignment)
             if sum(filled.buckets) == sum(lengths) if coalesced else _padded(filled.buckets, lengths, buckets.padding):
                 return filled
         if not coalesced and (fitting := fit(buffer.items, lengths, alignment)):

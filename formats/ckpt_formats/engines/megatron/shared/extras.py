@@ -59,15 +59,15 @@ def optimizer_items(saved: Value) -> Value:
     if isinstance(saved, dict) and saved and all(type(key) is int for key in saved):
         saved = [saved[number] for number in sorted(saved)]
     if isinstance(saved, (list, tuple)):
-        found = [optimizer_items(one) for one in saved]
-        return found if any(found) else None
+        parts = [optimizer_items(one) for one in saved]
+        return parts if any(parts) else None
     if not isinstance(saved, dict):
         return None
-    kept = {str(key): value for key, value in saved.items() if key not in _KNOWN}
+    extras = {str(key): value for key, value in saved.items() if key not in _KNOWN}
     inner = saved.get("optimizer")
     if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
-        kept["optimizer"] = rest
-    return kept
+        extras["optimizer"] = rest
+    return extras
 
 
 def _difference(value: Value, first: Value) -> Value:

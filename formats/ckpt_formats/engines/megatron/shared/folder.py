@@ -27,7 +27,7 @@ COMMON_FILE = "common.pt"
 CONTAINER_FILE = "metadata.json"
 ITERATION_FOLDER = re.compile(r"iter_(\d{1,18})")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
-_MOST_POINTER = 4096
+_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def is_dist(path: Path) -> bool:
         return False
 
 
-def lost_of_dist(path: Path) -> list[str]:
+def missing_dist_files(path: Path) -> list[str]:
     """The files that a distributed checkpoint of Megatron's lacks, if others of its own show that it is one."""
-    there = {name for name in (METADATA, COMMON_FILE, CONTAINER_FILE) if (path / name).is_file()}
-    lost = sorted({METADATA, COMMON_FILE, CONTAINER_FILE} - there)
-    return lost if there - {METADATA} else []
+    present = {name for name in (METADATA, COMMON_FILE, CONTAINER_FILE) if (path / name).is_file()}
+    missing = sorted({METADATA, COMMON_FILE, CONTAINER_FILE} - present)
+    return missing if present - {METADATA} else []
 
 
 def is_iteration(path: Path) -> bool:
@@ -87,7 +87,7 @@ def is_of_kind(path: Path, kind: Callable[[Path], bool]) -> bool:
 def is_broken_run(path: Path) -> bool:
     """Does the run's pointer name a distributed checkpoint that lacks some of Megatron's own files?"""
     try:
-        return (path / POINTER).is_file() and bool(lost_of_dist(path / _latest(path)))
+        return (path / POINTER).is_file() and bool(missing_dist_files(path / _latest(path)))
     except Exception:  # detection never raises
         return False
 
@@ -96,21 +96,21 @@ def iteration_of(path: Path) -> Path:
     """The folder of one iteration: the path itself, or the one that the run's pointer names."""
     if is_iteration(path):
         return path
-    found = path / _latest(path)
-    if not is_iteration(found) and (lost := lost_of_dist(found)):
+    folder = path / _latest(path)
+    if not is_iteration(folder) and (missing := missing_dist_files(folder)):
         raise Incomplete(
-            f"an incomplete checkpoint of Megatron core: {' and '.join(lost)} missing",
-            where=found,
+            f"an incomplete checkpoint of Megatron core: {' and '.join(missing)} missing",
+            where=folder,
             hint="Copy all files of the iteration's folder, also those whose names begin with a dot.",
         )
-    if not is_iteration(found):
-        raise NotFound(f"`{POINTER}` names {found.name!r}, which is no checkpoint", where=path / POINTER)
-    return found
+    if not is_iteration(folder):
+        raise NotFound(f"`{POINTER}` names {folder.name!r}, which is no checkpoint", where=path / POINTER)
+    return folder
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
     """The ranks' folders, sorted by their numbers. Raises `Corrupt` if two claim the same ones."""
-    found: dict[tuple[int, ...], RankFolder] = {}
+    folders: dict[tuple[int, ...], RankFolder] = {}
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -118,10 +118,10 @@ def rank_folders(path: Path) -> list[RankFolder]:
     for name in names:
         if (match := _RANK.fullmatch(name)) and (path / name).is_dir():
             numbers = tuple(int(part) for part in match.groups() if part is not None)
-            if numbers in found:
-                raise Corrupt(f"{found[numbers].path.name} and {name} are both of one rank", where=path)
-            found[numbers] = RankFolder(path / name, numbers)
-    return [found[numbers] for numbers in sorted(found)]
+            if numbers in folders:
+                raise Corrupt(f"{folders[numbers].path.name} and {name} are both of one rank", where=path)
+            folders[numbers] = RankFolder(path / name, numbers)
+    return [folders[numbers] for numbers in sorted(folders)]
 
 
 def _latest(path: Path) -> str:
@@ -129,14 +129,14 @@ def _latest(path: Path) -> str:
     pointer = path / POINTER
     try:
         with unrecorded(), open_regular(pointer) as file:
-            said = file.read(_MOST_POINTER + 1).decode("utf-8", "replace").strip()
+            text = file.read(_MAX_POINTER_BYTES + 1).decode("utf-8", "replace").strip()
     except OSError as error:
         raise unreadable(error, pointer) from error
-    if said == "release":
-        return said
-    if not said.isascii() or not said.isdecimal() or len(said) > 18:
-        raise Corrupt(f"`{POINTER}` holds {printable(said[:60])!r}, not the number of an iteration", where=pointer)
-    return f"iter_{int(said):07d}"
+    if text == "release":
+        return text
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise Corrupt(f"`{POINTER}` holds {printable(text[:60])!r}, not the number of an iteration", where=pointer)
+    return f"iter_{int(text):07d}"
 
 
 def folder_of(iteration: int | None) -> str:

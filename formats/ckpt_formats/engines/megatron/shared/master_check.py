@@ -44,8 +44,8 @@ def suspicions_of(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _sample(checkpoint: Checkpoint) -> list[Parameter]:
     """Parameters with masters, evenly spread if there are very many: a shift is of all that follow."""
-    found = [parameter for parameter in checkpoint.parameters.values() if MASTER in parameter.states]
-    return found[:: -(-len(found) // _PARAMETERS) or 1]
+    with_master = [parameter for parameter in checkpoint.parameters.values() if MASTER in parameter.states]
+    return with_master[:: -(-len(with_master) // _PARAMETERS) or 1]
 
 
 def _agrees(parameter: Parameter, reader: Reader) -> bool | None:

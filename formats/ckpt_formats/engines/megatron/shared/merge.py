@@ -19,20 +19,20 @@ class LocalCopy:
     values: dict[str, Value] = field(default_factory=dict)
 
 
-def copies(name: str, held: Sequence[LocalCopy]) -> LocalCopy:
+def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
     """What several ranks hold of the same shard. Not all of them save the optimizer's states of it."""
     states: dict[str, list[Tensor]] = {}
     values: dict[str, Value] = {}
-    for one in held:
-        for state, tensor in one.states.items():
+    for copy in copies:
+        for state, tensor in copy.states.items():
             states.setdefault(state, []).append(tensor)
-        for key, value in one.values.items():
+        for key, value in copy.values.items():
             if values.setdefault(key, value) != value:
                 raise Corrupt(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
     return LocalCopy({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
 
 
-def whole(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
+def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
     """A parameter of all ranks that cut it, in their order. Raises `BadRules`, `Corrupt`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
@@ -59,14 +59,14 @@ def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tenso
     return merge(name, shards, rule)
 
 
-def everywhere(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
+def require_copies(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
     """What each rank holds of a parameter that all of them should have. Raises `Corrupt` if one lacks it."""
-    found = []
-    for rank, held in ranks:
-        if name not in held:
+    copies = []
+    for rank, parameters in ranks:
+        if name not in parameters:
             raise Corrupt(f"tensor `{name}` is on other ranks of the stage, but not in {rank}", hint=_MIXED)
-        found.append(held[name])
-    return found
+        copies.append(parameters[name])
+    return copies
 
 
 _MIXED = "Files of several iterations or runs were mixed: copy all files of one iteration again."

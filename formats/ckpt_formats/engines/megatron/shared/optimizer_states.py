@@ -45,7 +45,7 @@ class OptimizerStates:
 
 def members(
     groups: Sequence[Value],
-    named: Iterable[tuple[Key, Shape]],
+    keyed_shapes: Iterable[tuple[Key, Shape]],
     experts: bool | None,
     where: Path,
     decayed_norms: bool = False,
@@ -57,8 +57,8 @@ def members(
     queries and keys do decay (`--apply-wd-to-qk-layernorm`). Raises `Unsupported` if the
     groups do not tell two of them apart.
     """
-    found: list[list[Key]] = [[] for _ in groups]
-    for (chunk, name), shape in named:
+    keys_by_group: list[list[Key]] = [[] for _ in groups]
+    for (chunk, name), shape in keyed_shapes:
         fitting = [
             i for i, group in enumerate(groups) if _fits(group, name, decayed(name, shape, decayed_norms), experts)
         ]
@@ -68,8 +68,8 @@ def members(
                 where=where,
                 hint="Groups are told apart by weight decay, experts and decoupled learning rates.",
             )
-        found[fitting[0]].append((chunk, name))
-    return found
+        keys_by_group[fitting[0]].append((chunk, name))
+    return keys_by_group
 
 
 def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
@@ -95,8 +95,8 @@ def decayed(name: str, shape: Shape, norms: bool) -> bool:
 
 
 def _fits(group: Value, name: str, decays: bool, experts: bool | None) -> bool:
-    said = group.get("wd_mult", 1.0 if group.get("weight_decay") else 0.0)
-    if bool(said) != decays:
+    multiplier = group.get("wd_mult", 1.0 if group.get("weight_decay") else 0.0)
+    if bool(multiplier) != decays:
         return False
     if experts is not None and bool(group.get("is_expert_parallel", experts)) != experts:
         return False

@@ -33,8 +33,10 @@ def read_plain(
     """The states of one optimizer: that of all parameters, of experts, or of all others."""
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
-    named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
-    found = OptimizerStates()
+    keyed_shapes = [
+        ((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)
+    ]
+    optimizer = OptimizerStates()
     listed_numbers = {place for group in groups for place in group["params"]}
     if odd := [number for number in inner["state"] if number not in listed_numbers]:
         raise Corrupt(
@@ -44,7 +46,7 @@ def read_plain(
         )
     listed = next((saved[key] for key in _MASTERS if key in saved), None)
     for number, (group, keys) in enumerate(
-        zip(groups, members(groups, named, experts, where, decayed_norms), strict=True)
+        zip(groups, members(groups, keyed_shapes, experts, where, decayed_norms), strict=True)
     ):
         if len(group["params"]) != len(keys):
             raise Corrupt(
@@ -52,25 +54,25 @@ def read_plain(
                 where=where,
                 hint="Files of several runs may be mixed, or parameters frozen.",
             )
-        said = options_of(group, where)
-        found.groups.append(OptimizerGroup(said, tuple(keys)))
+        options = options_of(group, where)
+        optimizer.groups.append(OptimizerGroup(options, tuple(keys)))
         for key, place in zip(keys, group["params"], strict=True):
-            _put(found, key, inner["state"].get(place, {}), chunks, where)
-            found.add_step(key, said.get("step"))
+            _put(optimizer, key, inner["state"].get(place, {}), chunks, where)
+            optimizer.add_step(key, options.get("step"))
         if listed is not None:
             if len(listed) != len(groups):
                 raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
-            _masters(found, keys, listed[number], chunks, where)
-    return found
+            _masters(optimizer, keys, listed[number], chunks, where)
+    return optimizer
 
 
 def _put(
-    found: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
+    optimizer: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
-    found.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
-    found.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
+    optimizer.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
+    optimizer.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
     shape = chunks[key[0]].tensors[key[1]].shape
-    for name, tensor in found.states[key].items():
+    for name, tensor in optimizer.states[key].items():
         if tensor.shape not in (shape, ()):
             raise Corrupt(
                 f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, the parameter {list(shape)}",
@@ -80,7 +82,7 @@ def _put(
 
 
 def _masters(
-    found: OptimizerStates, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[ModelChunk], where: Path
+    optimizer: OptimizerStates, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
     low = [key for key in keys if chunks[key[0]].tensors[key[1]].dtype != DTYPES["float32"]]
     if len(listed) != len(low):
@@ -89,4 +91,4 @@ def _masters(
         tensor = tensor_leaf(master)
         if tensor.shape != chunks[key[0]].tensors[key[1]].shape:
             raise Corrupt(f"the master for `{key[1]}` has shape {list(tensor.shape)}", where=where)
-        found.states[key] = {MASTER: tensor, **found.states[key]}
+        optimizer.states[key] = {MASTER: tensor, **optimizer.states[key]}

@@ -56,11 +56,11 @@ class RankShards:
         own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
         last = place.pp == target.parallel.pp - 1 and chunk == target.stages.chunks - 1
         names = [n for n in self._by_chunk[(place.pp, chunk)] if not is_expert(n) or expert_of(n) in own]
-        made = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
+        parameters = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
         if last and target.parallel.pp > 1 and target.shared_table is not None:
             head, table = target.shared_table
-            made.append(LocalParameter(head, head, *self._shard(table, place)))
-        return made
+            parameters.append(LocalParameter(head, head, *self._shard(table, place)))
+        return parameters
 
     def _shard(self, name: str, place: RankCoords) -> tuple[Parameter, dict[str, Tensor]]:
         rank = place.etp if is_expert(name) else place.tp
@@ -76,13 +76,13 @@ class RankShards:
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         known = bool(target.layout.matching(name))
         rule = target.layout.rule(name) if known or degree > 1 else None
-        made = {}
+        shards = {}
         for state, tensor in parameter.states.items():
             if rule is None or tensor.shape != shape:
-                made[state] = [tensor] * degree
+                shards[state] = [tensor] * degree
                 continue
-            made[state] = split(name, without_padding(target, name, tensor), rule, degree, target.rows)
-        return made
+            shards[state] = split(name, without_padding(target, name, tensor), rule, degree, target.rows)
+        return shards
 
     @cached_property
     def _parameters(self) -> dict[str, Parameter]:
@@ -92,14 +92,14 @@ class RankShards:
     def _by_chunk(self) -> dict[tuple[int, int], list[str]]:
         """The names in each chunk of each stage, in the order of its module."""
         target = self.target
-        made: dict[tuple[int, int], list[str]] = {
+        names_by_chunk: dict[tuple[int, int], list[str]] = {
             (pp, v): [] for pp in range(target.parallel.pp) for v in range(target.stages.chunks)
         }
-        of_layer = {layer: place for place in made for layer in target.stages.layers(*place)}
+        of_layer = {layer: place for place in names_by_chunk for layer in target.stages.layers(*place)}
         for name in self._parameters:
             layer = layer_of(name)
-            made[home(target, name) if layer is None else of_layer[layer]].append(name)
-        return {place: _ordered(target, names) for place, names in made.items()}
+            names_by_chunk[home(target, name) if layer is None else of_layer[layer]].append(name)
+        return {place: _ordered(target, names) for place, names in names_by_chunk.items()}
 
 
 def home(target: WriteLayout, name: str) -> tuple[int, int]:

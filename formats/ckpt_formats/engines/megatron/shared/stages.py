@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments
 
-_MOST_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 _TOKEN = re.compile(r"(\((?P<group>[^()]*)\)|(?P<letter>[A-Za-z|]))(?:\*(?P<times>\d+))?")
 """`t*3`, `(tt|)*29`, `|`: of a layout string, without its commas."""
 
@@ -53,12 +53,12 @@ def stages_of(args: Arguments, pp: int) -> Stages:
     chunks = (args.optional("virtual_pipeline_model_parallel_size") if pp > 1 else None) or 1
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if pp > 1 and (first is not None or last is not None):
-        return uneven(layers, pp, chunks, first, last)
-    embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
-    return even(layers, pp, chunks, embedding=embedding and pp > 1, loss=loss and pp > 1)
+        return uneven_stages(layers, pp, chunks, first, last)
+    embedding, loss = (args.flag(f"account_for_{module}_in_pipeline_split") for module in ("embedding", "loss"))
+    return even_stages(layers, pp, chunks, embedding=embedding and pp > 1, loss=loss and pp > 1)
 
 
-def even(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss: bool = False) -> Stages:
+def even_stages(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss: bool = False) -> Stages:
     """As many layers on each chunk; embedding and loss may count as a layer on the first and last.
 
     Raises `Unsupported` if they do not divide.
@@ -76,7 +76,7 @@ def even(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss
     return Stages(tuple(counts), pp)
 
 
-def uneven(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Stages:
+def uneven_stages(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Stages:
     """The first and the last stage have so many layers; the rest share the others alike."""
     middle = pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
@@ -106,15 +106,15 @@ def _parsed(layout: str) -> list[list[str]]:
 
 
 def _expanded(text: str) -> str:
-    made, at = [], 0
+    parts, at = [], 0
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
             raise Unsupported(f"a pipeline layout that is not understood, from {text[at : at + 20]!r} on")
         times = int(match["times"] or 1)
         inner = match["letter"] or _expanded(match["group"])
-        if times * len(inner) > _MOST_LAYERS:
+        if times * len(inner) > _MAX_LAYERS:
             raise Unsupported("a pipeline layout of too many layers")
-        made.append(inner * times)
+        parts.append(inner * times)
         at = match.end()
-    return "".join(made)
+    return "".join(parts)

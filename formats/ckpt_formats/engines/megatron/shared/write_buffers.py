@@ -28,29 +28,29 @@ def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool 
     modules = [ModelChunk({one.local: one.states[MODEL] for one in chunk}, {}) for chunk in chunks]
     dp = target.parallel.expert_dp if experts else target.parallel.dp
     buckets = buckets_of(target.args, target.parallel, stage, dp, sum(module.numel for module in modules))
-    held = [{one.local: one for one in chunk} for chunk in chunks]
-    made: dict[Value, Value] = {"buckets_coalesced": True}
+    by_name = [{one.local: one for one in chunk} for chunk in chunks]
+    buffers: dict[Value, Value] = {"buckets_coalesced": True}
     for number, buffer in enumerate(buffers_of(modules, buckets.tied, experts)):
-        filled = fill(buffer.items, buckets.most(buffer.chunk)[0], ALIGNMENTS[0])
-        states = {state: _flat(held[buffer.chunk], buffer, filled, state) for state in STATES}
-        kept = held[buffer.chunk][buffer.items[0].name].states[MODEL].dtype.name
-        dtypes = (Global("torch", kept), Global("torch", _gradients(target, kept)))
-        made[number] = {dtypes: {**states, "numel_unpadded": sum(filled.buckets)}}
-    return made
+        filled = fill(buffer.items, buckets.limits(buffer.chunk)[0], ALIGNMENTS[0])
+        states = {state: _flat(by_name[buffer.chunk], buffer, filled, state) for state in STATES}
+        dtype = by_name[buffer.chunk][buffer.items[0].name].states[MODEL].dtype.name
+        dtypes = (Global("torch", dtype), Global("torch", _gradients(target, dtype)))
+        buffers[number] = {dtypes: {**states, "numel_unpadded": sum(filled.buckets)}}
+    return buffers
 
 
 def _gradients(target: WriteLayout, dtype: str) -> str:
     """The type of the buffer's gradients, by which Megatron looks it up: with bf16 fp32, unless said otherwise."""
-    said = target.args.record.get("accumulate_allreduce_grads_in_fp32")
-    return "float32" if said or (said is None and dtype == "bfloat16") else dtype
+    in_fp32 = target.args.record.get("accumulate_allreduce_grads_in_fp32")
+    return "float32" if in_fp32 or (in_fp32 is None and dtype == "bfloat16") else dtype
 
 
-def _flat(held: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
+def _flat(by_name: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
     """One state of all parameters of a buffer, bucket behind bucket, with zeros where no parameter is."""
     fragments, at, end = [], 0, sum(filled.buckets)
     starts = filled.flat()
     for name, start in sorted(starts.items(), key=lambda item: item[1]):
-        tensor = _state(held[name], state)
+        tensor = _state(by_name[name], state)
         if at < start:
             fragments.append(Fragment(Box((at,), (start,)), ZeroBlob((start - at,), _FLOAT)))
         at = start + tensor.size
@@ -65,9 +65,9 @@ def _state(one: LocalParameter, state: str) -> Tensor:
     """The master of a parameter that is fp32 itself is the parameter."""
     tensor = one.states.get(MASTER, one.states[MODEL]) if state == "param" else one.states.get(state)
     if tensor is None or tensor.shape != one.states[MODEL].shape or tensor.dtype != _FLOAT:
-        found = "is not there" if tensor is None else f"is {tensor.dtype.name} of shape {list(tensor.shape)}"
+        actual = "is not there" if tensor is None else f"is {tensor.dtype.name} of shape {list(tensor.shape)}"
         raise Unsupported(
-            f"the state `{MASTER if state == 'param' else state}` of `{printable(one.name)}` {found}",
+            f"the state `{MASTER if state == 'param' else state}` of `{printable(one.name)}` {actual}",
             hint="Megatron's distributed optimizer keeps Adam's moments and masters in fp32: try --zero 0.",
         )
     return tensor

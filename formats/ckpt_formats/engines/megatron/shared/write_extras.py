@@ -28,13 +28,13 @@ class RankExtras:
     def of(self, place: RankCoords) -> dict[str, Value]:
         """Scheduler, random states, counters and whatever else was saved, without arguments and optimizer."""
         source = self.target.source
-        found: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
-        found |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
-        found |= {key: _merged(found.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
-        found = {key: tensors_for_names(value, source.parameters) for key, value in found.items()}
-        if "rng_state" in found:
-            found["rng_state"] = self._random(found["rng_state"])
-        return found
+        items: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
+        items |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
+        items |= {key: _merged(items.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
+        items = {key: tensors_for_names(value, source.parameters) for key, value in items.items()}
+        if "rng_state" in items:
+            items["rng_state"] = self._random(items["rng_state"])
+        return items
 
     def optimizer(self, place: RankCoords) -> Value:
         """What the optimizer kept beside states and groups, such as a loss scaler."""
@@ -66,10 +66,10 @@ class RankExtras:
     @cached_property
     def _extra_states(self) -> Mapping[str, Value]:
         """Those of the first rank, then of the first that has others."""
-        made: dict[str, Value] = {}
+        states: dict[str, Value] = {}
         for own in reversed((self.target.source.extras, *self._ranks.values())):
-            made |= _extra_states_of(own)
-        return made
+            states |= _extra_states_of(own)
+        return states
 
     def is_new(self, place: RankCoords) -> bool:
         """Had the source no rank at this place?"""
@@ -85,22 +85,22 @@ class RankExtras:
     def _own(self, place: RankCoords) -> Mapping[str, Value]:
         """What the rank at this place had otherwise than the first; for a new one, the rank that stands in for it."""
         tp, pp, ep = self._degrees
-        thirds = any(name.count("_") == 2 for name in self._ranks)
-        found = self._ranks.get(label(place.tp % tp, place.pp % pp, place.ep % ep if thirds else None))
-        return found if isinstance(found, dict) else {}
+        three_numbers = any(name.count("_") == 2 for name in self._ranks)
+        items = self._ranks.get(label(place.tp % tp, place.pp % pp, place.ep % ep if three_numbers else None))
+        return items if isinstance(items, dict) else {}
 
     @cached_property
     def _ranks(self) -> Mapping[str, Mapping[str, Value]]:
-        found = self.target.source.extras.get("ranks")
-        return found if isinstance(found, dict) and self.target.source.origin.engine == "megatron" else {}
+        ranks = self.target.source.extras.get("ranks")
+        return ranks if isinstance(ranks, dict) and self.target.source.origin.engine == "megatron" else {}
 
     @cached_property
     def _degrees(self) -> tuple[int, int, int]:
         """Of the source."""
-        said = self.target.source.origin.layout if self.target.source.origin.engine == "megatron" else {}
+        layout = self.target.source.origin.layout if self.target.source.origin.engine == "megatron" else {}
         # In distributed checkpoints the third number of a rank counts data-parallel ranks, experts' among them.
-        names = ("tp", "pp", "dp" if said.get("container") == "torch_dist" else "ep")
-        tp, pp, ep = (degree if is_natural(degree := said.get(name)) and degree else 1 for name in names)
+        names = ("tp", "pp", "dp" if layout.get("container") == "torch_dist" else "ep")
+        tp, pp, ep = (degree if is_natural(degree := layout.get(name)) and degree else 1 for name in names)
         return tp, pp, ep
 
     def _random(self, states: Value) -> Value:

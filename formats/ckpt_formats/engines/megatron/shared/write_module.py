@@ -7,8 +7,8 @@ from ckpt_formats.core.values import StdDict, Value
 from ckpt_formats.engines.megatron.shared.names import HEAD, expert_of, is_extra_state, layer_of
 from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home, local_name
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.engines.megatron.shared.write_names import experts_of, grouped
-from ckpt_formats.engines.megatron.shared.write_optimizer import compared
+from ckpt_formats.engines.megatron.shared.write_names import expert_storage, grouped
+from ckpt_formats.engines.megatron.shared.write_optimizer import computed_weight
 from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _SUFFIX = "._extra_state"
@@ -26,7 +26,7 @@ def state_dict_of(
     plain: bool,
 ) -> StdDict:
     """The state dict of a chunk, with its part of the model's extra states. `plain` says which optimizer there is."""
-    tensors = {one.local: compared(one, plain=plain) for one in chunk}
+    tensors = {one.local: computed_weight(one, plain=plain) for one in chunk}
     states = _own_states(target, place, number, extra)
     if target.source.origin.layout.get("container") != "torch":  # which has them all
         states |= {name: None for name in _expected(target, place, number, tensors) if name not in states}
@@ -37,18 +37,18 @@ def _own_states(target: WriteLayout, place: RankCoords, number: int, extra: Mapp
     """The extra states of a chunk's modules, by their names there."""
     layers = target.stages.layers(place.pp, number)
     own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
-    kept = experts_of(target)
-    made: dict[str, Value] = {}
+    storage = expert_storage(target)
+    states: dict[str, Value] = {}
     for name, value in extra.items():
         expert, layer = expert_of(name), layer_of(name)
         here = layer in layers if layer is not None else home(target, name) == (place.pp, number)
-        if not here or (expert is not None and (expert not in own or kept == "joined")):
+        if not here or (expert is not None and (expert not in own or storage == "joined")):
             continue
         local = local_name(name, layers.start, own.start)
-        made.setdefault(
-            _of_group(local) if kept == "grouped" else local, tensors_for_names(value, target.source.parameters)
+        states.setdefault(
+            _of_group(local) if storage == "grouped" else local, tensors_for_names(value, target.source.parameters)
         )
-    return made
+    return states
 
 
 def _of_group(name: str) -> str:
@@ -62,11 +62,11 @@ def _of_group(name: str) -> str:
 
 def _expected(target: WriteLayout, place: RankCoords, number: int, tensors: Mapping[str, Value]) -> list[str]:
     """The extra states that Megatron's own layers ask for. In training without fp8 they are empty."""
-    found = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
+    names = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
     # The last stage has a head also where it has no table of its own.
     tied = target.shared_table is not None and target.shared_table[0] == HEAD
     headed = HEAD in tensors or (tied and home(target, HEAD) == (place.pp, number))
-    return found + [HEAD.replace(".weight", _SUFFIX)] * headed
+    return names + [HEAD.replace(".weight", _SUFFIX)] * headed
 
 
 def _with_states(tensors: Mapping[str, Value], states: Mapping[str, Value]) -> dict[str, Value]:
@@ -76,24 +76,24 @@ def _with_states(tensors: Mapping[str, Value], states: Mapping[str, Value]) -> d
     for name in states:
         if is_extra_state(name) and (module := name.removesuffix(_SUFFIX)) in last:
             behind.setdefault(last[module], []).append(name)
-    made: dict[str, Value] = {}
+    items: dict[str, Value] = {}
     for name, tensor in tensors.items():
-        made[name] = tensor
-        made |= {state: states[state] for state in behind.get(name, ())}
-    return made | {name: value for name, value in states.items() if name not in made}
+        items[name] = tensor
+        items |= {state: states[state] for state in behind.get(name, ())}
+    return items | {name: value for name, value in states.items() if name not in items}
 
 
 def _nested(items: Mapping[str, Value]) -> StdDict:
     """Before Megatron core, state dicts held each other: those of the model, of its parts, of the embedding's parts."""
-    made = StdDict()
+    root = StdDict()
     for name, value in items.items():
         parts = name.split(".")
         if parts[0] not in _BEFORE_CORE:
-            made[name] = value
+            root[name] = value
             continue
         depth = 1 if parts[0] != "language_model" else 3 if parts[1:2] == ["embedding"] else 2
-        within = made
+        within = root
         for part in parts[: min(depth, len(parts) - 1)]:
             within = within.setdefault(part, StdDict())
         within.setdefault(".".join(parts[min(depth, len(parts) - 1) :]), value)
-    return made
+    return root

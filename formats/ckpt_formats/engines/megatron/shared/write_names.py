@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.local_experts\.(?P<expert>\d+)\.(
 _INSIDE = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 
 
-def experts_of(target: WriteLayout) -> Experts:
+def expert_storage(target: WriteLayout) -> Experts:
     """How the run's layers keep experts."""
     if not target.args.flag("moe_grouped_gemm"):
         return "single"
@@ -34,12 +34,12 @@ def experts_of(target: WriteLayout) -> Experts:
 def as_saved(target: WriteLayout, chunk: Sequence[LocalParameter]) -> list[LocalParameter]:
     """A model chunk's parameters under the names that its module gives them, in its order."""
     if target.fused_norms:
-        held = {one.local for one in chunk}
-        chunk = [replace(one, local=_with_norms_inside(one.local, held)) for one in chunk]
-    kept = experts_of(target)
-    if kept == "grouped":
+        local_names = {one.local for one in chunk}
+        chunk = [replace(one, local=_with_norms_inside(one.local, local_names)) for one in chunk]
+    storage = expert_storage(target)
+    if storage == "grouped":
         return [replace(one, local=grouped(one.local)) for one in chunk]
-    return list(_joined(chunk)) if kept == "joined" else list(chunk)
+    return list(_joined(chunk)) if storage == "joined" else list(chunk)
 
 
 def grouped(name: str) -> str:
@@ -52,13 +52,13 @@ def grouped(name: str) -> str:
     return f"{match['layer']}.{match['part']}.{match['kind']}{match['expert']}" if match else name
 
 
-def _with_norms_inside(name: str, held: set[str]) -> str:
+def _with_norms_inside(name: str, local_names: set[str]) -> str:
     """Only a dense layer's norm is inside `linear_fc1`, and latent attention begins with several projections."""
     match = _NORM.fullmatch(name)
     if match is None:
         return name
     inside = f"{match[1]}{_INSIDE[match[2]]}"
-    return f"{inside}.layer_norm_{match[3]}" if f"{inside}.weight" in held else name
+    return f"{inside}.layer_norm_{match[3]}" if f"{inside}.weight" in local_names else name
 
 
 def _joined(chunk: Sequence[LocalParameter]) -> Iterable[LocalParameter]:

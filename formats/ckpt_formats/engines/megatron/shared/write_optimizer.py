@@ -22,7 +22,7 @@ from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _FLOAT = DTYPES["float32"]
 _EXPERTS = "is_expert_parallel"
-_TELLING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_lr": False}
+_IDENTIFYING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_lr": False}
 """Options by which Megatron finds a group again, and what they are by default."""
 
 
@@ -55,9 +55,9 @@ class WrittenOptimizer:
     @cached_property
     def groups(self) -> list[WrittenGroup]:
         """Those of the source, experts apart where they have an optimizer of their own; alike ones are one."""
-        found: list[tuple[dict[str, Value], bool, list[str]]] = []
+        groups: list[tuple[dict[str, Value], bool, list[str]]] = []
         for group in self.target.source.groups:
-            known = {} if self.target.source.origin.engine == "megatron" else _telling(group.options)
+            known = {} if self.target.source.origin.engine == "megatron" else _identifying(group.options)
             for experts in (False, True) if self.apart else (None,):
                 names = [name for name in group.names if experts is None or is_expert(name) == experts]
                 if not names and (group.names or experts):
@@ -65,12 +65,12 @@ class WrittenOptimizer:
                 options = {**known, **group.options}
                 if _EXPERTS in options:
                     options[_EXPERTS] = bool(experts)
-                same = next((old for old in found if old[:2] == (options, bool(experts))), None)
+                same = next((old for old in groups if old[:2] == (options, bool(experts))), None)
                 if same is None:
-                    found.append((options, bool(experts), names))
+                    groups.append((options, bool(experts), names))
                 else:
                     same[2].extend(names)
-        ordered = sorted(found, key=lambda one: one[1])
+        ordered = sorted(groups, key=lambda one: one[1])
         return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
@@ -88,10 +88,10 @@ class WrittenOptimizer:
             self._check_states(parameter, trained[0])
 
     def _check_states(self, parameter: Parameter, first: Parameter) -> None:
-        ours, theirs = _kept(parameter), _kept(first)
-        if ours != theirs:
-            odd = sorted(ours ^ theirs)[0]
-            lacks, has = (first, parameter) if odd in ours else (parameter, first)
+        names, first_names = _state_names(parameter), _state_names(first)
+        if names != first_names:
+            odd = sorted(names ^ first_names)[0]
+            lacks, has = (first, parameter) if odd in names else (parameter, first)
             raise Unsupported(
                 f"`{printable(lacks.name)}` has no optimizer state `{printable(odd)}`, but `{printable(has.name)}` has",
                 hint="Megatron keeps the same of every trained parameter. --model-only writes the weights alone.",
@@ -100,7 +100,7 @@ class WrittenOptimizer:
             raise Unsupported(f"`{printable(parameter.name)}` has a master, but not the model's own values")
         if MASTER not in parameter.states and parameter.states[MODEL].dtype != _FLOAT:
             raise Unsupported(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
-        if self.target.distributed and (other := ours - {*STATES, "step"}):
+        if self.target.distributed and (other := names - {*STATES, "step"}):
             raise Unsupported(
                 f"Megatron's distributed optimizer has no place for `{printable(sorted(other)[0])}`",
                 hint="Try --zero 0.",
@@ -110,7 +110,10 @@ class WrittenOptimizer:
         """What a rank saves; `own` is what its optimizer kept beside states and groups."""
         if not self.apart:
             return self._of_rank(chunks, False, of_one(own, 0))
-        return [self._of_rank(_those(chunks, experts), experts, of_one(own, int(experts))) for experts in (False, True)]
+        return [
+            self._of_rank(_parameters_of(chunks, experts), experts, of_one(own, int(experts)))
+            for experts in (False, True)
+        ]
 
     def _of_rank(self, chunks: Sequence[Sequence[LocalParameter]], experts: bool, own: Mapping[str, Value]) -> Value:
         items = {
@@ -130,7 +133,11 @@ class WrittenOptimizer:
             inner |= {key: tensors_for_names(value, self.target.source.parameters) for key, value in rest.items()}
         if not self.target.distributed and not self.low_precision:
             return inner | items
-        masters = {} if self.target.distributed else {"fp32_from_fp16_params": [_masters(held) for held in members]}
+        masters = (
+            {}
+            if self.target.distributed
+            else {"fp32_from_fp16_params": [_masters(parameters) for parameters in members]}
+        )
         return {"optimizer": inner, **items, **masters}
 
     @cached_property
@@ -142,28 +149,28 @@ class WrittenOptimizer:
     @cached_property
     def step(self) -> Value:
         """The step that the distributed optimizer keeps for all parameters. Raises `Unsupported` if they differ."""
-        found: dict[Value, str] = {}
+        names_by_step: dict[Value, str] = {}
         with Reader(check=False) as reader:
             for name, parameter in self.trained.items():
                 tensor = parameter.states.get("step")
                 step = parameter.values.get("step") if tensor is None else read(tensor, reader).item()
-                found.setdefault(step, name)
-        if len(found) > 1:
-            (a, first), (b, second) = list(found.items())[:2]
+                names_by_step.setdefault(step, name)
+        if len(names_by_step) > 1:
+            (a, first), (b, second) = list(names_by_step.items())[:2]
             raise Unsupported(
                 f"`{printable(first)}` has made {a} steps, `{printable(second)}` {b}: Megatron's distributed "
                 "optimizer keeps one",
                 hint="Try --zero 0 --to megatron-legacy.",
             )
-        return next(iter(found), None)
+        return next(iter(names_by_step), None)
 
 
 def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimizer | None:
     """None if the source has none. Raises `Unsupported` for one that Megatron could not load."""
     if target.source.groups:
-        found = WrittenOptimizer(target)
-        found.check(frozen=frozen)
-        return found
+        optimizer = WrittenOptimizer(target)
+        optimizer.check(frozen=frozen)
+        return optimizer
     parameters = target.source.parameters.values()
     if odd := next((p for p in parameters if p.role == "parameter" and p.states.keys() - {MODEL, MASTER}), None):
         raise Unsupported(
@@ -179,7 +186,7 @@ def trained_of(chunk: Iterable[LocalParameter]) -> list[LocalParameter]:
     return [one for one in chunk if one.parameter.role == "parameter"]
 
 
-def compared(one: LocalParameter, *, plain: bool) -> Tensor:
+def computed_weight(one: LocalParameter, *, plain: bool) -> Tensor:
     """What the model computes with. The plain optimizer has no masters of fp32 weights: they must be the weights."""
     weight, master = one.states.get(MODEL), one.states.get(MASTER)
     if weight is None:
@@ -189,12 +196,12 @@ def compared(one: LocalParameter, *, plain: bool) -> Tensor:
     return with_replicas([weight, replace(master, replicas=())])
 
 
-def _those(chunks: Sequence[Sequence[LocalParameter]], experts: bool) -> list[list[LocalParameter]]:
+def _parameters_of(chunks: Sequence[Sequence[LocalParameter]], experts: bool) -> list[list[LocalParameter]]:
     return [[one for one in chunk if is_expert(one.name) == experts] for chunk in chunks]
 
 
-def _telling(options: Mapping[str, Value]) -> dict[str, Value]:
-    return {"wd_mult": 1.0 if options.get("weight_decay") else 0.0, **_TELLING}
+def _identifying(options: Mapping[str, Value]) -> dict[str, Value]:
+    return {"wd_mult": 1.0 if options.get("weight_decay") else 0.0, **_IDENTIFYING}
 
 
 def of_one(own: Value, number: int) -> Mapping[str, Value]:
@@ -204,7 +211,7 @@ def of_one(own: Value, number: int) -> Mapping[str, Value]:
     return own if isinstance(own, dict) else {}
 
 
-def _kept(parameter: Parameter) -> set[str]:
+def _state_names(parameter: Parameter) -> set[str]:
     """The optimizer's states; a step may be a plain number."""
     return set(parameter.states) - {MASTER, MODEL} | ({"step"} & parameter.values.keys())
 
@@ -214,22 +221,22 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
     state: dict[int, Value] = {}
     listed = []
     number = 0
-    for group, held in zip(groups, members, strict=True):
-        steps = {step for one in held if isinstance(step := one.values.get("step"), int)}
+    for group, parameters in zip(groups, members, strict=True):
+        steps = {step for one in parameters if isinstance(step := one.values.get("step"), int)}
         if len(steps) > 1:
             raise Unsupported(f"parameters of one group have made {sorted(steps)} steps, but the optimizer keeps one")
-        numbers = range(number, number + len(held))
-        for one in held:
+        numbers = range(number, number + len(parameters))
+        for one in parameters:
             values = {key: value for key, value in one.values.items() if key != "step"}
             step = one.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
             states = {s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}
-            if kept := {**apart(states), **counted, **values}:
-                state[number] = kept
+            if entry := {**apart(states), **counted, **values}:
+                state[number] = entry
             number += 1
         listed.append({**group.options, **({"step": steps.pop()} if steps else {}), "params": list(numbers)})
     return {"state": state, "param_groups": listed}
 
 
-def _masters(held: Sequence[LocalParameter]) -> list[Tensor]:
-    return [one.states[MASTER] for one in held if one.states[MODEL].dtype != _FLOAT]
+def _masters(parameters: Sequence[LocalParameter]) -> list[Tensor]:
+    return [one.states[MASTER] for one in parameters if one.states[MODEL].dtype != _FLOAT]
