@@ -72,7 +72,7 @@ def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
         torch.load(run / "iter_0000005/mp_rank_01/model_optim_rng.pt", weights_only=False),
         run / "iter_0000005/mp_rank_02/model_optim_rng.pt",
     )
-    with pytest.raises(Corrupt, match="no rank of mp_rank_02"):
+    with pytest.raises(Corrupt, match="no rank mp_rank_02"):
         open_checkpoint(run)
 
 
@@ -117,15 +117,15 @@ def test_a_file_without_arguments_is_an_error(tmp_path: Path) -> None:
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "layers": ({"num_layers": 3}, "hold 2 layers, but the arguments state 3"),
+    "layers": ({"num_layers": 3}, "have 2 layers, but the arguments state 3"),
     "ffn": ({"ffn_hidden_size": 16}, "linear_fc1.weight"),
     "no gate": ({"swiglu": False}, "linear_fc1.weight"),
     "head dimension": ({"kv_channels": 4}, "linear_proj.weight"),
     "vocabulary": ({"padded_vocab_size": 32}, "word_embeddings.weight` has length 16 .* it is 32"),
-    "groups": ({"num_query_groups": 3}, "4 attention heads do not divide into 3 query groups"),
+    "groups": ({"num_query_groups": 3}, "4 attention heads cannot be divided into 3 query groups"),
     "a text for a number": ({"hidden_size": "8"}, "`hidden_size` is '8', not a whole number"),
     "no degree": ({"tensor_model_parallel_size": 0}, "degrees of tp 0"),
-    "world": ({"world_size": 3}, "3 ranks do not divide"),
+    "world": ({"world_size": 3}, "3 ranks are not divisible"),
     "interleaved gates": ({"moe_mlp_glu_interleave_size": 32}, "interleaved in blocks"),
 }
 
@@ -294,7 +294,7 @@ def test_pieces_of_a_tensor_are_joined_and_a_missing_one_is_named() -> None:
     key = "decoder.layers.1.mixer.in_proj.weight"
     found = tensors_by_name({f"{key}.{piece}": tensor(values) for piece, values in reversed(rows.items())})
     assert read(found[key]).tobytes() == np.concatenate(list(rows.values())).tobytes()
-    with pytest.raises(Corrupt, match="of which only _w are there"):
+    with pytest.raises(Corrupt, match="of which only _w are present"):
         tensors_by_name({"decoder.layers.0.mlp.linear_fc1.weight_w": tensor(rows["z"])})
 
 

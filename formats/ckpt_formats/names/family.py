@@ -1,4 +1,4 @@
-"""Of which family a model with Megatron's names is: the one whose table has just these."""
+"""Find the family of a model with Megatron's names: the one whose table has exactly these names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from ckpt_formats.names.table import NamePattern, Table
 from ckpt_formats.names.tables import tables
 
 COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
-"""Tensors that old versions save and all compute."""
+"""Tensors that old versions save, although all versions compute them."""
 _NUMBERS = (
     (re.compile(r"(?<=layers\.)\d+(?=\.)"), "{layer}"),
     (re.compile(r"(?<=local_experts\.)\d+(?=\.)"), "{expert}"),
@@ -18,26 +18,26 @@ _NUMBERS = (
 )
 _MAX_NAMES = 3
 
-KNOWN = "Known are Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2, with their heads for language modelling."
-_HINT = f"{KNOWN} Tensors that the model does without can be left out with --skip; other formats keep Megatron's names."
+KNOWN = "Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2 are known, with their heads for language modelling."
+_HINT = f"{KNOWN} Leave out tensors that the model does not need with --skip; other formats keep Megatron's names."
 
 
 @dataclass(frozen=True)
 class Family:
-    """A table, and the entries of the configuration on which its names depend."""
+    """A table, and the boolean entries of the configuration on which its names depend."""
 
     table: Table
     flags: Mapping[str, bool]
 
     @property
     def names(self) -> set[str]:
-        """The patterns of Megatron's names that a model has with these entries."""
+        """The patterns of the Megatron names of a model with these entries."""
         conditions = {name.pattern: name.when for name in self.table.names}
         return {row.name for row in self.table.rows if self.flags.get(conditions[row.hf[0]] or "", True)}
 
 
 def pattern_of(name: str) -> str:
-    """A name of Megatron's with the places of tables.
+    """The pattern for a Megatron name, as in tables: numbers become `{layer}` and `{expert}`.
 
     >>> pattern_of("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight")
     'decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight'
@@ -48,7 +48,7 @@ def pattern_of(name: str) -> str:
 
 
 def families_of(names: Iterable[str], aliases: Iterable[str] = (), *, partial: bool = False) -> list[Family]:
-    """The families whose models have tensors of just these names; if `partial`, of these and others.
+    """The families whose models have exactly these names; if `partial`, at least these.
 
     Raises `Unsupported` if there is none.
     """
@@ -84,11 +84,11 @@ def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
 
 
 def _none(nearest: _Fit) -> str:
-    return f"no family of models that is known has just these tensors. {''.join(_describe_fit(nearest))}"
+    return f"no known family of models has exactly these tensors. {''.join(_describe_fit(nearest))}"
 
 
 def _describe_fit(fit: _Fit) -> Iterator[str]:
-    yield f"The nearest, {fit.family.table.family}, "
+    yield f"The most similar one, {fit.family.table.family}, "
     problems = (("lacks", fit.surplus), ("also has", fit.missing))
     yield " and ".join(f"{verb} {_listed(names)}" for verb, names in problems if names)
 

@@ -1,7 +1,7 @@
-"""An architecture in the words of Megatron: the arguments that its checkpoints carry, read.
+"""Read an architecture from the arguments in Megatron's checkpoints.
 
-An argument that is not there has what a configuration says, if there is one, or the default of Megatron's own parser,
-as when Megatron itself loads an old checkpoint. Source: Megatron-LM, `megatron/training/arguments.py`,
+A missing argument has the value of a configuration, if there is one, else the default of Megatron's own parser, as when
+Megatron itself loads an old checkpoint. Source: Megatron-LM, `megatron/training/arguments.py`,
 `core_transformer_config_from_args`; Megatron core, `TransformerConfig`, `MLP.forward`.
 """
 
@@ -19,7 +19,7 @@ from ckpt_formats.names.family import KNOWN
 from ckpt_formats.names.table import Table
 
 ARGUMENTS = "args"
-"""Where they lie among a checkpoint's extras."""
+"""The key of the arguments in a checkpoint's extras."""
 
 _PLAIN: Mapping[str, Value] = {
     "multi_latent_attention": False,
@@ -45,7 +45,7 @@ _PLAIN: Mapping[str, Value] = {
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
 }
-"""Arguments by which a model computes something that no family here does, unless they say this or nothing."""
+"""Arguments that must have this value or be absent: with any other value, the model is of no known family."""
 
 _PLAIN_EXPERTS: Mapping[str, Value] = {
     "moe_layer_freq": 1,
@@ -58,22 +58,23 @@ _PLAIN_EXPERTS: Mapping[str, Value] = {
     "moe_apply_probs_on_input": False,
     "moe_latent_size": None,
 }
-_CONFIG_HINT = "Say with --config which model it is."
+_CONFIG_HINT = "Name the model's config.json with --config."
 
 
 @dataclass(frozen=True)
 class _ArgumentReader:
-    """Look-ups in the arguments; what they do not say, another may."""
+    """Typed look-ups in the arguments. `other` gives values that the arguments do not state."""
 
     record: Record
     other: Architecture | None
     where: Path
 
     def get(self, *names: str, default: Value = None) -> Value:
-        """The first that is set of several names of one argument."""
+        """The value of the first of these names that is set, else `default`."""
         return next((value for value in map(self.record.get, names) if value is not None), default)
 
     def number(self, field: str, *names: str, default: int | None = None) -> int:
+        """A positive integer, else the field of `other`, else `default`. Raises `Incomplete` or `Corrupt`."""
         value = self.get(*names)
         if value is None:
             value = getattr(self.other, field) if self.other is not None else default
@@ -81,17 +82,20 @@ class _ArgumentReader:
             raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
         if not is_natural(value) or not value:
             raise Corrupt(
-                f"the argument `{names[0]}` is {printable(str(value))[:40]}, no number of something", where=self.where
+                f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is not a positive integer",
+                where=self.where,
             )
         return cast(int, value)
 
     def real(self, field: str, *names: str, default: float) -> float:
+        """A number that is not negative, else the field of `other`, else `default`. Raises `Corrupt`."""
         value = self.get(*names)
         if value is None:
             value = getattr(self.other, field) if self.other is not None else default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
             raise Corrupt(
-                f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is no number", where=self.where
+                f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is not a valid number",
+                where=self.where,
             )
         return float(value)
 
@@ -99,10 +103,12 @@ class _ArgumentReader:
 def of_arguments(
     record: Record, table: Table, names: set[str], vocabulary: int, other: Architecture | None, where: Path
 ) -> Architecture:
-    """The architecture that arguments describe, of a model whose tensors are those of a table.
+    """The architecture that arguments describe, for a model with the tensors of a table.
 
-    `names` are the patterns of the names that it has; `other` is what a configuration says. Raises `Unsupported` for a
-    model that is of no family here, `Corrupt` or `Incomplete` for arguments that contradict the tensors or do not tell.
+    `names` are the patterns of its names; `other` is the architecture of its configuration, if there is one.
+
+    Raises: Unsupported for a model of no known family, Corrupt or Incomplete for arguments that are missing, not valid
+    or contradict the tensors.
     """
     arguments = _ArgumentReader(record, other, where)
     _check_plain(arguments, _PLAIN)
@@ -144,14 +150,14 @@ def of_arguments(
 
 
 def true_vocabulary(record: Value, rows: int) -> int | None:
-    """How many of a table's rows are tokens, where the arguments tell for sure."""
+    """The number of a table's rows that are tokens; None if the arguments do not determine it."""
     if not isinstance(record, Record):
         return None
     padded, stated = record.get("padded_vocab_size"), record.get("vocab_size")
     if is_natural(padded) and rows < padded:
-        return rows  # a rule has cut the padding off
-    # This tokenizer has one token more than it is told, and nobody else counts them: other tokenizers ignore the
-    # argument, so that it may be anything.
+        return rows  # a rule has removed the padding
+    # This tokenizer has one token more than the argument states. Other tokenizers ignore the argument, so its value
+    # is not reliable then.
     if record.get("tokenizer_type") == "NullTokenizer" and is_natural(stated) and stated + 1 <= rows:
         return cast(int, stated) + 1
     return None
@@ -165,16 +171,17 @@ def _check_plain(arguments: _ArgumentReader, plain: Mapping[str, Value]) -> None
         )  # for each layer
         if stated is not None and stated is not False and stated != plain_value and not listed:
             raise Unsupported(
-                f"the run's arguments say {name} {printable(str(stated))[:60]}, which no family of models that is "
-                "known here "
-                "computes",
+                f"the run's arguments state {name} {printable(str(stated))[:60]}, which no known family of models has",
                 where=arguments.where,
                 hint=f"{KNOWN} Other formats keep Megatron's names.",
             )
 
 
 def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> None:
-    """Have the layers what the arguments say? Tensors may have been left out, so their names alone do not tell."""
+    """Raise `Unsupported` if the layers do not have the tensors that the arguments state.
+
+    The names alone are not enough, because tensors may have been left out.
+    """
     linear, qkv = arguments.get("add_bias_linear"), arguments.get("add_qkv_bias")
     expected = {
         "mlp.linear_fc1.bias": linear,
@@ -188,8 +195,8 @@ def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> N
     for part, value in expected.items():
         if value is not None and bool(value) != any(part in name for name in names):
             raise Unsupported(
-                f"by the run's arguments the model has {'' if value else 'no '}`{part}`, unlike the tensors of "
-                f"{table.family} that are here",
+                f"by the run's arguments the model has {'' if value else 'no '}`{part}`, but the tensors are those of "
+                f"another {table.family} model",
                 where=arguments.where,
                 hint=_CONFIG_HINT,
             )
@@ -199,7 +206,7 @@ def _check_norm(arguments: _ArgumentReader, table: Table) -> None:
     norm = arguments.get("normalization")
     if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
         raise Unsupported(
-            f"a model with {printable(str(norm))[:40]} and the tensors of {table.family}, which has another norm",
+            f"the arguments state {printable(str(norm))[:40]}, but the tensors are of {table.family}, which has another norm",
             where=arguments.where,
         )
 
@@ -210,7 +217,7 @@ def _learned(arguments: _ArgumentReader, table: Table) -> bool:
         return table.learned_positions
     if how != ("learned_absolute" if table.learned_positions else "rope"):
         raise Unsupported(
-            f"the arguments say position_embedding_type {printable(str(how))[:40]}, with the tensors of {table.family}",
+            f"the arguments state position_embedding_type {printable(str(how))[:40]}, but the tensors are of {table.family}",
             where=arguments.where,
             hint=_CONFIG_HINT if how is None else None,
         )
@@ -221,7 +228,7 @@ def _rotary(arguments: _ArgumentReader) -> tuple[float, Scaling | None]:
     theta = arguments.real("theta", "rotary_base", default=10000.0)
     linear, llama3 = arguments.get("rotary_seq_len_interpolation_factor"), arguments.get("use_rope_scaling")
     if linear is not None and llama3:
-        raise Unsupported("rotary frequencies are stretched in two ways at once", where=arguments.where)
+        raise Unsupported("the arguments state two scalings of rotary frequencies", where=arguments.where)
     if linear is not None:
         return theta, Scaling("linear", arguments.real("", "rotary_seq_len_interpolation_factor", default=1.0))
     if llama3:
@@ -235,8 +242,7 @@ def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
         gated = arguments.get("glu_activation") == "swiglu" or (arguments.other is not None and table.gated)
     if bool(gated) != table.gated:
         raise Unsupported(
-            f"the arguments say swiglu {bool(gated)}, with the tensors of {table.family}: no family that is known here "
-            "computes so",
+            f"the arguments state swiglu {bool(gated)}, but the tensors are of {table.family}: no known family has both",
             where=arguments.where,
         )
     if gated:
@@ -247,7 +253,7 @@ def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
         return arguments.other.activation
     if arguments.get("openai_gelu"):
         raise Unsupported(
-            "the run's arguments say openai_gelu, which Megatron core's layers ignore and those before it do not",
+            "the run's arguments state openai_gelu, which Megatron core's layers ignore, but older layers use",
             where=arguments.where,
             hint=_CONFIG_HINT,
         )
@@ -261,5 +267,8 @@ def _window(arguments: _ArgumentReader) -> int | None:
     if isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not is_natural(window[0]) or window[1] != 0:
-        raise Unsupported(f"a sliding window of {printable(str(window))[:40]}", where=arguments.where)
-    return cast(int, window[0]) + 1  # Megatron counts the tokens before, transformers the token itself, too
+        raise Unsupported(
+            f"the arguments state a sliding window of {printable(str(window))[:40]}, which is not supported",
+            where=arguments.where,
+        )
+    return cast(int, window[0]) + 1  # Megatron counts only the previous tokens, transformers also the token itself

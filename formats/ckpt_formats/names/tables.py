@@ -1,4 +1,4 @@
-"""The tables that come with ckpt, and how a table is read: a TOML file for each family beside this module."""
+"""Read the tables of names: a TOML file for each family in this folder."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ _SIZES = {"heads", "groups", "vocabulary"}
 
 
 def table_for(config: Mapping[str, Any]) -> Table | None:
-    """The table of a model with this configuration; None if there is none for it."""
+    """The table for a model with this configuration, or None."""
     stated = config.get("architectures")
     architectures = stated if isinstance(stated, list) else []
     for table in tables():
@@ -32,13 +32,13 @@ def table_for(config: Mapping[str, Any]) -> Table | None:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """All tables there are."""
+    """All tables in this folder, sorted by family."""
     files = sorted(Path(__file__).parent.glob("*.toml"))
     return tuple(parse(file.stem, file.read_text("utf-8")) for file in files)
 
 
 def parse(family: str, text: str) -> Table:
-    """The table that a TOML text says. Raises `ValueError` for one that contradicts itself."""
+    """The table in a TOML text. Raises `ValueError` for missing entries, or entries that contradict each other."""
     entries = tomllib.loads(text)
     tied = entries.pop("tied")
     try:
@@ -76,7 +76,7 @@ def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = 
 
 
 def _problems(table: Table) -> Iterator[str]:
-    """What in a table does not fit the rest of it."""
+    """The contradictions in a table, as messages."""
     patterns = [name.pattern for name in table.names]
     conditions = {name.pattern: name.when for name in table.names}
     row_names = [name for row in table.rows for name in row.hf]

@@ -1,6 +1,6 @@
-"""Whole checkpoints from one library's names to another's: weights and all states that are kept of them.
+"""Translate checkpoints from one library's names to another's: weights and all their optimizer states.
 
-Views only: nothing is read. Whatever a table does not name is an error, and so is what it names and is not there.
+The results are views: no data is read. A tensor that the table does not name is an error, and so is a missing tensor.
 """
 
 import re
@@ -33,7 +33,7 @@ _MAX_NAMES = 3
 
 
 def naming_of(checkpoint: Checkpoint) -> Naming | None:
-    """Whose names a checkpoint's tensors have; None if they are nobody's here."""
+    """The library whose names a checkpoint's tensors have; None if it is not known."""
     own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if any(map(legacy.is_legacy, own)):
         return "megatron-legacy"
@@ -47,11 +47,13 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
 
 
 def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False) -> Checkpoint:
-    """A checkpoint with Megatron's names under transformers'; its configuration is the extra `CONFIG`.
+    """A checkpoint with Megatron's names under the names of transformers. Its configuration is the extra `CONFIG`.
 
-    `config` is the model's, where it is known; else it is made of the run's arguments. `partial` allows tensors to be
-    missing. Raises `Unsupported` for a model of no family that has a table, `Corrupt` where tensors, arguments and
-    configuration contradict each other, `Incomplete` where something is missing.
+    `config` is the model's configuration; by default it is the checkpoint's own, or created from the run's arguments.
+    `partial` allows missing tensors.
+
+    Raises: Unsupported for a model of no known family, Corrupt if tensors, arguments and configuration contradict each
+    other, Incomplete if something is missing.
     """
     source = _without(to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
@@ -64,10 +66,10 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     for line in lines:
         for name in source.parameters.keys() & set(line.names):
             shape = source.parameters[name].weight.shape
-            check_shape(line.names[0], shape, model, padded=True, what=name)
+            check_shape(line.names[0], shape, model, padded=True, source_name=name)
             padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
             changes.append(TensorRename((name,), line.hf, _split(line, _sizes(model))))
-    text = f"the last {padding} rows of the vocabulary's tables are padding, and are left out"
+    text = f"the last {padding} rows of the vocabulary's tables are padding and are left out"
     padded = (Notice(text),) if padding else ()
     return replace(
         apply_renames(source, changes, description.table.expected_names(description.config) or ()),
@@ -80,9 +82,9 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
 def to_megatron(
     checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> Checkpoint:
-    """A checkpoint with transformers' names under Megatron core's; the arguments of a run are the extra `ARGUMENTS`.
+    """A checkpoint with transformers' names under the names of Megatron core. Its arguments are the extra `ARGUMENTS`.
 
-    Tables of the vocabulary have their true rows: whoever cuts them pads them. Raises as `to_hf` does.
+    Tables of the vocabulary have no padding: it is added when they are split over ranks. Raises the errors of `to_hf`.
     """
     description = by_config_alone(checkpoint, config)
     source = _without(checkpoint, description.table.ignored)
@@ -99,7 +101,7 @@ def to_megatron(
     )
     for line in present:
         name = line.names[0]
-        check_shape(name, renamed.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
+        check_shape(name, renamed.parameters[name].weight.shape, model, padded=False, source_name=", ".join(line.hf))
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
     extras = {legacy.VERSION: legacy.CURRENT, **step, **source.extras}
     return replace(
@@ -124,13 +126,13 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
-    """What the model's tensors are on both sides; the second name of a tied one only where the source speaks of it."""
+    """The model's rows. The row of the second name of a tied tensor is included only if the source has it as an alias."""
     lines, tie = description.table.lines(description.config), description.table.tie(description.config)
     if lines is None:
-        raise Incomplete("config.json does not say how many layers there are", where=source.path)
+        raise Incomplete("config.json does not state the number of layers", where=source.path)
     if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
         raise Unsupported(
-            f"`{own.pop()}` is a tensor of its own, but the model is said to have one for it and the embeddings",
+            f"`{own.pop()}` is a separate tensor, but the model's configuration ties it to the embeddings",
             where=source.path,
         )
     return tuple(
@@ -153,7 +155,7 @@ def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
 def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
     if missing:
         raise Incomplete(
-            f"the model also has {_listed(missing)}",
+            f"tensors of the model are missing: {_listed(missing)}",
             where=source.path,
             hint="Is the configuration the model's own? Are files missing?",
         )
@@ -165,14 +167,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
-    """The tied names. Raises `Unsupported` for one that has no line."""
+    """The aliases under the new names. Raises `Unsupported` for a name that the model does not have."""
     if strange := [name for pair in source.aliases.items() for name in pair if name not in new]:
-        raise Unsupported(f"`{printable(strange[0])}` is tied, but is none of the model's names", where=source.path)
+        raise Unsupported(f"`{printable(strange[0])}` is tied, but is not a name of the model", where=source.path)
     return {new[alias]: new[name] for alias, name in source.aliases.items()}
 
 
 def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
-    """The checkpoint without tensors that models compute rather than load."""
+    """The checkpoint without tensors that models compute instead of loading them."""
     retained = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
     return source if len(retained) == len(source.parameters) else replace(source, parameters=retained)
 

@@ -1,8 +1,7 @@
-"""Flat buffers of a `torch_dist` checkpoint: which rank's they are, and the parameters in them.
+"""Read the flat buffers of a `torch_dist` checkpoint: find the rank of each buffer, and the parameters in it.
 
-Megatron itself can load them only at the same degrees of tensor and pipeline
-parallelism. Here the model's tensors, the rules and the layout of stages say what each
-rank had; the rest is as in `distrib_optim.pt`.
+Megatron itself can load them only at the same degrees of tensor and pipeline parallelism. Here the parameters of each
+rank are computed from the model's tensors, the layout rules and the stages. The rest is as in `distrib_optim.pt`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from ckpt_formats.core.values import Value
 
 @dataclass(frozen=True)
 class BufferedModel:
-    """What is known of the model whose optimizer is in the buffers."""
+    """The model whose optimizer states are in the buffers."""
 
     args: Arguments
     parallel: Parallel
@@ -35,25 +34,30 @@ class BufferedModel:
 
     @property
     def tied_copy(self) -> bool:
-        """Has the last stage a copy of the table that the checkpoint does not store?"""
+        """True if the last stage has a copy of the embedding table that the checkpoint does not store."""
         return is_tied(self.args) and self.parallel.pp > 1 and WORD_TABLE in self.weights and HEAD not in self.weights
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """A group of ranks with the same parameters: those that share their optimizer."""
+    """A group of ranks with the same parameters, which share the optimizer states of these."""
 
     chain: int
+    """The number of the optimizer: 0, or 1 for the experts' own."""
     index: int
-    """Among the groups, as keys have it."""
+    """The number of the group, as in the checkpoint's keys."""
     pp: int
     cut: int
-    """Among those that cut a tensor: the tensor-parallel rank, or that within an expert."""
+    """The number of the shard: the tensor-parallel rank, or the expert-tensor-parallel rank."""
     ep: int = 0
 
 
 def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Tensor]]:
-    """States of all parameters, whole, by name."""
+    """The full states of all parameters, by name.
+
+    Raises: Incomplete or Corrupt if buffers are missing or do not match the arguments, Unsupported if the order of the
+    parameters in the buffers is not known.
+    """
     groups: dict[Group, object] = {**items.buckets, **{g: o for g, o in items.objects.items() if "param_state" in o}}
     apart = any(chain for chain, _ in groups)
     shards: dict[str, dict[int, LocalCopy]] = {}
@@ -85,7 +89,7 @@ def _merged_states(name: str, shards: Mapping[int, LocalCopy], layout: Layout) -
 
 
 def _ranks(parallel: Parallel, apart: bool) -> Iterator[ReplicaGroup]:
-    """The groups, as Megatron counts them: by tp first, then by stage; experts' by etp, ep, then by stage."""
+    """The groups in Megatron's order: by tp, then by stage. If `apart`, followed by the experts': by etp, ep, stage."""
     for pp in range(parallel.pp):
         for tp in range(parallel.tp):
             yield ReplicaGroup(0, pp * parallel.tp + tp, pp, tp)
@@ -97,7 +101,7 @@ def _ranks(parallel: Parallel, apart: bool) -> Iterator[ReplicaGroup]:
 
 
 def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) -> ModelChunk:
-    """What a rank holds of one model chunk, in its local shapes. No values: only shapes and types count."""
+    """One model chunk of a rank, in local shapes. The values are zeros, because only shapes and dtypes are needed."""
     layers = model.stages.layers(rank.pp, chunk)
     first = rank.pp == 0 and chunk == 0
     last = rank.pp == model.parallel.pp - 1 and chunk == model.stages.chunks - 1
@@ -118,7 +122,7 @@ def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
     if layer is not None:
         return layer in layers
     if name.startswith("mtp."):
-        raise Unsupported("the optimizer's states have no names, and the model predicts several tokens (mtp)")
+        raise Unsupported("the optimizer's states have no names, and the order of multi-token prediction layers (mtp) is not known")
     return first if name.startswith("embedding.") else last
 
 

@@ -1,4 +1,4 @@
-"""`common.pt` of a new layout: what all ranks have in common."""
+"""Write `common.pt` in a new layout: the values that all ranks share."""
 
 from dataclasses import dataclass, replace
 
@@ -37,7 +37,7 @@ class CommonState:
         return {**tree, CONTENT: self._content()}
 
     def args(self) -> Record:
-        """The new run's arguments. What they say was not saved, Megatron does not try to load."""
+        """The new run's arguments. They state what is not saved (no_save_optim, no_save_rng), so that Megatron skips it."""
         record, extras = self.items.args(_FIRST), self.target.source.extras
         stated: dict[str, Value] = {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "dist_ckpt_format": "torch_dist"}
         if self.target.distributed:
@@ -49,7 +49,7 @@ class CommonState:
         return replace(record, state={**record.state, **changed})
 
     def _content(self) -> dict[str, Value]:
-        """What tells Megatron which keys to ask for."""
+        """The `content_metadata`, by which Megatron chooses the keys to load."""
         content = self.target.source.extras.get(CONTENT)
         entries = content.items() if isinstance(content, dict) else ()
         retained = {key: value for key, value in entries if not str(key).startswith("distrib_optim")}
@@ -64,14 +64,14 @@ class CommonState:
         return {int(experts): self._one(optimizer, experts, own) for experts in (False, True)}
 
     def _one(self, optimizer: WrittenOptimizer, experts: bool, own: Value) -> dict[str, Value]:
-        """What one optimizer keeps beside states: of all parameters, of experts, or of all others."""
+        """The items of one optimizer that are not states; `experts` selects the groups of experts or the others."""
         source = self.target.source
         other_items = {key: tensors_for_names(value, source.parameters) for key, value in of_one(own, int(experts)).items()}
         groups: list[Value] = [dict(group.options) for group in optimizer.groups if group.experts == experts]
         state: dict[str, Value] = {}
         step = optimizer.step
         if step is not None and (self.target.distributed or isinstance(step, int)):
-            groups = [{**group, "step": step} for group in groups]  # fused optimizers keep it there anyway
+            groups = [{**group, "step": step} for group in groups]  # fused optimizers store the step there as well
         elif step is not None:
             state["common_step"] = Tensor.of(ArrayBlob(np.array(step, np.float32)))
         inner: dict[str, Value] = {"param_groups": groups, **other_items.pop("optimizer", {})}

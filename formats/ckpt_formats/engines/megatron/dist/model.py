@@ -1,12 +1,12 @@
-"""Tensors of a `torch_dist` checkpoint under the names of the whole model.
+"""Read the tensors of a `torch_dist` checkpoint under the names of the full model.
 
-Keys are the model's own names, but layers are stacked along a first axis, experts
-along the next, and the norm before a projection is always called as inside it.
-Some are stored in pieces: gate and up of singleton shards, the segments of Mamba.
+Keys are the model's own names, with three differences: layers are stacked along the first axis and experts along the
+next, a norm before a projection always has its name inside the projection, and some tensors are stored in parts: gate
+and up of singleton shards, the segments of Mamba.
 
     decoder.layers.self_attention.linear_qkv.weight             [layers, rows, hidden]
     decoder.layers.mlp.experts.experts.linear_fc1.weight        [layers, experts, 2 * ffn, hidden]
-    decoder.layers.7.mlp.linear_fc1.weight                      where layers are not all alike
+    decoder.layers.7.mlp.linear_fc1.weight                      if layers are of several kinds
     decoder.layers.7.mixer.in_proj.weight.z, .x, .B, .C, .dt
 """
 
@@ -29,7 +29,7 @@ _SINGLE_EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)(\..*)")
 
 
 def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name. Raises `Corrupt` if pieces of one are missing, or two keys are one name."""
+    """The tensors by name. Raises `Corrupt` if parts of a tensor are missing, or two keys stand for one name."""
     by_name: dict[str, Tensor] = {}
     for key, tensor in _join_parts(tensors):
         for name, part in _unstack_key(key, tensor):
@@ -40,7 +40,10 @@ def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names that a key stands for, each with its place along the first axes."""
+    """The names that a key stands for, each with its place along the stacked axes.
+
+    Raises: Corrupt if the shape has too few axes, Unsafe if the stack is too large.
+    """
     single = _SINGLE_EXPERT.fullmatch(key)
     if single:
         key = f"{single[1]}.local_experts.{single[2]}{single[3]}"
@@ -70,7 +73,7 @@ def _unstack_key(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _join_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are stored in pieces, put together along the first axis that is not stacked."""
+    """All tensors; those that are stored in parts are concatenated along the first axis that is not stacked."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if match := _PART.fullmatch(key):
@@ -80,7 +83,7 @@ def _join_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for key, by_suffix in parts.items():
         order = next((order for order in (_DELTA, *_PART_SUFFIXES) if set(order) == set(by_suffix)), None)
         if order is None:
-            raise Corrupt(f"`{printable(key)}` is stored in pieces, of which only {', '.join(by_suffix)} are there")
+            raise Corrupt(f"`{printable(key)}` is stored in parts, of which only {', '.join(by_suffix)} are present")
         if unstack(key)[1]:
-            raise Corrupt(f"`{printable(key)}` is stored in pieces and stacked by layer, which Megatron never does")
+            raise Corrupt(f"`{printable(key)}` is stored in parts and stacked by layer, which Megatron never does")
         yield key, stacked([by_suffix[suffix] for suffix in order])

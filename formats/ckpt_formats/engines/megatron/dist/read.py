@@ -1,4 +1,4 @@
-"""Reading `torch_dist`: whole tensors by key, the optimizer in one of five encodings, objects by rank."""
+"""Read `torch_dist`: full tensors by key, the optimizer in one of five encodings, objects by rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ from ckpt_formats.core.values import Value
 
 
 def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
-    """The index of one iteration."""
+    """The checkpoint of one iteration, without reading data. `path` is the run or iteration that the user names."""
     dist = open_dist(folder)
     layout = Layout(rules_for(options.rules), sizes_of(dist.args))
     items = split_items(dist.tensors, dist.objects)
@@ -62,8 +62,8 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
-    """Raises `Incomplete` or `Corrupt` if the model has not the layers that the arguments state."""
-    if any(name.startswith("encoder.") for name in weights):  # two stacks of layers, which are counted apart
+    """Raise `Incomplete` or `Corrupt` if the model does not have the layers that the arguments state."""
+    if any(name.startswith("encoder.") for name in weights):  # there are two stacks of layers, which have separate numbers
         return
     layers = {layer for name in weights if name.startswith("decoder.") and (layer := layer_of(name)) is not None}
     stated = dist.args.optional("num_layers", "encoder_num_layers")
@@ -72,16 +72,16 @@ def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
     lacking = next((layer for layer in range(min(stated, len(layers) + 1)) if layer not in layers), None)
     if lacking is not None:
         raise Incomplete(
-            f"layer {lacking} is missing: `num_layers` is {stated}, but {len(layers)} layers are here",
+            f"layer {lacking} is missing: `num_layers` is {stated}, but {len(layers)} layers are present",
             where=dist.path,
             hint="Copy all files of the iteration again.",
         )
     if len(layers) > stated:
-        raise Corrupt(f"{len(layers)} layers are here, but `num_layers` is {stated}", where=dist.common.path, hint=MIXED)
+        raise Corrupt(f"{len(layers)} layers are present, but `num_layers` is {stated}", where=dist.common.path, hint=MIXED)
 
 
 def _stages(dist: DistFiles, items: SplitItems) -> Stages | None:
-    """The run's stages. Only flat buffers need them; else it is no error if the arguments do not tell."""
+    """The run's stages; None if they are not known. Raises `Unsupported` if they are not known but needed, for buffers."""
     try:
         return stages_of(dist.args, dist.parallel.pp)
     except Unsupported:
@@ -93,7 +93,7 @@ def _stages(dist: DistFiles, items: SplitItems) -> Stages | None:
 def _states(
     dist: DistFiles, items: SplitItems, layout: Layout, weights: Mapping[str, Tensor], stages: Stages | None
 ) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's states of each parameter, whole."""
+    """The full optimizer states of each parameter, by name and state."""
     states: dict[str, dict[str, Tensor]] = {}
     for state, by_key in items.states.items():
         shaped: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ def _states(
                 tensor = unflattened(key, tensor, weight.shape)
             shaped[key] = tensor
         for name, tensor in tensors_by_name(shaped).items():
-            if tensor.fragments or not tensor.size:  # of a layer that is frozen, its stack has nothing
+            if tensor.fragments or not tensor.size:  # the stack has no fragments of a frozen layer
                 states.setdefault(name, {})[state] = tensor
     if items.flat and stages is not None:
         model = BufferedModel(dist.args, dist.parallel, stages, layout, weights)
@@ -115,7 +115,7 @@ def _states(
 def _groups(
     dist: DistFiles, items: SplitItems, weights: Mapping[str, Tensor], states: Mapping[str, dict[str, Tensor]]
 ) -> tuple[tuple[Group, ...], dict[str, dict[str, Value]]]:
-    """Parameter groups, and the step of each parameter."""
+    """The parameter groups, and the step of each parameter."""
     trained = [name for name in weights if name in states]
     groups: list[Group] = []
     steps: dict[str, dict[str, Value]] = {}
@@ -130,7 +130,7 @@ def _groups(
             step = options.pop("step", common)
             names = tuple(name for _, name in keys)
             groups.append(Group(options, names))
-            if isinstance(step, Leaf):  # PyTorch's own optimizers keep it as a tensor
+            if isinstance(step, Leaf):  # PyTorch's own optimizers store it as a tensor
                 for name in names:
                     states[name]["step"] = tensor_leaf(step)
             elif step is not None:
@@ -139,8 +139,8 @@ def _groups(
 
 
 def _optimizers(dist: DistFiles, items: SplitItems) -> list[tuple[bool | None, Mapping[str, Value]]]:
-    """Whose parameters each optimizer has (experts', others', all), and what it says of itself."""
-    if items.objects:  # each rank group says it for itself, all the same
+    """The optimizers: whether each has the parameters of experts (True), of others (False) or all (None), and its state dict."""
+    if items.objects:  # each rank group stores it, with equal values
         _check_rank_groups(dist, items)
         by_chain = {
             chain: group_objects["optimizer"]
@@ -158,7 +158,7 @@ def _optimizers(dist: DistFiles, items: SplitItems) -> list[tuple[bool | None, M
 
 
 def _check_rank_groups(dist: DistFiles, items: SplitItems) -> None:
-    """Raises `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
+    """Raise `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
     statements: list[Statement] = []
     for (chain, index), group_objects in sorted(items.objects.items()):
         optimizer = group_objects.get("optimizer")
@@ -172,14 +172,14 @@ def _check_rank_groups(dist: DistFiles, items: SplitItems) -> None:
 
 
 def _saved_by_optimizers(dist: DistFiles, items: SplitItems) -> Value:
-    """What the optimizer says of itself, or each of several: for all ranks, or for each group of ranks the same."""
+    """The state dict of the optimizer, or those of several by number. Those of rank groups are equal."""
     by_chain = {chain: group_objects for (chain, _), group_objects in sorted(items.objects.items(), reverse=True)}
     saved = by_chain or dist.root.get("optimizer")
     return saved[0] if isinstance(saved, dict) and saved.keys() == {0} else saved
 
 
 def _extras(dist: DistFiles, items: SplitItems, parameters: dict[str, Parameter]) -> dict[str, Value]:
-    """All else: what ranks have in common, then what each has of its own."""
+    """The extras: the values that all ranks share, and each rank's own."""
     common = {str(key): value for key, value in dist.root.items() if key != "optimizer"}
     if other_items := optimizer_items(_saved_by_optimizers(dist, items)):
         common["optimizer"] = other_items
@@ -202,7 +202,7 @@ def _extras(dist: DistFiles, items: SplitItems, parameters: dict[str, Parameter]
 
 
 def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:
-    """The name of a module's extra state, of its key and its place in the stack."""
+    """The name of a module's extra state, from its key and its place in the stack."""
     for name, at in _try_names(key, lengths):
         if at == place[: len(at)]:
             return name if not any(place[len(at) :]) else f"{name}/{'.'.join(map(str, place[len(at) :]))}"

@@ -1,4 +1,4 @@
-"""Reading the legacy layout: a folder for each rank, a state dict in its own local names and shapes."""
+"""Read the legacy layout: a folder for each rank, with a state dict in the rank's local names and shapes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank has, under the names of the whole model."""
+    """The parameters, groups and extra states of one rank, under the names of the full model."""
 
     file: RankFile
     copies: Mapping[str, LocalCopy]
@@ -46,7 +46,7 @@ class RankState:
 
 
 def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
-    """The index of one iteration."""
+    """The checkpoint of one iteration, without reading data. `path` is the run or iteration that the user names."""
     legacy = open_legacy(folder)
     layout = Layout(rules_for(options.rules), sizes_of(legacy.args, legacy.first.root.get("checkpoint_version", 0)))
     chunks = {rank.name: [chunk_of(chunk) for chunk in rank.chunks()] for rank in legacy.ranks}
@@ -71,7 +71,7 @@ def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _check_steps(ranks: Sequence[RankState], folder: Path) -> None:
-    """Raises `Corrupt` if optimizers of two ranks count different numbers of steps."""
+    """Raise `Corrupt` if optimizers of two ranks are at different steps."""
     statements = (
         Statement("the optimizer's step", rank.file.name, _number(options.get("step")))
         for rank in ranks
@@ -86,13 +86,13 @@ def _number(value: Value) -> Value:
 
 
 def _stages(legacy: LegacyFiles, chunks: Mapping[str, Sequence[ModelChunk]]) -> Stages:
-    """How many layers each chunk has, as the files show it. Raises `Corrupt` if the arguments say otherwise."""
+    """The number of layers of each chunk in the files. Raises `Corrupt` if the arguments state another total."""
     by_stage = [[chunk.layers for chunk in chunks[legacy.of_stage(pp)[0].name]] for pp in range(legacy.parallel.pp)]
     counts = tuple(stage[v] for v in range(len(by_stage[0])) for stage in by_stage)
     stated = legacy.args.optional("num_layers", "encoder_num_layers")
     if stated is not None and stated != sum(counts):
         raise Corrupt(
-            f"the files hold {sum(counts)} layers, but the arguments state {stated}",
+            f"the files have {sum(counts)} layers, but the arguments state {stated}",
             where=legacy.path,
             hint="Files of several runs may be mixed.",
         )
@@ -114,7 +114,7 @@ def _rank_state(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk
                 for name, part in naming.tensors(local, one):
                     copy = copies.setdefault(name, LocalCopy({}, dict(optimized.values.get(key, {}))))
                     if copy.states.setdefault(state, part) is not part:
-                        raise Corrupt(f"the rank holds `{name}` twice", where=file.model.path)
+                        raise Corrupt(f"the rank has `{name}` twice", where=file.model.path)
                     titles.setdefault(key, []).append(name)
         extra |= {naming.plain(name): value for name, value in chunk.extra_states.items()}
     groups = [(g.options, tuple(dict.fromkeys(n for key in g.keys for n in titles[key]))) for g in optimized.groups]
@@ -122,7 +122,7 @@ def _rank_state(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk
 
 
 def _optimized(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk]) -> OptimizerStates:
-    """What the optimizer holds of a rank's parameters: nothing if it was not saved."""
+    """The optimizer states of a rank's parameters: empty if no optimizer was saved."""
     saved = file.root.get("optimizer")
     if saved is None:
         return OptimizerStates()
@@ -132,7 +132,7 @@ def _optimized(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk]
     flat = (buffered if several else [buffered]) if buffered is not None else [None] * len(parts)
     optimizer = OptimizerStates()
     if len(parts) > 2 or len(flat) != len(parts):
-        raise Corrupt(f"there are {len(parts)} optimizers and {len(flat)} buffers of them", where=file.model.path)
+        raise Corrupt(f"there are {len(parts)} optimizers, but {len(flat)} sets of buffers", where=file.model.path)
     for experts, part, buffers in zip((False, True) if several else (None,), parts, flat, strict=True):
         if file.optimizer is None:
             one_optimizer = read_plain(part, chunks, experts, file.model.path, decayed_norms(legacy.args))
@@ -160,7 +160,7 @@ def _distributed(
         listed, members(listed, named, experts, file.model.path, decayed_norms(legacy.args)), strict=True
     ):
         options = options_of(group, file.model.path)
-        # Megatron keeps the step with the group: it is each parameter's.
+        # Megatron stores the step in the group: it applies to each parameter.
         optimizer.groups.append(OptimizerGroup(options, tuple(keys)))
         for key in keys:
             if key in optimizer.states:
@@ -171,7 +171,7 @@ def _distributed(
 def _parameters(
     legacy: LegacyFiles, ranks: Sequence[RankState], layout: Layout
 ) -> tuple[dict[str, Parameter], dict[str, str]]:
-    """All parameters, whole, and the other names of tied ones."""
+    """All full parameters, and the other names of tied ones (alias, name)."""
     parallel, parameters, aliases = legacy.parallel, {}, {}
     copied: dict[str, Parameter] = {}
     for pp in range(parallel.pp):
@@ -201,12 +201,12 @@ def _parameters(
             aliases[name] = TIED[name]
             parameters[TIED[name]] = _with_copy(table, parameter)
     if is_tied(legacy.args) and WORD_TABLE in parameters and HEAD not in parameters:
-        aliases[HEAD] = WORD_TABLE  # the head uses the table also where no stage has a copy
+        aliases[HEAD] = WORD_TABLE  # the output layer uses the table even if no stage has a copy
     return parameters, aliases
 
 
 def _with_copy(table: Parameter, copy: Parameter) -> Parameter:
-    """A tied table with the last stage's copy of it, to be compared."""
+    """A tied table with the last stage's copy as a replica, to be compared."""
     states = {
         state: replace(tensor, replicas=(*tensor.replicas, copy.states[state], *copy.states[state].replicas))
         if state in copy.states and copy.states[state].shape == tensor.shape
@@ -220,11 +220,14 @@ def _check_all(name: str, by_rank: Mapping[int, object], degree: int, stage: Seq
     lacking = sorted(set(range(degree)) - by_rank.keys())
     if lacking:
         names = ", ".join(rank.file.name for rank in stage)
-        raise Corrupt(f"tensor `{name}` is not on rank {lacking[0]} of the {degree} that cut it (stage: {names})")
+        raise Corrupt(f"tensor `{name}` is missing on rank {lacking[0]} of the {degree} that split it (stage: {names})")
 
 
 def _groups(ranks: Sequence[RankState], aliases: Mapping[str, str]) -> tuple[Group, ...]:
-    """Groups with the same options are one, whatever their number on a rank."""
+    """The groups of all ranks. Groups with equal options are one group, even if their numbers differ.
+
+    Raises `Corrupt` if a parameter has different options on two ranks.
+    """
     merged: list[tuple[dict[str, Value], dict[str, None]]] = []
     for rank in ranks:
         for options, names in rank.groups:
@@ -241,7 +244,7 @@ def _groups(ranks: Sequence[RankState], aliases: Mapping[str, str]) -> tuple[Gro
             if other is not options:
                 odd = next(key for key in {**other, **options} if other.get(key) != options.get(key))
                 raise Corrupt(
-                    f"ranks that cut `{name}` disagree on its option `{odd}`: {other.get(odd)} and {options.get(odd)}",
+                    f"ranks with `{name}` disagree on its option `{odd}`: {other.get(odd)} and {options.get(odd)}",
                     hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
                 )
     return tuple(Group(options, tuple(group_names)) for options, group_names in merged)

@@ -1,11 +1,12 @@
-"""`distrib_optim.pt`: the distributed optimizer's buffers, gathered over data-parallel ranks. No names are in it.
+"""Read `distrib_optim.pt`: the distributed optimizer's buffers, gathered over data-parallel ranks, without names.
 
     since 2024-04   {'buckets_coalesced': True, 0: {dtypes: {'param': vector, 'exp_avg': ...}}, ...}
     2024-02..04     {'per_bucket_numel_unpadded': ..., 0: {dtypes: {'param': [vector of each bucket], ...}}, ...}
     before          {'per_bucket_numel': ..., 0: {dtype: {'param': [vector of each bucket, padded], ...}}, ...}
 
-Keys count buffers: one for each model chunk and pair of dtypes, of parameters and gradients. With expert
-parallelism the file is a list: dense parameters' buffers, then experts'; what a rank does not save is None.
+The integer keys number the buffers: there is one for each model chunk and each pair of dtypes (of parameters and of
+gradients). With expert parallelism the file is a list: the buffers of the dense parameters, then those of the experts.
+An entry is None if the rank does not save it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +33,13 @@ from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 
 STATES = {"param": MASTER}
-"""Names of the states in the file that are called otherwise here."""
+"""State names in the file that differ from the names used here."""
 _NO_STATE = ("numel_unpadded", "padding", "step")
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of one rank: the chunk that it is of, and its parameters in the module's order."""
+    """A buffer of one rank: the number of its model chunk, and its parameters in the module's order."""
 
     chunk: int
     items: tuple[BufferItem, ...]
@@ -46,22 +47,25 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Buckets:
-    """What decides how a rank's buffers are cut in buckets."""
+    """The options that determine the buckets of a rank's buffers."""
 
     sizes: tuple[int | None, ...]
-    """The number of elements that ends a bucket of the first chunk; releases differ where the user says none."""
+    """Bucket sizes to try for the first chunk, in elements: releases differ if the user sets none. None: no limit."""
     padding: int
-    """At most so many elements, less one, fill up a bucket."""
+    """A bucket is padded to a multiple of this number of elements."""
     tied: bool
-    """Do the first and the last stage share a table?"""
+    """True if the first and the last stage share an embedding table."""
 
     def limits(self, chunk: int) -> tuple[int | None, ...]:
-        """What may end a bucket of a chunk; None if nothing does."""
+        """The bucket sizes to try for a chunk, in elements; None stands for no limit."""
         return self.sizes if chunk == 0 else (None,)
 
 
 def buckets_of(args: Arguments, parallel: Parallel, stage: int, dp: int, numel: int) -> Buckets:
-    """Of one rank, whose model has so many elements and whose optimizer `dp` ranks share."""
+    """The bucket options of one rank of a pipeline stage.
+
+    `dp` is the number of ranks that share the optimizer; `numel` is the number of elements of the rank's parameters.
+    """
     size, number = args.optional("ddp_bucket_size"), args.optional("ddp_num_buckets")
     if not args.flag("overlap_grad_reduce") or stage > 0:
         sizes: tuple[int | None, ...] = (None,)
@@ -75,11 +79,15 @@ def buckets_of(args: Arguments, parallel: Parallel, stage: int, dp: int, numel: 
 
 
 def is_tied(args: Arguments) -> bool:
+    """True if the output layer uses the table of the embedding."""
     return not args.flag("untie_embeddings_and_output_weights")
 
 
 def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -> list[Buffer]:
-    """The buffers of a rank, as Megatron counts them: by chunk, and by dtype in the order of first use."""
+    """The buffers of a rank in Megatron's order: by chunk, then by dtype in the order of first use.
+
+    `experts` selects the parameters of experts (True), all others (False), or all (None).
+    """
     buffers = []
     for number, chunk in enumerate(chunks):
         by_dtype: dict[str, list[BufferItem]] = {}
@@ -92,18 +100,21 @@ def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -
 
 
 def is_no_buffer(key: Value) -> bool:
-    """Is it, in the file of the buffers, neither a buffer nor what says how they are kept?"""
+    """True if an entry of `distrib_optim.pt` is neither a buffer nor a description of the buffers' form."""
     return type(key) is not int and key not in ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded")
 
 
 def read_buffers(
     saved: Mapping[Value, Value], buffers: Sequence[Buffer], buckets: Buckets, where: Path
 ) -> dict[Key, dict[str, Tensor]]:
-    """The states of each parameter. Raises `Corrupt` if the buffers are not those of these parameters."""
+    """The states of each parameter, in its local shape, as views of the flat buffers.
+
+    Raises: Corrupt if the buffers do not match the parameters, Unsupported for an unknown form of the buffers.
+    """
     numbered = sorted(key for key in saved if type(key) is int)
     if len(numbered) != len(buffers):
         raise Corrupt(
-            f"the optimizer has {len(numbered)} buffers, the model's parameters make {len(buffers)}",
+            f"the optimizer has {len(numbered)} buffers, but the model's parameters need {len(buffers)}",
             where=where,
             hint=_FROZEN,
         )
@@ -111,16 +122,16 @@ def read_buffers(
     for number, buffer in zip(numbered, buffers, strict=True):
         by_dtype = saved[number]
         if len(by_dtype) != 1:
-            raise Unsupported("a buffer of several element types", where=where)
+            raise Unsupported("a buffer has several element types", where=where)
         (vectors,) = by_dtype.values()
         if isinstance(vectors, list):
-            raise Unsupported("the optimizer's buffers are kept by parameter, in a form that is not known", where=where)
+            raise Unsupported("the optimizer's buffers are stored by parameter, which is an unknown form", where=where)
         for name, tensor in _of_buffer(vectors, buffer, buckets, where):
             states.setdefault((buffer.chunk, name), {}).update(tensor)
     return states
 
 
-_FROZEN = "Files of several runs may be mixed, or some parameters were frozen."
+_FROZEN = "Files of several runs may be mixed, or some parameters may be frozen."
 
 
 def _of_buffer(
@@ -137,7 +148,7 @@ def _of_buffer(
         if filled is None:
             raise Corrupt(
                 f"the optimizer's buffer of `{state}` has {sum(lengths):,} elements, "
-                f"the model's parameters take {sum(item.numel for item in buffer.items):,}",
+                f"but the model's parameters have {sum(item.numel for item in buffer.items):,}",
                 where=where,
                 hint=_FROZEN,
             )
@@ -149,7 +160,7 @@ def _of_buffer(
 
 
 def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced: bool) -> BufferLayout | None:
-    """How the parameters lie in vectors of these lengths; None if they do not fit exactly."""
+    """The layout of the parameters in vectors of these lengths; None if they do not fit exactly."""
     for alignment in ALIGNMENTS:
         for limit in buckets.limits(buffer.chunk):
             filled = fill(buffer.items, limit, alignment)
@@ -161,6 +172,6 @@ def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced:
 
 
 def _padded(buckets: Sequence[int], lengths: Sequence[int], padding: int) -> bool:
-    """Are these the lengths of the buckets, perhaps with what fills them up?"""
+    """True if the vectors have the lengths of the buckets, with or without padding."""
     same = len(buckets) == len(lengths)
     return same and all(0 <= b - a < padding for a, b in zip(buckets, lengths, strict=True))

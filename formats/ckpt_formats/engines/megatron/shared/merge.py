@@ -1,4 +1,4 @@
-"""From what each rank holds to whole parameters: copies compared, shards joined by rule, experts side by side."""
+"""Merge the ranks' parameters: copies of a shard become replicas, and shards are joined by the layout's rules."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,17 @@ from ckpt_formats.engines.megatron.shared.names import is_buffer
 
 @dataclass
 class LocalCopy:
-    """What one rank holds of one parameter, in its local shape."""
+    """The states and values of one parameter on one rank, in its local shape."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
 
 def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
-    """What several ranks hold of the same shard. Not all of them save the optimizer's states of it."""
+    """The same shard from several ranks as one, with replicas. Some ranks may not save its optimizer states.
+
+    Raises `Corrupt` if the copies have different shapes or values.
+    """
     states: dict[str, list[Tensor]] = {}
     values: dict[str, Value] = {}
     for copy in copies:
@@ -33,13 +36,11 @@ def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
 
 
 def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
-    """A parameter of all ranks that cut it, in their order. Raises `BadRules`, `Corrupt`."""
+    """The full parameter from its shards, in the order of ranks. Raises `BadRules` or `Corrupt`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.states.keys() != first.states.keys():
-            raise Corrupt(
-                f"tensor `{name}` has other states on rank {rank} of those that cut it than on rank 0", hint=_MIXED
-            )
+            raise Corrupt(f"tensor `{name}` has other states in shard {rank} than in shard 0", hint=_MIXED)
         if shard.values != first.values:
             raise Corrupt(f"`{name}`: ranks disagree on {first.values} and {shard.values}", hint=_MIXED)
     scalars = {state for state, tensor in first.states.items() if tensor.shape == () and state != MODEL}
@@ -53,14 +54,17 @@ def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Para
 
 
 def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tensor:
-    """One state; without a rule every rank has all of it."""
+    """One full state from its shards. Without a rule, each rank has the full state."""
     if rule is None:
         return shards[0] if len(shards) == 1 else merge(name, shards, Rule(".*", "replicated"))
     return merge(name, shards, rule)
 
 
 def require_copies(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
-    """What each rank holds of a parameter that all of them should have. Raises `Corrupt` if one lacks it."""
+    """The copy of a parameter on each rank, given as (name of the rank, its parameters).
+
+    Raises `Corrupt` if a rank does not have the parameter.
+    """
     copies = []
     for rank, parameters in ranks:
         if name not in parameters:

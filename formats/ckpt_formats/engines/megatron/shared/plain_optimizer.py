@@ -1,10 +1,10 @@
-"""The plain optimizer in `model_optim_rng.pt`: PyTorch's state dict, by number.
+"""Read the plain optimizer in `model_optim_rng.pt`: PyTorch's state dict with numbered parameters.
 
     fp32      {'state': {0: {'exp_avg', 'exp_avg_sq', 'step'}}, 'param_groups': [{..., 'params': [0, ...]}]}
     bf16/fp16 {'optimizer': that, 'fp32_from_fp16_params': [[master, ...] for each group], 'grad_scaler'?}
 
-Numbers count through the groups; inside a group parameters are in the module's
-order, over all chunks. Masters are there for low-precision parameters only.
+The numbers continue from group to group. Inside a group, parameters are in the module's order, over all chunks. Only
+low-precision parameters have masters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,11 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")
 def read_plain(
     saved: Value, chunks: Sequence[ModelChunk], experts: bool | None, where: Path, decayed_norms: bool = False
 ) -> OptimizerStates:
-    """The states of one optimizer: that of all parameters, of experts, or of all others."""
+    """The states of one optimizer.
+
+    `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
+    all parameters. Raises `Corrupt` or `Unsupported` if states and parameters do not match.
+    """
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
     keyed_shapes = [
@@ -50,9 +54,10 @@ def read_plain(
     ):
         if len(group["params"]) != len(keys):
             raise Corrupt(
-                f"group {number} of the optimizer has {len(group['params'])} parameters, the model {len(keys)} for it",
+                f"group {number} of the optimizer has {len(group['params'])} parameters, "
+                f"but the model has {len(keys)} for it",
                 where=where,
-                hint="Files of several runs may be mixed, or parameters frozen.",
+                hint="Files of several runs may be mixed, or parameters may be frozen.",
             )
         options = options_of(group, where)
         optimizer.groups.append(OptimizerGroup(options, tuple(keys)))
@@ -75,7 +80,7 @@ def _put(
     for name, tensor in optimizer.states[key].items():
         if tensor.shape not in (shape, ()):
             raise Corrupt(
-                f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, the parameter {list(shape)}",
+                f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, but the parameter {list(shape)}",
                 where=where,
                 hint="Files of several runs may be mixed.",
             )

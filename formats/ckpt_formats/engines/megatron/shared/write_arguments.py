@@ -1,4 +1,4 @@
-"""The arguments of a run that is cut otherwise: the source's, with the new degrees and stages."""
+"""The arguments of a run with a new layout: the source's, with the new degrees and stages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,9 +20,9 @@ _EVEN: Mapping[str, Value] = {
 
 
 def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, others: Mapping[str, Value]) -> Arguments:
-    """The arguments for these degrees and stages; `others` change, too.
+    """The arguments with these degrees, these stages and the values in `others`.
 
-    What Megatron derives from its options when it starts is set like them, since it saves what it has derived.
+    Arguments that Megatron derives from its options are set, too, because Megatron saves the derived values.
     """
     several = stages.chunks if parallel.pp > 1 and stages.chunks > 1 else None
     cp = args.number("context_parallel_size", default=1) or 1
@@ -53,12 +53,16 @@ def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, others: M
 
 
 def with_arguments(args: Arguments, changed: Mapping[str, Value]) -> Arguments:
+    """The arguments with the values in `changed`."""
     state = args.record.state
     return replace(args, record=replace(args.record, state={**(state if isinstance(state, dict) else {}), **changed}))
 
 
 def _stages(args: Arguments, stages: Stages) -> Mapping[str, Value]:
-    """How options say which layers are where: as they did; evenly; with other first and last stages; drawn."""
+    """The options that give these stages.
+
+    Tried in this order: the present options, even stages, another size of the first or last stage, a layout string.
+    """
     first, last = (sum(stages.counts[end :: stages.pp]) for end in (0, stages.pp - 1))
     end_options: list[Mapping[str, Value]] = [{_FIRST: first}, {_LAST: last}, {_FIRST: first, _LAST: last}]
     unchanged = {} if stages.pp > 1 else {_FIRST: None, _LAST: None, LAYOUT_STRING: None}
@@ -76,7 +80,7 @@ def _stages(args: Arguments, stages: Stages) -> Mapping[str, Value]:
 
 
 def _give_stages(args: Arguments, stages: Stages) -> bool:
-    """Do these arguments give these stages?"""
+    """True if these arguments give these stages."""
     try:
         return stages_of(args, stages.pp) == stages
     except Unsupported:
@@ -84,7 +88,7 @@ def _give_stages(args: Arguments, stages: Stages) -> bool:
 
 
 def layout_string(stages: Stages) -> str:
-    """The stages as a layout string: E is the embedding, t a layer, L the loss.
+    """The stages as a layout string. E is the embedding, t a layer, L the loss.
 
     >>> layout_string(Stages((1, 3, 0), 3))
     'Et|ttt|L'

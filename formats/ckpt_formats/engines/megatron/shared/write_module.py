@@ -1,4 +1,4 @@
-"""The state dict of one model chunk of a new layout: its tensors, with its modules' extra states among them."""
+"""The state dict of one model chunk of a new layout: its tensors and its modules' extra states."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,20 @@ def state_dict_of(
     *,
     plain: bool,
 ) -> StdDict:
-    """The state dict of a chunk, with its part of the model's extra states. `plain` says which optimizer there is."""
+    """The state dict of model chunk `number` of a rank.
+
+    `extra` are the extra states of the full model. `plain` is true if there is a plain optimizer, which has no masters
+    of float32 weights.
+    """
     tensors = {one.local: computed_weight(one, plain=plain) for one in chunk}
     states = _own_states(target, place, number, extra)
-    if target.source.origin.layout.get("container") != "torch":  # which has them all
+    if target.source.origin.layout.get("container") != "torch":  # legacy files list all extra states
         states |= {name: None for name in _expected(target, place, number, tensors) if name not in states}
     return _nested({**_with_states(tensors, states)})
 
 
 def _own_states(target: WriteLayout, place: RankCoords, number: int, extra: Mapping[str, Value]) -> dict[str, Value]:
-    """The extra states of a chunk's modules, by their names there."""
+    """The extra states of a chunk's modules, by local name."""
     layers = target.stages.layers(place.pp, number)
     own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
     storage = expert_storage(target)
@@ -52,7 +56,7 @@ def _own_states(target: WriteLayout, place: RankCoords, number: int, extra: Mapp
 
 
 def _of_group(name: str) -> str:
-    """Grouped experts are one module.
+    """The name of an extra state if experts are grouped: all experts of a projection are one module.
 
     >>> _of_group("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2._extra_state")
     'decoder.layers.0.mlp.experts.linear_fc2._extra_state'
@@ -61,16 +65,16 @@ def _of_group(name: str) -> str:
 
 
 def _expected(target: WriteLayout, place: RankCoords, number: int, tensors: Mapping[str, Value]) -> list[str]:
-    """The extra states that Megatron's own layers ask for. In training without fp8 they are empty."""
+    """The names of the extra states that Megatron's layers expect. Without fp8 these states are empty."""
     names = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
-    # The last stage has a head also where it has no table of its own.
+    # The last stage has an output layer even if it uses the table of the embedding.
     tied = target.shared_table is not None and target.shared_table[0] == HEAD
     headed = HEAD in tensors or (tied and home(target, HEAD) == (place.pp, number))
     return names + [HEAD.replace(".weight", _SUFFIX)] * headed
 
 
 def _with_states(tensors: Mapping[str, Value], states: Mapping[str, Value]) -> dict[str, Value]:
-    """An extra state comes behind the tensors of its module, where it has any."""
+    """Tensors and extra states, ordered: an extra state follows the tensors of its module, if there are any."""
     last = {name.rpartition(".")[0]: name for name in tensors}
     behind: dict[str, list[str]] = {}
     for name in states:
@@ -84,7 +88,7 @@ def _with_states(tensors: Mapping[str, Value], states: Mapping[str, Value]) -> d
 
 
 def _nested(items: Mapping[str, Value]) -> StdDict:
-    """Before Megatron core, state dicts held each other: those of the model, of its parts, of the embedding's parts."""
+    """The items as a nested state dict for names from before Megatron core, else as a flat one."""
     root = StdDict()
     for name, value in items.items():
         parts = name.split(".")

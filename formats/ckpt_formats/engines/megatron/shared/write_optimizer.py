@@ -1,4 +1,4 @@
-"""The optimizer in `model_optim_rng.pt` of a new layout: the inverse of `plain_optimizer` and of `members`."""
+"""Write the optimizer in `model_optim_rng.pt` in a new layout: the inverse of `plain_optimizer` and `members`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from ckpt_formats.state_dicts.extras import tensors_for_names
 _FLOAT = DTYPES["float32"]
 _EXPERTS = "is_expert_parallel"
 _IDENTIFYING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_lr": False}
-"""Options by which Megatron finds a group again, and what they are by default."""
+"""Options by which Megatron identifies a group when it loads, with their default values."""
 
 
 @dataclass(frozen=True)
 class WrittenGroup:
-    """A parameter group of the new run: its options, and the names in the whole model."""
+    """A parameter group of the new run: its options, its names in the full model, and whether they are of experts."""
 
     options: Mapping[str, Value]
     names: frozenset[str]
@@ -37,24 +37,27 @@ class WrittenGroup:
 
 @dataclass(frozen=True)
 class WrittenOptimizer:
-    """The optimizer of a target: its groups, what else it keeps, and what each rank has of it."""
+    """The optimizer of a target: its groups and other items, and each rank's part of it."""
 
     target: WriteLayout
 
     @property
     def apart(self) -> bool:
-        """Have experts an optimizer of their own? So it is where they lie on several ranks."""
+        """True if experts have an optimizer of their own, as they do if they are distributed over several ranks."""
         return self.target.parallel.ep > 1
 
     @cached_property
     def trained(self) -> dict[str, Parameter]:
-        """What is in a group. A frozen parameter is in none."""
+        """The parameters that are in a group. Frozen parameters are in none."""
         grouped = {name for group in self.target.source.groups for name in group.names}
         return {name: p for name, p in self.target.source.parameters.items() if name in grouped}
 
     @cached_property
     def groups(self) -> list[WrittenGroup]:
-        """Those of the source, experts apart where they have an optimizer of their own; alike ones are one."""
+        """The source's groups. Groups with equal options are merged.
+
+        If experts have an optimizer of their own, each group is divided into experts and others.
+        """
         groups: list[tuple[dict[str, Value], bool, list[str]]] = []
         for group in self.target.source.groups:
             known = {} if self.target.source.origin.engine == "megatron" else _identifying(group.options)
@@ -74,9 +77,9 @@ class WrittenOptimizer:
         return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
-        """Raises `Unsupported` unless every trained parameter is in one group and has all that the others have.
+        """Raise `Unsupported` unless every trained parameter is in one group, and all have the same states.
 
-        `frozen` says that there may be parameters in no group, of which the optimizer knows nothing.
+        `frozen` allows parameters that are in no group and have no optimizer states.
         """
         grouped = [name for group in self.target.source.groups for name in group.names]
         parameters = self.target.source.parameters.values()
@@ -94,10 +97,10 @@ class WrittenOptimizer:
             lacks, has = (first, parameter) if odd in names else (parameter, first)
             raise Unsupported(
                 f"`{printable(lacks.name)}` has no optimizer state `{printable(odd)}`, but `{printable(has.name)}` has",
-                hint="Megatron keeps the same of every trained parameter. --model-only writes the weights alone.",
+                hint="Megatron stores the same states for all parameters. --model-only writes only the weights.",
             )
         if MODEL not in parameter.states:
-            raise Unsupported(f"`{printable(parameter.name)}` has a master, but not the model's own values")
+            raise Unsupported(f"`{printable(parameter.name)}` has a master, but no weights of the model")
         if MASTER not in parameter.states and parameter.states[MODEL].dtype != _FLOAT:
             raise Unsupported(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
         if self.target.distributed and (other := names - {*STATES, "step"}):
@@ -107,7 +110,7 @@ class WrittenOptimizer:
             )
 
     def entry(self, chunks: Sequence[Sequence[LocalParameter]], own: Value) -> Value:
-        """What a rank saves; `own` is what its optimizer kept beside states and groups."""
+        """The optimizer entry of a rank's file; `own` are the optimizer's items that are neither states nor groups."""
         if not self.apart:
             return self._of_rank(chunks, False, of_one(own, 0))
         return [
@@ -142,13 +145,13 @@ class WrittenOptimizer:
 
     @cached_property
     def low_precision(self) -> bool:
-        """Does the run keep masters of its weights?"""
+        """True if the run has masters of its weights, because they are not float32."""
         low = any(parameter.weight.dtype != _FLOAT for parameter in self.trained.values())
         return low or self.target.args.flag("bf16", "fp16")
 
     @cached_property
     def step(self) -> Value:
-        """The step that the distributed optimizer keeps for all parameters. Raises `Unsupported` if they differ."""
+        """The step of all parameters. Raises `Unsupported` if parameters have different steps."""
         names_by_step: dict[Value, str] = {}
         with Reader(check=False) as reader:
             for name, parameter in self.trained.items():
@@ -158,15 +161,15 @@ class WrittenOptimizer:
         if len(names_by_step) > 1:
             (a, first), (b, second) = list(names_by_step.items())[:2]
             raise Unsupported(
-                f"`{printable(first)}` has made {a} steps, `{printable(second)}` {b}: Megatron's distributed "
-                "optimizer keeps one",
+                f"`{printable(first)}` is at step {a}, but `{printable(second)}` at {b}: Megatron's distributed "
+                "optimizer stores one step",
                 hint="Try --zero 0 --to megatron-legacy.",
             )
         return next(iter(names_by_step), None)
 
 
 def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimizer | None:
-    """None if the source has none. Raises `Unsupported` for one that Megatron could not load."""
+    """The optimizer to write, or None if the source has none. Raises `Unsupported` if Megatron could not load it."""
     if target.source.groups:
         optimizer = WrittenOptimizer(target)
         optimizer.check(frozen=frozen)
@@ -174,20 +177,23 @@ def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimiz
     parameters = target.source.parameters.values()
     if odd := next((p for p in parameters if p.role == "parameter" and p.states.keys() - {MODEL, MASTER}), None):
         raise Unsupported(
-            f"`{printable(odd.name)}` has optimizer states, but nothing says which parameter groups there are",
+            f"`{printable(odd.name)}` has optimizer states, but the source has no parameter groups",
             where=target.source.path,
-            hint="--model-only writes the weights alone.",
+            hint="--model-only writes only the weights.",
         )
     return None
 
 
 def trained_of(chunk: Iterable[LocalParameter]) -> list[LocalParameter]:
-    """What the optimizer knows of a chunk."""
+    """The parameters of a chunk that an optimizer can have: all but buffers."""
     return [one for one in chunk if one.parameter.role == "parameter"]
 
 
 def computed_weight(one: LocalParameter, *, plain: bool) -> Tensor:
-    """What the model computes with. The plain optimizer has no masters of fp32 weights: they must be the weights."""
+    """The weight to write as the model's. Bytes that must agree with it are added as a replica, to be compared.
+
+    The plain optimizer has no masters of float32 weights, so a master in the source must equal the weight.
+    """
     weight, master = one.states.get(MODEL), one.states.get(MASTER)
     if weight is None:
         return one.parameter.weight
@@ -205,26 +211,31 @@ def _identifying(options: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def of_one(own: Value, number: int) -> Mapping[str, Value]:
-    """What one of several optimizers kept, whether the source had as many or one."""
+    """The items of optimizer `number`; the last one's if the source has fewer optimizers."""
     if isinstance(own, list):
         own = own[min(number, len(own) - 1)] if own else None
     return own if isinstance(own, dict) else {}
 
 
 def _state_names(parameter: Parameter) -> set[str]:
-    """The optimizer's states; a step may be a plain number."""
+    """The names of the optimizer states of a parameter, including a step that is a plain number."""
     return set(parameter.states) - {MASTER, MODEL} | ({"step"} & parameter.values.keys())
 
 
 def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
-    """PyTorch's state dict. Fused optimizers count steps, as whole numbers, for a group; PyTorch's for a parameter."""
+    """PyTorch's state dict with numbered parameters.
+
+    Fused optimizers store an integer step for a group, PyTorch's own optimizers a float32 tensor for each parameter.
+    """
     state: dict[int, Value] = {}
     listed = []
     number = 0
     for group, parameters in zip(groups, members, strict=True):
         steps = {step for one in parameters if isinstance(step := one.values.get("step"), int)}
         if len(steps) > 1:
-            raise Unsupported(f"parameters of one group have made {sorted(steps)} steps, but the optimizer keeps one")
+            raise Unsupported(
+                f"parameters of one group are at the steps {sorted(steps)}, but the optimizer stores one step"
+            )
         numbers = range(number, number + len(parameters))
         for one in parameters:
             values = {key: value for key, value in one.values.items() if key != "step"}
