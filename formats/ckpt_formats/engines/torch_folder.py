@@ -1,8 +1,8 @@
-"""A plain folder of files of `torch.save`: a model, its optimizer, and what else a script saved beside them.
+"""Read a plain folder of files of `torch.save`: a model, its optimizer, and other files of a script.
 
-The files are known by what they hold: the model by its tensors, the optimizer by its states and groups. All else
-(schedulers, random states, averaged weights) is carried under the names of its files. Which of several models is
-meant, nobody knows: they are refused, unless one is called as models usually are.
+Files are classified by their content: a model has tensors, an optimizer has states and groups. All other files
+(schedulers, random states, averaged weights) become extras under their file names. If there are several models, it is
+an error, unless exactly one has a usual name of a model.
 """
 
 import re
@@ -42,7 +42,7 @@ _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hpar
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
 _OF_META = re.compile(r"consolidated\.\d\d\.pth")
 _OF_TORCHTUNE = re.compile(r"hf_model_\d+_\d+\.pt")
-"""Old versions saved so: the optimizer beside knows the parameters by other names, and their rows in another order."""
+"""Files of old versions of torchtune. Their optimizer uses other names of parameters, and another order of rows."""
 _NUMBERS = re.compile(r"\d{1,15}")
 
 
@@ -66,7 +66,7 @@ class TorchFolder(Format):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MAX_FILES + 1))
         if len(paths) > _MAX_FILES:
-            raise NotFound(f"holds more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
+            raise NotFound(f"has more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
         with form_of("a folder of files of torch", path):
             files = [_File(file, _kind_of(file)) for file in map(open_file, paths)]
             return _checkpoint(path, files, options)
@@ -98,10 +98,10 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
         else _step({_key(one.path): one for one in others}, side_files)
     )
     if further := [one.path.name for one in others if one.kind != "other"]:
-        text = "further models and optimizers, which are carried as extras under the names of their files"
+        text = "further models and optimizers, which are read as extras under the names of their files"
         notices.append(Notice(text, tuple(further), Weight.LOST))
     if large:
-        notices.append(Notice("not read, being too large to carry", tuple(large), Weight.LOST))
+        notices.append(Notice("too large to copy, not read", tuple(large), Weight.LOST))
     return replace(
         checkpoint,
         path=path,
@@ -119,20 +119,20 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
 
 
 def _step(others: Mapping[str, _File], side_files: Mapping[str, Value]) -> int | None:
-    """The step that a file beside the model's speaks of."""
+    """The step in a file other than the model's, or None."""
     values = {key: one.file.root for key, one in others.items()}
     values |= {name.removesuffix(".json"): value for name, value in side_files.items()}
     return step_of(values)
 
 
 def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: ReadOptions) -> Checkpoint:
-    """The model with its optimizer's states; with several, those that find their parameters."""
+    """The model with the states of its optimizers. If there are several, only those that match its parameters."""
     tree = _tree(model)
     root = dict(tree) if any(key in tree for key in RESERVED) else {"model": tree}
     for one in optimizers:
         key = "optimizer" if len(optimizers) == 1 else _key(one.path)
         root[key] = inner = _inner(one.file.root)
-        if inner is not one.file.root:  # what else the file holds, such as a seed
+        if inner is not one.file.root:  # other values of the file, such as a seed
             rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
             root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
     state_read = training_state(root, model.path.parent, options.order, options.orders)
@@ -153,7 +153,7 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     """The file of the model. Raises `NotFound` or `Unsupported` if there are several, `Incomplete` if there is none."""
     if not models:
         raise Incomplete(
-            f"no file here holds a model, only {_listed([one.path for one in files])}",
+            f"no file contains a model, only {_listed([one.path for one in files])}",
             where=path,
             hint="Copy the model's file into the folder.",
         )
@@ -162,16 +162,16 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
         return models[0]
     if sum(1 for one in paths if _OF_META.fullmatch(one.name)) > 1:
         raise Unsupported(
-            f"tensor parallelism cut a model of Meta's over {len(models)} files: {_listed(paths)}",
+            f"a model of Meta's is split over {len(models)} files by tensor parallelism: {_listed(paths)}",
             where=path,
-            hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
+            hint="These files cannot be merged here. Use transformers' convert_llama_weights_to_hf.py.",
         )
     if all(_OF_A_RANK.fullmatch(one.stem) for one in paths):
-        raise Unsupported(f"files of several ranks, which are not joined: {_listed(paths)}", where=path, hint=_NAME)
+        raise Unsupported(f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME)
     usual = [one for name in _USUAL for one in models if one.path.stem.lower() == name]
     forms = Counter(_form(one) for one in paths)
     if not usual or max(forms.values()) > 1:
-        raise NotFound(f"holds {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
+        raise NotFound(f"has {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
     return usual[0]
 
 
@@ -185,7 +185,7 @@ def _kind_of(file: TorchFile) -> Kind:
 
 
 def _inner(root: Value) -> Value:
-    """The state dict of an optimizer, if it is all that a file holds, under a key of its own or not."""
+    """The state dict of an optimizer if the file has one and no weights, with or without its own key; else `root`."""
     if isinstance(root, dict) and not is_optimizer(root):
         states = [value for value in root.values() if is_optimizer(value)]
         if len(states) == 1 and not _has_weights({key: one for key, one in root.items() if one is not states[0]}):
@@ -194,7 +194,10 @@ def _inner(root: Value) -> Value:
 
 
 def _has_weights(root: Value) -> bool:
-    """Is there a tensor of floating-point numbers with axes in it, outside of optimizers?"""
+    """True if there is a floating-point tensor with at least one axis, outside of optimizers.
+
+    Also true if there are more values than the limit.
+    """
     waiting: list[tuple[Value, int]] = [(root, 0)]
     for _ in range(_MAX_VALUES):
         if not waiting:
@@ -225,7 +228,7 @@ def _form(path: Path) -> str:
 
 
 def _listed(paths: Iterable[Path]) -> str:
-    """Names of files, the newest last: by the numbers in their names, then by their times."""
+    """The names of at most 8 files, the newest last: by the numbers in their names, then by their times."""
     by_age = sorted(paths, key=_age)
     more = f"{len(by_age) - _MAX_LISTED:,} others, " if len(by_age) > _MAX_LISTED else ""
     return more + ", ".join(printable(one.name) for one in by_age[-_MAX_LISTED:])
@@ -240,7 +243,7 @@ def _shard(one: _File) -> SourceFile:
 
 
 def _is_torch(path: Path) -> bool:
-    """Is it, by its name and its first bytes, a file of `torch.save`? Never raises."""
+    """True if its name and its first bytes are those of a file of `torch.save`. Never raises."""
     if not path.name.endswith(SUFFIXES) or path.name.startswith("."):
         return False
     try:

@@ -48,7 +48,7 @@ class Architecture:
     """The standard deviation of the initial weights."""
 
     def differences(self, other: "Architecture") -> Iterator[str]:
-        """The differences to another architecture, such as `theta 10000 and 500000`. Fields only used in training are ignored."""
+        """The differences from another architecture: `theta 10000 and 500000`. Options of training are ignored."""
         for field in fields(self):
             value, other_value = getattr(self, field.name), getattr(other, field.name)
             if value != other_value and field.name not in ("dropout", "attention_dropout", "std"):

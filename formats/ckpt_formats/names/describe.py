@@ -102,8 +102,8 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDes
     notices = [Notice(f"config.json is created from the run's arguments: a {family.table.family} model")]
     if known is None:
         text = (
-            f"the true size of the vocabulary is not known: all {rows} rows are kept, including padding. State it with a "
-            "rule (vocabulary = N), or with --config"
+            f"the true size of the vocabulary is not known: all {rows} rows are kept, including padding. State it with "
+            "a rule (vocabulary = N), or with --config"
         )
         notices.append(Notice(text, weight=Weight.UNSURE))
     return ModelDescription(model, family.table, config, tuple(notices))

@@ -206,7 +206,7 @@ def _check_norm(arguments: _ArgumentReader, table: Table) -> None:
     norm = arguments.get("normalization")
     if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
         raise Unsupported(
-            f"the arguments state {printable(str(norm))[:40]}, but the tensors are of {table.family}, which has another norm",
+            f"the arguments state {printable(str(norm))[:40]}, but the family {table.family} has another norm",
             where=arguments.where,
         )
 
@@ -217,7 +217,8 @@ def _learned(arguments: _ArgumentReader, table: Table) -> bool:
         return table.learned_positions
     if how != ("learned_absolute" if table.learned_positions else "rope"):
         raise Unsupported(
-            f"the arguments state position_embedding_type {printable(str(how))[:40]}, but the tensors are of {table.family}",
+            f"the arguments state position_embedding_type {printable(str(how))[:40]}, "
+            f"but the tensors are of {table.family}",
             where=arguments.where,
             hint=_CONFIG_HINT if how is None else None,
         )
@@ -242,7 +243,8 @@ def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
         gated = arguments.get("glu_activation") == "swiglu" or (arguments.other is not None and table.gated)
     if bool(gated) != table.gated:
         raise Unsupported(
-            f"the arguments state swiglu {bool(gated)}, but the tensors are of {table.family}: no known family has both",
+            f"the arguments state swiglu {bool(gated)}, but the tensors are of {table.family}: no known family has "
+            "both",
             where=arguments.where,
         )
     if gated:

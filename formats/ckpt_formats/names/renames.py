@@ -18,7 +18,7 @@ class TensorRename:
     old: tuple[str, ...]
     new: tuple[str, ...]
     make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-    """Maps the tensors of `old` to those of `new`. It only moves elements. Raises `Unsupported` for unsuitable shapes."""
+    """The tensors of `new` from those of `old`. Only moves elements. Raises `Unsupported` for unsuitable shapes."""
 
 
 def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: Iterable[str] = ()) -> Checkpoint:
@@ -54,7 +54,7 @@ def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: It
 def _renamed_errors(
     source: Checkpoint, changes: Sequence[TensorRename]
 ) -> Iterator[tuple[tuple[str, str], ErrorFigures]]:
-    """The error figures under the new names: a part has those of the full tensor, a joined tensor those of each part."""
+    """Error figures under the new names: a part has those of the full tensor, a joined tensor those of each part."""
     untouched = dict(source.errors)
     for change in changes:
         by_state: dict[str, dict[str, ErrorFigures]] = {}
@@ -91,7 +91,7 @@ def _new_tensors(change: TensorRename, state: str, parameters: Sequence[Paramete
         return (with_replicas(tensors),) * len(change.new)
     if any(tensor.shape != one.weight.shape for tensor, one in zip(tensors, parameters, strict=True)):
         raise Unsupported(
-            f"the state {printable(state)} of {title} has another shape than the weight, so it cannot be changed with it",
+            f"the state {printable(state)} of {title} has another shape than the weight: it cannot be changed with it",
             hint="Leave the optimizer out with --model-only.",
         )
     try:

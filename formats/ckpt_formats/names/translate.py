@@ -126,7 +126,7 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
-    """The model's rows. The row of the second name of a tied tensor is included only if the source has it as an alias."""
+    """The model's rows. That of the second name of a tied tensor is included only if the source has the alias."""
     lines, tie = description.table.lines(description.config), description.table.tie(description.config)
     if lines is None:
         raise Incomplete("config.json does not state the number of layers", where=source.path)

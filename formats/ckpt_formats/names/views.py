@@ -160,7 +160,7 @@ class StridedBlob:
 
 
 def strided(tensor: Tensor, start: int, step: int) -> Tensor:
-    """Every `step`-th row of a tensor, beginning with `start`. Raises `Unsupported` if `step` does not divide the rows."""
+    """Every `step`-th row of a tensor, beginning with `start`. Raises `Unsupported` if the rows are not divisible."""
     if not tensor.shape or tensor.shape[0] % step:
         raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by {step}")
     return Tensor.of(StridedBlob(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))

@@ -1,10 +1,10 @@
-"""A folder of several models: a pipeline of diffusers, a chain of sentence-transformers.
+"""Read a folder of several models: a pipeline of diffusers, a chain of sentence-transformers.
 
     model_index.json    diffusers: a folder for each component: unet/, vae/, text_encoder/, tokenizer/, scheduler/
     modules.json        sentence-transformers: the model itself, and folders of further modules: 2_Dense/
 
-The tensors of a component are called by its folder and by their own names: `unet.conv_in.weight`. Those of a model
-that lies in the folder itself keep their names. Sources: diffusers `DiffusionPipeline.save_pretrained`,
+The name of a component's tensor begins with the name of its folder: `unet.conv_in.weight`. Tensors of a model in the
+folder itself keep their names. Sources: diffusers `DiffusionPipeline.save_pretrained`,
 sentence_transformers `SentenceTransformer.save`.
 """
 
@@ -27,33 +27,33 @@ from ckpt_formats.engines.hf.weights import ModelFiles, read_model
 _MAX_JSON_BYTES = 1 << 20
 _MAX_COMPONENTS = 256
 _WITHOUT_WEIGHTS = ("Pooling", "Normalize", "Dropout", "WhitespaceTokenizer", "WeightedLayerPooling", "Asym", "Router")
-"""Modules of sentence-transformers that have a configuration, and no weights."""
+"""Modules of sentence-transformers that have a configuration, but no weights."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """One model of several, or something that comes with them: a tokenizer, a scheduler."""
+    """One of several models, or a part without weights: a tokenizer, a scheduler."""
 
     name: str
-    """Of its folder."""
+    """The name of its folder."""
     kind: str
-    """What its library calls its class."""
+    """The name of its class in its library."""
 
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """What the components of a folder hold."""
+    """The content of a folder's components."""
 
     model: ModelFiles
     side_files: Mapping[str, Value] = field(default_factory=dict)
-    """Files by name, with the folder before it."""
+    """Other files, by `folder/name`."""
     shards: tuple[SourceFile, ...] = ()
-    """Of these files."""
+    """The records of `side_files`."""
     notices: tuple[Notice, ...] = ()
 
 
 def components_of(path: Path) -> tuple[Component, ...]:
-    """The components that lie in folders of their own. Raises `Corrupt` or `Unsafe` for a list that is none."""
+    """The components that have folders of their own. Raises `Corrupt` or `Unsafe` if the list is not valid."""
     if (path / MODEL_INDEX).is_file():
         components = tuple(_of_pipeline(path / MODEL_INDEX))
     elif (path / MODULES).is_file():
@@ -62,14 +62,14 @@ def components_of(path: Path) -> tuple[Component, ...]:
         return ()
     for component in components:
         if Path(component.name).name != component.name or component.name in (".", "..") or "\0" in component.name:
-            raise Unsafe(f"names {printable(component.name)!r}, which is not a folder in it", where=path)
+            raise Unsafe(f"names {printable(component.name)!r}, which is not a folder inside it", where=path)
     if len(components) > _MAX_COMPONENTS:
         raise Unsafe(f"names {len(components):,} components", where=path)
     return components
 
 
 def read_components(path: Path, components: tuple[Component, ...]) -> ComponentFiles:
-    """The models of all components as one, and what lies beside them. Raises `Incomplete` if one is not there."""
+    """The models of all components as one, and their other files. Raises `Incomplete` if a component is missing."""
     state: dict[str, Value] = {}
     aliases: dict[str, str] = {}
     model = ModelFiles(state, False, aliases)
@@ -86,9 +86,7 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
         shards += files_read
         if large:
             notices.append(
-                Notice(
-                    f"of {printable(component.name)}/, not read, being too large to carry", tuple(large), Weight.LOST
-                )
+                Notice(f"too large to copy, not read, in {printable(component.name)}/", tuple(large), Weight.LOST)
             )
         if files.entry is None:
             if CONFIG in values and component.kind.rpartition(".")[2] not in _WITHOUT_WEIGHTS:
@@ -108,9 +106,9 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
 
 
 def merge_models(model: ModelFiles, components: ModelFiles) -> ModelFiles:
-    """A model with those of its components. Raises `Corrupt` if two tensors have one name."""
+    """The model of the folder and those of its components as one. Raises `Corrupt` if two tensors have one name."""
     if twice := next((name for name in components.state if name in model.state), None):
-        raise Corrupt(f"two components hold a tensor `{printable(twice)}`")
+        raise Corrupt(f"two components have a tensor `{printable(twice)}`")
     return ModelFiles(
         {**model.state, **components.state},
         model.in_order,
@@ -132,7 +130,7 @@ def _of_pipeline(index: Path) -> Iterator[Component]:
 
 
 def _is_pair(value: Any) -> bool:
-    """Is it a library and a class? Of a component that was left out, both are null; all else is an option."""
+    """True if it is [library, class]. Both are null if a component was left out; other values are options."""
     return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
 
 

@@ -1,4 +1,4 @@
-"""A folder as a checkpoint: the model's tensors, the optimizer told to their names, all else carried."""
+"""Read a folder: the model's tensors, the optimizer's states under their names, all other files as extras."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,18 +25,18 @@ from ckpt_formats.state_dicts.read import training_state
 
 _RECIPE = "recipe_state/recipe_state.pt"
 HAS_RECIPE = Notice(
-    "torchtune's recipe_state.pt, with the optimizer, is in the folder beside: name the folder above to read it, too"
+    "torchtune's recipe_state.pt, with the optimizer, is next to this folder: name the parent folder to read it, too"
 )
 _NO_OPTIMIZER = Notice(
-    "the folder is of a run, but the optimizer's file (optimizer.pt, optimizer.bin) is not in it: no state is read",
+    "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
 )
 _CUT_MODELS = ("dcp", "fsdp-ranks")
-"""Formats of models that lie in such a folder cut over ranks."""
+"""The formats of models in such a folder that are split over ranks."""
 
 
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
-    """The index of a folder. Raises `CkptError` of the kind that fits."""
+    """The checkpoint in a folder, without reading tensors. Raises a suitable `CkptError`."""
     with form_of("a folder of Hugging Face's libraries", path):
         return _read(sort_files(path), options)
 
@@ -66,7 +66,7 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
 
 
 def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
-    """The model of the folder, and those of its components. Raises `Incomplete` if there is none."""
+    """The model of the folder and its components, as one. Raises `Incomplete` if there is none."""
     own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
     model = merge_models(own, several.model)
     if not model.state:
@@ -75,17 +75,17 @@ def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
 
 
 def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
-    """What belongs to the model, and is not in its folder."""
+    """Notices of parts that are missing in the folder or not read as states."""
     if folder.of_a_run and folder.optimizer is None and not checkpoint.groups and "optimizer" not in checkpoint.extras:
         yield _NO_OPTIMIZER
     if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
         base = checkpoint.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
         which = f" ({printable(named)[:100]})" if isinstance(named, str) and named else ""
-        yield Notice(f"an adapter of PEFT, without the model that it adapts{which}")
+        yield Notice(f"an adapter of PEFT, without its base model{which}")
     further = [file.name for file in (*folder.models, *folder.training) if is_further(file.name)]
     if further:
-        text = "further models and optimizers of the run, which are carried as extras under the names of their files"
+        text = "further models and optimizers of the run, which are read as extras under the names of their files"
         yield Notice(text, tuple(further), Weight.LOST)
     if (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
@@ -130,7 +130,7 @@ def _with_model(
 
 
 def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None) -> dict[str, str]:
-    """The name that files leave out, of a model whose configuration ties two."""
+    """The alias that files omit, if the model's configuration ties two tensors: {alias: name}."""
     table = table_for(config or {})
     tie = table.tie(config) if table and config else None
     if tie is None or tie.name not in parameters or tie.alias in parameters:
@@ -139,7 +139,10 @@ def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None)
 
 
 def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[SourceFile], list[Seal]]:
-    """What a run needs to go on, and further models, by file; but for files that are known already."""
+    """The files that a run needs to continue, and further models: (values by file name, files, seals).
+
+    Files in `known` are skipped.
+    """
     values: dict[str, Value] = {}
     shards: list[SourceFile] = []
     seals: list[Seal] = []
@@ -157,18 +160,19 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
 
 
 def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
-    """The model that lies in the folder cut over ranks, and what came with it. Raises `Incomplete` if there is none."""
+    """The checkpoint of a model in the folder that is split over ranks. Raises `Incomplete` if there is none."""
     for format in map(format_named, _CUT_MODELS):
         if format.detect(path):
             return format.read(path, options)
-    raise Incomplete("there are no weights, only what lies beside them", where=path)
+    raise Incomplete("there are no weights, only other files", where=path)
 
 
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
+    """The checkpoint with these extras. Tensors in them become parameters."""
     parameters = dict(inner.parameters)
     named = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
     return replace(inner, parameters=parameters, extras={**inner.extras, **named})
 
 
 def _too_large(names: Sequence[str]) -> tuple[Notice, ...]:
-    return (Notice("not read, being too large to carry", tuple(names), Weight.LOST),) if names else ()
+    return (Notice("too large to copy, not read", tuple(names), Weight.LOST),) if names else ()

@@ -1,4 +1,4 @@
-"""What a trainer of Hugging Face's leaves around the checkpoint of an engine that it runs: carried with it."""
+"""Read the files that a trainer of Hugging Face writes around an engine's checkpoint, as extras of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,9 @@ from ckpt_formats.state_dicts.extras import names_for_tensors
 
 
 def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """The checkpoint with the files of the run in its folder as extras: `hf/trainer_state.json`, `hf/scheduler.pt`, ...
+    """The checkpoint with the run's files in its folder as extras: `hf/trainer_state.json`, `hf/scheduler.pt`, ...
 
-    It is unchanged if the folder has none. Raises `CkptError` for files that cannot be read.
+    It is unchanged if there are no such files. Raises `CkptError` for files that cannot be read.
     """
     names = names_in_run(path)
     if not any(name == CONFIG or is_training_file(name) for name in names):
@@ -45,7 +45,7 @@ def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         if checkpoint.origin.step is None and is_natural(step)
         else checkpoint.origin
     )
-    notices = (Notice("not read, being too large to carry", tuple(large), Weight.LOST),) if large else ()
+    notices = (Notice("too large to copy, not read", tuple(large), Weight.LOST),) if large else ()
     return replace(
         checkpoint,
         origin=origin,
