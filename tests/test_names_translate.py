@@ -305,7 +305,7 @@ TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = 
     "a stretched rotation": (
         lambda: said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         Unsupported,
-        "which Megatron does not compute",
+        "which Megatron does not support",
     ),
     "no rotation": (lambda: said(rope_parameters=3), Corrupt, "rotary"),
     "a base that is none": (lambda: said(rope_theta="x"), Corrupt, "rope_theta"),
