@@ -48,12 +48,12 @@ _NUMBERS = re.compile(r"\d{1,15}")
 
 @dataclass(frozen=True)
 class _File:
-    file: TorchFile
+    content: TorchFile
     kind: Kind
 
     @property
     def path(self) -> Path:
-        return self.file.path
+        return self.content.path
 
 
 class TorchFolder(Format):
@@ -76,28 +76,28 @@ _NAME = "Name one of them."
 
 
 def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Checkpoint:
-    model = _model(path, [one for one in files if one.kind == "model"], files)
-    optimizers = [one for one in files if one.kind == "optimizer"]
-    others = [one for one in files if one is not model and one not in optimizers]
+    model = _model(path, [file for file in files if file.kind == "model"], files)
+    optimizers = [file for file in files if file.kind == "optimizer"]
+    other_files = [file for file in files if file is not model and file not in optimizers]
     checkpoint = PlainTorch().read(model.path, options)
     notices: list[Notice] = []
     if not optimizers or checkpoint.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
-        others += optimizers
+        other_files += optimizers
     else:
-        checkpoint = _with_optimizers(model.file, optimizers, options)
+        checkpoint = _with_optimizers(model.content, optimizers, options)
     parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
-    for one in others:
-        key = next(key for key in numbered(_key(one.path)) if key not in extras)
-        extras[key] = names_for_tensors(one.file.root, key, parameters)
+    for file in other_files:
+        key = next(key for key in numbered(_key(file.path)) if key not in extras)
+        extras[key] = names_for_tensors(file.content.root, key, parameters)
     side_files, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_SIDE_SUFFIXES))
     for name, value in side_files.items():
         extras[f"{PREFIX}{name}"] = names_for_tensors(value, f"{PREFIX}{name}", parameters)
     step = (
         checkpoint.origin.step
         if checkpoint.origin.step is not None
-        else _step({_key(one.path): one for one in others}, side_files)
+        else _step({_key(file.path): file for file in other_files}, side_files)
     )
-    if further := [one.path.name for one in others if one.kind != "other"]:
+    if further := [file.path.name for file in other_files if file.kind != "other"]:
         text = "further models and optimizers, which are read as extras under the names of their files"
         notices.append(Notice(text, tuple(further), Weight.LOST))
     if large:
@@ -108,8 +108,8 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
         origin=replace(checkpoint.origin, engine="torch", step=step),
         parameters=parameters,
         extras=extras,
-        files=(*checkpoint.files, *map(_shard, others), *shards),
-        seals=(*checkpoint.seals, *(seal for one in others for seal in one.file.seals())),
+        files=(*checkpoint.files, *map(_shard, other_files), *shards),
+        seals=(*checkpoint.seals, *(seal for file in other_files for seal in file.content.seals())),
         notices=(
             *checkpoint.notices,
             *notices,
@@ -118,9 +118,9 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
     )
 
 
-def _step(others: Mapping[str, _File], side_files: Mapping[str, Value]) -> int | None:
+def _step(other_files: Mapping[str, _File], side_files: Mapping[str, Value]) -> int | None:
     """The step in a file other than the model's, or None."""
-    values = {key: one.file.root for key, one in others.items()}
+    values = {key: file.content.root for key, file in other_files.items()}
     values |= {name.removesuffix(".json"): value for name, value in side_files.items()}
     return step_of(values)
 
@@ -129,12 +129,14 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
     """The model with the states of its optimizers. If there are several, only those that match its parameters."""
     tree = _tree(model)
     root = dict(tree) if any(key in tree for key in RESERVED) else {"model": tree}
-    for one in optimizers:
-        key = "optimizer" if len(optimizers) == 1 else _key(one.path)
-        root[key] = inner = _inner(one.file.root)
-        if inner is not one.file.root:  # other values of the file, such as a seed
-            rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
-            root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
+    for file in optimizers:
+        key = "optimizer" if len(optimizers) == 1 else _key(file.path)
+        root[key] = inner = _inner(file.content.root)
+        if inner is not file.content.root:  # other values of the file, such as a seed
+            other_values = {str(name): value for name, value in file.content.root.items() if value is not inner}
+            root |= {
+                next(free for free in numbered(name) if free not in root): value for name, value in other_values.items()
+            }
     state_read = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(
         model.path.parent,
@@ -144,7 +146,7 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
         state_read.extras,
         state_read.aliases,
         (_shard(_File(model, "model")), *map(_shard, optimizers)),
-        tuple(seal for file in (model, *(one.file for one in optimizers)) for seal in file.seals()),
+        tuple(seal for file in (model, *(file.content for file in optimizers)) for seal in file.seals()),
         state_read.notices,
     )
 
@@ -153,23 +155,23 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     """The file of the model. Raises `NotFound` or `Unsupported` if there are several, `Incomplete` if there is none."""
     if not models:
         raise Incomplete(
-            f"no file contains a model, only {_listed([one.path for one in files])}",
+            f"no file contains a model, only {_listed([file.path for file in files])}",
             where=path,
             hint="Copy the model's file into the folder.",
         )
-    paths = [one.path for one in models]
+    paths = [file.path for file in models]
     if len(models) == 1:
         return models[0]
-    if sum(1 for one in paths if _OF_META.fullmatch(one.name)) > 1:
+    if sum(1 for file in paths if _OF_META.fullmatch(file.name)) > 1:
         raise Unsupported(
             f"a model of Meta's is split over {len(models)} files by tensor parallelism: {_listed(paths)}",
             where=path,
             hint="These files cannot be merged here. Use transformers' convert_llama_weights_to_hf.py.",
         )
-    if all(_OF_A_RANK.fullmatch(one.stem) for one in paths):
+    if all(_OF_A_RANK.fullmatch(file.stem) for file in paths):
         raise Unsupported(f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME)
-    usual = [one for name in _USUAL for one in models if one.path.stem.lower() == name]
-    forms = Counter(_form(one) for one in paths)
+    usual = [file for name in _USUAL for file in models if file.path.stem.lower() == name]
+    forms = Counter(_form(file) for file in paths)
     if not usual or max(forms.values()) > 1:
         raise NotFound(f"has {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
     return usual[0]
@@ -230,16 +232,16 @@ def _form(path: Path) -> str:
 def _listed(paths: Iterable[Path]) -> str:
     """The names of at most 8 files, the newest last: by the numbers in their names, then by their times."""
     by_age = sorted(paths, key=_age)
-    more = f"{len(by_age) - _MAX_LISTED:,} others, " if len(by_age) > _MAX_LISTED else ""
-    return more + ", ".join(printable(one.name) for one in by_age[-_MAX_LISTED:])
+    prefix = f"{len(by_age) - _MAX_LISTED:,} others, " if len(by_age) > _MAX_LISTED else ""
+    return prefix + ", ".join(printable(path.name) for path in by_age[-_MAX_LISTED:])
 
 
 def _age(path: Path) -> tuple[list[int], float, str]:
     return [int(number) for number in _NUMBERS.findall(path.stem)], path.stat().st_mtime, path.name
 
 
-def _shard(one: _File) -> SourceFile:
-    return SourceFile(one.path, one.path.stat().st_size, "other" if one.kind == "other" else one.kind)
+def _shard(file: _File) -> SourceFile:
+    return SourceFile(file.path, file.path.stat().st_size, "other" if file.kind == "other" else file.kind)
 
 
 def _is_torch(path: Path) -> bool:

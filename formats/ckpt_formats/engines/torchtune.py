@@ -134,7 +134,7 @@ def _folder_of(path: Path, epochs: Value) -> Path:
 def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpoint | None:
     """The checkpoint with the optimizer's states under the names of the files; None if they cannot be matched."""
     config = base.extras.get(f"{PREFIX}config.json")
-    weights = {name: one.weight for name, one in base.parameters.items() if one.role != "extra"}
+    weights = {name: parameter.weight for name, parameter in base.parameters.items() if parameter.role != "extra"}
     pairs = _pairs(config, weights) if isinstance(config, dict) else None
     if pairs is None and _OWN_NAME in weights:
         pairs = [(name, name) for name in weights]
@@ -146,12 +146,12 @@ def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpo
             {"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values())
         )
         heads = _heads(config)
-        reordered = {name: _in_files_order(one, heads) for name, one in state_read.parameters.items()}
+        reordered = {name: _in_files_order(parameter, heads) for name, parameter in state_read.parameters.items()}
     except (Unsupported, BadRules):
         return None
     if not state_read.groups:
         return None
-    extra = {name: one for name, one in base.parameters.items() if one.role == "extra"}
+    extra = {name: parameter for name, parameter in base.parameters.items() if parameter.role == "extra"}
     return replace(
         base,
         parameters={**reordered, **extra},

@@ -12,7 +12,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 class Scaling:
     """The scaling of rotary frequencies for longer contexts."""
 
-    how: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3"]
     factor: float
 
 

@@ -156,13 +156,13 @@ def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float
     theta = _real(
         rotary.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where
     )
-    how = rotary.get("rope_type", rotary.get("type", "default"))
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
     if rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise Unsupported("config.json states partial_rotary_factor, which is not supported", where=where)
-    if how == "default":
+    if kind == "default":
         return theta, None
-    if how == "linear" or (how == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())):
-        return theta, Scaling(how, _real(rotary.get("factor"), "factor of rope_scaling", where))
+    if kind == "linear" or (kind == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())):
+        return theta, Scaling(kind, _real(rotary.get("factor"), "factor of rope_scaling", where))
     raise Unsupported(
         f"config.json scales rotary frequencies by {printable(str(rotary))[:120]}, which Megatron does not support",
         where=where,
@@ -172,7 +172,7 @@ def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float
 def _scaled(scaling: Scaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    return {"rope_type": scaling.how, "factor": scaling.factor, **(LLAMA3 if scaling.how == "llama3" else {})}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **(LLAMA3 if scaling.kind == "llama3" else {})}
 
 
 def _real(value: Any, name: str, where: Path, default: float | None = None) -> float:

@@ -126,14 +126,14 @@ def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: 
     matches = [(family, model) for family, model in attempts if isinstance(model, Architecture)]
     if not matches:
         raise next(error for _, error in attempts if isinstance(error, Unsupported))
-    windowed = [one for one in matches if "window" in one[0].table.config]
-    plain = [one for one in matches if one not in windowed]
+    windowed = [match for match in matches if "window" in match[0].table.config]
+    plain = [match for match in matches if match not in windowed]
     fitting = windowed if matches[0][1].window is not None else plain or windowed
     if len(fitting) == 1:
         return fitting[0]
-    several = ", ".join(family.table.family for family, _ in matches)
+    family_names = ", ".join(family.table.family for family, _ in matches)
     kinds = "those of several families" if fitting else "with a sliding window, those of"
-    raise Unsupported(f"the tensors are {kinds}: {several}", hint="Name the model's config.json with --config.")
+    raise Unsupported(f"the tensors are {kinds}: {family_names}", hint="Name the model's config.json with --config.")
 
 
 def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:

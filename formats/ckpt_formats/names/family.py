@@ -74,12 +74,12 @@ def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
         return conditions[row.hf[0]]
 
     def is_there(row: NamePattern) -> bool:
-        return any(name in present for name in (row.name, *row.also))
+        return any(name in present for name in (row.name, *row.other_names))
 
     flags = {key: any(is_there(row) for row in table.rows if when(row) == key) for key in conditions.values() if key}
     needed = (row for row in table.rows if when(row) is None or flags[when(row) or ""])
     missing = [row.name for row in needed if not is_there(row) and row.name not in tied]
-    known = {name for row in table.rows for name in (row.name, *row.also)}
+    known = {name for row in table.rows for name in (row.name, *row.other_names)}
     return _Fit(Family(table, flags), missing, sorted(present - known))
 
 
@@ -94,5 +94,5 @@ def _describe_fit(fit: _Fit) -> Iterator[str]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + more
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix

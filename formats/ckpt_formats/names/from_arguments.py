@@ -167,7 +167,7 @@ def _check_plain(arguments: _ArgumentReader, plain: Mapping[str, Value]) -> None
     for name, plain_value in plain.items():
         stated = arguments.get(name)
         listed = (
-            isinstance(stated, (list, tuple)) and stated and all(one == plain_value for one in stated)
+            isinstance(stated, (list, tuple)) and stated and all(item == plain_value for item in stated)
         )  # for each layer
         if stated is not None and stated is not False and stated != plain_value and not listed:
             raise Unsupported(
@@ -212,15 +212,17 @@ def _check_norm(arguments: _ArgumentReader, table: Table) -> None:
 
 
 def _learned(arguments: _ArgumentReader, table: Table) -> bool:
-    how = "rope" if arguments.get("use_rotary_position_embeddings") else arguments.get("position_embedding_type")
-    if how is None and (arguments.other is not None or table.learned_positions):
+    embedding_type = (
+        "rope" if arguments.get("use_rotary_position_embeddings") else arguments.get("position_embedding_type")
+    )
+    if embedding_type is None and (arguments.other is not None or table.learned_positions):
         return table.learned_positions
-    if how != ("learned_absolute" if table.learned_positions else "rope"):
+    if embedding_type != ("learned_absolute" if table.learned_positions else "rope"):
         raise Unsupported(
-            f"the arguments state position_embedding_type {printable(str(how))[:40]}, "
+            f"the arguments state position_embedding_type {printable(str(embedding_type))[:40]}, "
             f"but the tensors are of {table.family}",
             where=arguments.where,
-            hint=_CONFIG_HINT if how is None else None,
+            hint=_CONFIG_HINT if embedding_type is None else None,
         )
     return table.learned_positions
 

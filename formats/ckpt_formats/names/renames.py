@@ -27,18 +27,18 @@ def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: It
     The others are in the order of `order`, and then of the renames. A rename of which parameters are missing is
     ignored. Raises `Unsupported` if parameters that become one have different states, values or groups.
     """
-    renames = [one for one in changes if all(name in source.parameters for name in one.old)]
+    renames = [rename for rename in changes if all(name in source.parameters for name in rename.old)]
     parameters: dict[str, Parameter] = {}
     for change in renames:
         parameters |= _new_parameters(change, [source.parameters[name] for name in change.old])
-    renamed = set(chain.from_iterable(one.old for one in renames))
+    renamed = set(chain.from_iterable(rename.old for rename in renames))
     if twice := [name for name in parameters if name in source.parameters and name not in renamed]:
         raise Unsupported(f"two tensors would have the name `{printable(twice[0])}`")
-    if len(parameters) < sum(len(one.new) for one in renames):
+    if len(parameters) < sum(len(rename.new) for rename in renames):
         raise Unsupported("two tensors of the source are the same tensor of the model, under two names")
     parameters = {name: parameters.pop(name) for name in order if name in parameters} | parameters
     parameters |= {name: parameter for name, parameter in source.parameters.items() if name not in renamed}
-    by_old = {name: one for one in renames for name in one.old}
+    by_old = {name: rename for rename in renames for name in rename.old}
     positions = {name: i for i, name in enumerate(parameters)}
     return replace(
         source,
@@ -109,9 +109,9 @@ def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place:
         if change is None:
             names[name] = None
             continue
-        if apart := [other for other in change.old if other not in members]:
+        if outside := [other for other in change.old if other not in members]:
             raise Unsupported(
-                f"`{printable(name)}` and `{printable(apart[0])}` are one tensor in Megatron, but only the first is "
+                f"`{printable(name)}` and `{printable(outside[0])}` are one tensor in Megatron, but only the first is "
                 f"in optimizer group {number}"
             )
         names |= dict.fromkeys(change.new)

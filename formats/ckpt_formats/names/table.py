@@ -33,7 +33,7 @@ class Tie:
     alias: str
     """The name that files omit."""
     name: str
-    unless_said: bool
+    default: bool
     """Whether the tensors are tied if the configuration does not state it."""
 
 
@@ -43,9 +43,9 @@ class NamePattern:
 
     name: str
     hf: tuple[str, ...]
-    how: str = "same"
+    transform: str = "same"
     """The key of a transform in `TRANSFORMS`."""
-    also: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
     """Its names in Megatron's other layer implementations."""
 
 
@@ -56,7 +56,7 @@ class NameRow:
     names: tuple[str, ...]
     """Its possible names in Megatron; the name in plain layers is the first."""
     hf: tuple[str, ...]
-    how: str
+    transform: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ExpertStack:
 
     name: str
     files: tuple[str, ...]
-    how: str = "same"
+    transform: str = "same"
     """The key of the transform in `TRANSFORMS` from an expert's part of the stack to its tensors in files."""
     experts: int | None = None
     """The number of experts along the first axis; None: the tensor is not a stack, it only has another name."""
@@ -101,7 +101,7 @@ class Table:
     @property
     def gated(self) -> bool:
         """True if the feed-forward layers have a gate."""
-        return any("linear_fc1" in row.name and row.how == "halves" for row in self.rows)
+        return any("linear_fc1" in row.name and row.transform == "gate_and_up" for row in self.rows)
 
     @property
     def learned_positions(self) -> bool:
@@ -142,7 +142,7 @@ class Table:
             ExpertStack(
                 stack.name.replace("{layer}", layer),
                 tuple(_expanded([file.replace("{layer}", layer) for file in stack.files], counts, PLACES)),
-                stack.how,
+                stack.transform,
                 counts["expert"] if any("{expert}" in file for file in stack.files) else None,
             )
             for layer in layers
@@ -152,7 +152,7 @@ class Table:
     def tie(self, config: Mapping[str, Any]) -> Tie | None:
         """The tied names of a model with this configuration, or None."""
         stated = config.get("tie_word_embeddings")
-        return self.tied if (stated if isinstance(stated, bool) else self.tied.unless_said) else None
+        return self.tied if (stated if isinstance(stated, bool) else self.tied.default) else None
 
     def _counts(self, config: Mapping[str, Any]) -> dict[str, int] | None:
         counts: dict[str, int] = {}
@@ -173,7 +173,7 @@ def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:
                 pattern = pattern.replace(f"{{{place}}}", str(number))
             return pattern
 
-        yield NameRow(tuple(map(numbered, (row.name, *row.also))), tuple(map(numbered, row.hf)), row.how)
+        yield NameRow(tuple(map(numbered, (row.name, *row.other_names))), tuple(map(numbered, row.hf)), row.transform)
 
 
 def places_of(pattern: str) -> list[str]:

@@ -24,7 +24,7 @@ def table_for(config: Mapping[str, Any]) -> Table | None:
     architectures = stated if isinstance(stated, list) else []
     for table in tables():
         if config.get("model_type") in table.model_types and (
-            not architectures or any(one in table.architectures for one in architectures)
+            not architectures or any(architecture in table.architectures for architecture in architectures)
         ):
             return table
     return None
@@ -53,11 +53,11 @@ def parse(family: str, text: str) -> Table:
             entries.pop("sizes"),
             entries.pop("config", {}),
             entries.pop("absent", {}),
-            Tie(tied["alias"], tied["name"], tied["unless_said"]),
+            Tie(tied["alias"], tied["name"], tied["default"]),
             tuple(_row(**row) for row in entries.pop("megatron")),
             tuple(
-                ExpertStack(one["name"], tuple(one["files"]), one.get("how", "same"))
-                for one in entries.pop("memory", ())
+                ExpertStack(stack["name"], tuple(stack["files"]), stack.get("transform", "same"))
+                for stack in entries.pop("memory", ())
             ),
         )
     except (KeyError, TypeError) as error:
@@ -71,8 +71,8 @@ def _name(entry: Any) -> Name:
     return Name(entry) if isinstance(entry, str) else Name(entry.pop("name"), entry.pop("when"))
 
 
-def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> NamePattern:
-    return NamePattern(name, tuple(hf), how, tuple(also))
+def _row(name: str, hf: Sequence[str], transform: str = "same", other_names: Sequence[str] = ()) -> NamePattern:
+    return NamePattern(name, tuple(hf), transform, tuple(other_names))
 
 
 def _problems(table: Table) -> Iterator[str]:
@@ -83,22 +83,23 @@ def _problems(table: Table) -> Iterator[str]:
     if sorted(patterns) != sorted(row_names):
         yield f"names without one row of their own: {sorted(set(patterns) ^ set(row_names)) or 'some are in two'}"
     if {table.tied.alias, table.tied.name} - set(patterns):
-        yield "ties names that the model does not have"
+        yield "it ties names that the model does not have"
     if set(table.count) - set(PLACES) or set(table.sizes) != _SIZES:
-        yield "counts or sizes of unknown names"
+        yield "there are counts or sizes with unknown names"
     for stack in table.memory:
-        if set(stack.files) - set(patterns) or stack.how not in TRANSFORMS:
-            yield f"`{stack.name}` is a stack of unknown names, or by an unknown transform"
-        elif len(stack.files) != TRANSFORMS[stack.how].pieces:
-            yield f"`{stack.name}`: `{stack.how}` makes {TRANSFORMS[stack.how].pieces} tensors, not {len(stack.files)}"
+        if set(stack.files) - set(patterns) or stack.transform not in TRANSFORMS:
+            yield f"`{stack.name}` is a stack of unknown names, or has an unknown transform"
+        elif len(stack.files) != TRANSFORMS[stack.transform].count:
+            count = TRANSFORMS[stack.transform].count
+            yield f"`{stack.name}`: the transform has {count} tensors, not {len(stack.files)}"
     for row in table.rows:
-        if row.how not in TRANSFORMS:
-            yield f"`{row.name}` is made by an unknown transform `{row.how}`"
-        elif len(row.hf) != TRANSFORMS[row.how].pieces:
-            yield f"`{row.name}`: `{row.how}` makes {TRANSFORMS[row.how].pieces} tensors, not {len(row.hf)}"
-        if len({tuple(places_of(pattern)) for pattern in (row.name, *row.also, *row.hf)}) > 1:
-            yield f"`{row.name}` has other places than its counterparts"
+        if row.transform not in TRANSFORMS:
+            yield f"`{row.name}` has an unknown transform `{row.transform}`"
+        elif len(row.hf) != TRANSFORMS[row.transform].count:
+            yield f"`{row.name}`: the transform has {TRANSFORMS[row.transform].count} tensors, not {len(row.hf)}"
+        if len({tuple(places_of(pattern)) for pattern in (row.name, *row.other_names, *row.hf)}) > 1:
+            yield f"the names of `{row.name}` have different placeholders"
         if len({conditions.get(pattern) for pattern in row.hf}) > 1:
-            yield f"`{row.name}` is made of tensors that a model has under several conditions"
+            yield f"`{row.name}` contains tensors that have different conditions"
         if set(places_of(row.name)) - set(table.count):
-            yield f"`{row.name}` has a place that nothing counts"
+            yield f"`{row.name}` has a placeholder without a count"

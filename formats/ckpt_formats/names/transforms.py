@@ -31,7 +31,7 @@ class ModelSizes:
 class Transform:
     """A reversible change of shape. Both functions raise `Unsupported` for unsuitable shapes."""
 
-    pieces: int
+    count: int
     """The number of Hugging Face tensors that one Megatron tensor contains."""
     split: Callable[[Tensor, ModelSizes], tuple[Tensor, ...]]
     join: Callable[[Sequence[Tensor], ModelSizes], Tensor]
@@ -59,16 +59,16 @@ def _qkv(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
 
 def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     q, k, v = tensors
-    uneven = any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors)
+    uneven = any(not tensor.shape or tensor.shape[0] % max(sizes.groups, 1) for tensor in tensors)
     if uneven or k.shape != v.shape or q.shape[0] * sizes.groups != k.shape[0] * sizes.heads:
         raise Unsupported(
-            f"shapes {[list(one.shape) for one in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
+            f"shapes {[list(t.shape) for t in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
         )
     return stacked(
         [
-            rows_of(one, [(g * step, (g + 1) * step)])
+            rows_of(tensor, [(g * step, (g + 1) * step)])
             for g in range(sizes.groups)
-            for one, step in ((one, one.shape[0] // sizes.groups) for one in (q, k, v))
+            for tensor, step in ((tensor, tensor.shape[0] // sizes.groups) for tensor in (q, k, v))
         ]
     )
 
@@ -82,7 +82,7 @@ def _split_halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
 
 def _join_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     if tensors[0].shape != tensors[1].shape:
-        raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of two halves")
+        raise Unsupported(f"shapes {[list(tensor.shape) for tensor in tensors]} are not those of two halves")
     return stacked(tensors)
 
 
@@ -108,7 +108,7 @@ TRANSFORMS: dict[str, Transform] = {
     "same": Transform(1, _same, lambda tensors, sizes: tensors[0]),
     "transposed": Transform(1, lambda t, sizes: (transposed(t),), lambda tensors, sizes: transposed(tensors[0])),
     "vocabulary": Transform(1, _true_rows, _padded_rows),
-    "halves": Transform(2, _split_halves, _join_halves),
+    "gate_and_up": Transform(2, _split_halves, _join_halves),
     "qkv": Transform(3, _qkv, _fused_qkv),
     # GPT-2 also stores queries, keys and values in one tensor, but in three blocks.
     "qkv_blocks": Transform(

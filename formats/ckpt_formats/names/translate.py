@@ -37,7 +37,7 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
     own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if any(map(legacy.is_legacy, own)):
         return "megatron-legacy"
-    known = {name for table in tables() for row in table.rows for name in (row.name, *row.also)}
+    known = {name for table in tables() for row in table.rows for name in (row.name, *row.other_names)}
     if known.difference([_HEAD]).intersection(map(pattern_of, own)):
         return "megatron"
     config = config_of(checkpoint)
@@ -57,17 +57,17 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     """
     source = _without(to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
-    model, there = description.model, {*source.parameters, *source.aliases}
+    model, present = description.model, {*source.parameters, *source.aliases}
     lines = _lines(description, source)
     _check_known(source, {name for line in lines for name in line.names}, description.table.family)
     if not partial:
-        _check_there(source, [line.names[0] for line in lines if not there.intersection(line.names)])
+        _check_there(source, [line.names[0] for line in lines if not present.intersection(line.names)])
     changes, padding = [], 0
     for line in lines:
         for name in source.parameters.keys() & set(line.names):
             shape = source.parameters[name].weight.shape
             check_shape(line.names[0], shape, model, padded=True, source_name=name)
-            padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
+            padding = max(padding, shape[0] - model.vocabulary) if line.transform == "vocabulary" else padding
             changes.append(TensorRename((name,), line.hf, _split(line, _sizes(model))))
     text = f"the last {padding} rows of the vocabulary's tables are padding and are left out"
     padded = (Notice(text),) if padding else ()
@@ -88,11 +88,11 @@ def to_megatron(
     """
     description = by_config_alone(checkpoint, config)
     source = _without(checkpoint, description.table.ignored)
-    model, there = description.model, {*source.parameters, *source.aliases}
+    model, present_names = description.model, {*source.parameters, *source.aliases}
     lines = _lines(description, source)
     _check_known(source, {name for line in lines for name in line.hf}, description.table.family)
-    wanted = (line.hf for line in lines if not partial or there.intersection(line.hf))
-    _check_there(source, [name for names in wanted for name in names if name not in there])
+    required = (line.hf for line in lines if not partial or present_names.intersection(line.hf))
+    _check_there(source, [name for names in required for name in names if name not in present_names])
     patterns = {pattern_of(line.names[0]) for line in lines}
     arguments = to_arguments(model, description.table, patterns, weights_dtype(source))
     present = [line for line in lines if source.parameters.keys() >= set(line.hf)]
@@ -143,7 +143,7 @@ def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, 
 
 
 def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
-    surplus = [name for name, one in source.parameters.items() if one.role != "extra" and name not in known]
+    surplus = [name for name, parameter in source.parameters.items() if parameter.role != "extra" and name not in known]
     if surplus:
         raise Unsupported(
             f"a model of the family {family} has no {_listed(surplus)}",
@@ -162,8 +162,8 @@ def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + more
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
@@ -184,8 +184,8 @@ def _sizes(model: Architecture) -> ModelSizes:
 
 
 def _split(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: TRANSFORMS[line.how].split(tensors[0], sizes)
+    return lambda tensors: TRANSFORMS[line.transform].split(tensors[0], sizes)
 
 
 def _join(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: (TRANSFORMS[line.how].join(tensors, sizes),)
+    return lambda tensors: (TRANSFORMS[line.transform].join(tensors, sizes),)

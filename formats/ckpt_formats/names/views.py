@@ -39,12 +39,12 @@ class TransposedBlob:
         if columns * self.dtype.itemsize > _WHOLE_ROWS:
             self.base.crop(self.box).read_into(out.T, reader)
             return
-        (first, left), (last, right) = self.box.start, self.box.stop
+        (first, start_column), (last, stop_column) = self.box.start, self.box.stop
         step = max(1, _WINDOW // max(columns * self.dtype.itemsize, 1))
         for row in range(first, last, step):
             end = min(row + step, last)
-            whole = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
-            out[:, row - first : end - first] = whole[:, left:right].T
+            rows_read = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
+            out[:, row - first : end - first] = rows_read[:, start_column:stop_column].T
 
     def sources(self) -> Iterator[FileBlob]:
         return self.base.crop(self.box).sources()
@@ -93,8 +93,8 @@ def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
     fragments: list[Fragment] = []
     at = 0
     for start, stop in blocks:
-        here = slab(shape, 0, at, at + stop - start)
-        fragments.extend(tensor.placed(slab(tensor.shape, 0, start, stop), here))
+        target = slab(shape, 0, at, at + stop - start)
+        fragments.extend(tensor.placed(slab(tensor.shape, 0, start, stop), target))
         at += stop - start
     return Tensor(shape, tensor.dtype, tuple(fragments))
 
@@ -102,14 +102,14 @@ def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors concatenated along the first axis. Raises `Unsupported` if other axes or dtypes differ."""
     first = tensors[0]
-    if any((one.shape[1:], one.dtype) != (first.shape[1:], first.dtype) for one in tensors):
-        raise Unsupported(f"tensors of shapes {[list(one.shape) for one in tensors]} cannot be concatenated")
-    shape = (sum(one.shape[0] for one in tensors), *first.shape[1:])
+    if any((tensor.shape[1:], tensor.dtype) != (first.shape[1:], first.dtype) for tensor in tensors):
+        raise Unsupported(f"tensors of shapes {[list(tensor.shape) for tensor in tensors]} cannot be concatenated")
+    shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     fragments: list[Fragment] = []
     at = 0
-    for one in tensors:
-        fragments.extend(one.placed(Box.whole(one.shape), slab(shape, 0, at, at + one.shape[0])))
-        at += one.shape[0]
+    for tensor in tensors:
+        fragments.extend(tensor.placed(Box.whole(tensor.shape), slab(shape, 0, at, at + tensor.shape[0])))
+        at += tensor.shape[0]
     return Tensor(shape, first.dtype, tuple(fragments))
 
 
@@ -124,8 +124,8 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
     """A tensor with rows of zeros appended, so that it has `rows` rows."""
     if not tensor.shape or rows < tensor.shape[0]:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
-    rest = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
-    return stacked([tensor, Tensor.of(rest)]) if rest.shape[0] else tensor
+    zeros = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
+    return stacked([tensor, Tensor.of(zeros)]) if zeros.shape[0] else tensor
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
         if not folder.is_dir():
             raise Incomplete(f"the folder of the component {printable(component.name)!r} is missing", where=path)
         files = sort_files(folder)
-        values, files_read, large = read_side_files(files.others)
+        values, files_read, large = read_side_files(files.side_files)
         side_files |= {f"{component.name}/{name}": value for name, value in values.items()}
         shards += files_read
         if large:
@@ -131,7 +131,7 @@ def _of_pipeline(index: Path) -> Iterator[Component]:
 
 def _is_pair(value: Any) -> bool:
     """True if it is [library, class]. Both are null if a component was left out; other values are options."""
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value)
 
 
 def _of_modules(index: Path) -> Iterator[Component]:

@@ -62,9 +62,9 @@ def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str
     if not misfits and match.known and not partial:
         misfits += _names(match)
     if misfits:
-        more = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
+        suffix = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
         raise Unsupported(
-            f"config.json does not describe this model: {'; '.join(misfits[:_MAX_NAMES])}{more}",
+            f"config.json does not describe this model: {'; '.join(misfits[:_MAX_NAMES])}{suffix}",
             hint="Name the model's own config.json with --config; or write only the tensors, --to safetensors.",
         )
 
@@ -74,14 +74,16 @@ def _shapes(known: bool, named: Sequence[Parameter], config: Mapping[str, Any]) 
     patterns = (*_TABLES, *_OF_FAMILIES) if known else _TABLES
     for parameter in named:
         shape = parameter.weight.shape
-        expected = next((axes for pattern, axes in patterns if re.fullmatch(pattern, parameter.name)), None)
-        if expected is None:
+        axes_of_name = next((axes for pattern, axes in patterns if re.fullmatch(pattern, parameter.name)), None)
+        if axes_of_name is None:
             continue
-        wanted = [sizes.get(axis) for axis in expected]
-        if len(shape) == len(wanted) and all(b in (None, a) for a, b in zip(shape, wanted, strict=True)):
+        expected_sizes = [sizes.get(axis) for axis in axes_of_name]
+        if len(shape) == len(expected_sizes) and all(
+            b in (None, a) for a, b in zip(shape, expected_sizes, strict=True)
+        ):
             continue
-        if any(size is not None for size in wanted):
-            stated = ", ".join(_stated_sizes(axis, config) for axis in expected)
+        if any(size is not None for size in expected_sizes):
+            stated = ", ".join(_stated_sizes(axis, config) for axis in axes_of_name)
             name = printable(parameter.name)
             yield f"`{name}` has the shape {list(shape)}, but the configuration states {stated}"
 
@@ -106,13 +108,13 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _stated_sizes(axis: str, config: Mapping[str, Any]) -> str:
     """The configuration's entries for the size of an axis, as text."""
     axes = {"queries": ("heads", "head_dim"), "keys": ("groups", "head_dim")}.get(axis, (axis,))
-    keys = [key for one in axes for key in _KEYS[one] if key in config] or [_KEYS[axes[0]][0]]
+    keys = [key for size_name in axes for key in _KEYS[size_name] if key in config] or [_KEYS[axes[0]][0]]
     return " and ".join(f"{key} {config.get(key)!r:.40}" for key in keys)
 
 
 def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> Iterator[str]:
     layers = _sizes(config).get("layers")
-    numbers = [int(match[1]) for one in named if (match := _LAYER.fullmatch(one.name))]
+    numbers = [int(match[1]) for parameter in named if (match := _LAYER.fullmatch(parameter.name))]
     if layers is None or not numbers:
         return
     count = 1 + max(numbers)

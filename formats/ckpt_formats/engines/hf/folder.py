@@ -55,7 +55,7 @@ _RANDOM = re.compile(r"random_states_\d+\.pkl")
 _FURTHER_MODEL = re.compile(r"(model_\d+\.safetensors|pytorch_model_\d+\.bin)")
 _OF_A_RUN = re.compile(r"trainer_state\.json|scheduler(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 _NOT_ALONE = re.compile(r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|adapter_config\.json")
-_CUT = "pytorch_model_fsdp_"
+_SHARDED_PREFIX = "pytorch_model_fsdp_"
 """The prefix of files and folders of a model that is split over ranks: other formats read them."""
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".distcp")
 
@@ -73,7 +73,7 @@ class Folder:
     """Other files of torch that a run needs to continue."""
     models: tuple[Path, ...]
     """Further models, if Accelerate saved several."""
-    others: tuple[Path, ...]
+    side_files: tuple[Path, ...]
     """Side files of a model: configurations, tokenizers, texts."""
 
     @property
@@ -84,7 +84,7 @@ class Folder:
     @property
     def of_a_run(self) -> bool:
         """True if it is a checkpoint of a run, not only a model."""
-        names = {one.name for one in (*self.training, *self.others)}
+        names = {file.name for file in (*self.training, *self.side_files)}
         return any(_OF_A_RUN.fullmatch(name) for name in names)
 
 
@@ -109,17 +109,19 @@ def recognised(path: Path) -> bool:
     torch = any(container == "torch" and name in names for name, container in _ENTRIES) or _has_numbered(names)
     weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
     described = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
-    several = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
-    return torch or several or (weights and described) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
+    composite = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
+    return (
+        torch or composite or (weights and described) or _is_around_sharded_model(names) or _of_ranks(path) is not None
+    )
 
 
-def _is_around_a_cut_model(names: set[str]) -> bool:
+def _is_around_sharded_model(names: set[str]) -> bool:
     """True if another format reads the model, but the folder has more files that only this format reads."""
-    cut = [name for name in names if name.startswith(_CUT)]
+    sharded = [name for name in names if name.startswith(_SHARDED_PREFIX)]
     around = {name for name in names if is_training_file(name) or name == CONFIG}
-    if all(name.endswith(".bin") for name in cut):  # their format also reads the random states
+    if all(name.endswith(".bin") for name in sharded):  # their format also reads the random states
         around = {name for name in around if not _RANDOM.fullmatch(name)}
-    return bool(cut and around)
+    return bool(sharded and around)
 
 
 def sort_files(path: Path) -> Folder:
@@ -132,16 +134,16 @@ def sort_files(path: Path) -> Folder:
     training = [path / name for name in sorted(names) if _TRAINING.fullmatch(name)]
     models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
     known = {entry, optimizer, *training, *models}
-    rest = [path / name for name in sorted(names) if not name.startswith(".")]
-    others = [one for one in rest if one not in known and not _is_weights(one.name)]
+    visible = [path / name for name in sorted(names) if not name.startswith(".")]
+    side_files = [file for file in visible if file not in known and not _is_weights(file.name)]
     return Folder(
         path,
         entry,
         container,
         optimizer,
-        tuple(one for one in training if one != optimizer),
+        tuple(file for file in training if file != optimizer),
         tuple(models),
-        tuple(others),
+        tuple(side_files),
     )
 
 

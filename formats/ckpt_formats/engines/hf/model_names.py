@@ -78,7 +78,7 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
     """The tensors in files for a tensor of a model in memory. Raises `Unsupported` for an unexpected shape."""
     tensors = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
-    return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.how].split(part, _NO_SIZES))
+    return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.transform].split(part, _NO_SIZES))
 
 
 def _rename_of(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
@@ -104,10 +104,10 @@ def _unfit(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(missing names, surplus names). A model without its head may also have no prefix."""
     present = set(names)
-    wanted = list(expected)
+    needed = list(expected)
     if present and not any(name.startswith(table.base_prefix) for name in present):
-        wanted = [name.removeprefix(table.base_prefix) for name in wanted]
+        needed = [name.removeprefix(table.base_prefix) for name in needed]
     optional = {tie.alias} if tie else set()
-    missing = tuple(name for name in wanted if name not in present and name not in optional)
-    surplus = tuple(sorted(name for name in present - set(wanted) if not table.ignored.fullmatch(name)))
+    missing = tuple(name for name in needed if name not in present and name not in optional)
+    surplus = tuple(sorted(name for name in present - set(needed) if not table.ignored.fullmatch(name)))
     return missing, surplus

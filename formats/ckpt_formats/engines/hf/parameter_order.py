@@ -34,6 +34,6 @@ def in_models_order(names: Sequence[str], config: Mapping[str, Any] | None) -> l
         return None
     present, known = set(names), set(expected)
     order = [name for name in expected if name in present]
-    rest = [name for name in names if name not in known]
+    remaining = [name for name in names if name not in known]
     complete = known - present <= {table.tied.alias}
-    return [*order, *rest] if complete and all(table.ignored.fullmatch(name) for name in rest) else None
+    return [*order, *remaining] if complete and all(table.ignored.fullmatch(name) for name in remaining) else None

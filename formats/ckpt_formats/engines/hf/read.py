@@ -31,7 +31,7 @@ _NO_OPTIMIZER = Notice(
     "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
 )
-_CUT_MODELS = ("dcp", "fsdp-ranks")
+_SHARDED_FORMATS = ("dcp", "fsdp-ranks")
 """The formats of models in such a folder that are split over ranks."""
 
 
@@ -44,31 +44,31 @@ def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
 def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     path = folder.path
     components = components_of(path)
-    several = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
-    inner = _cut_model(path, options) if folder.entry is None and not components else None
-    side_files, shards, large = read_side_files(folder.others)
-    states, more, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
-    files = {**side_files, **several.side_files, **states}
+    components_read = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
+    inner = _sharded_model(path, options) if folder.entry is None and not components else None
+    side_files, shards, large = read_side_files(folder.side_files)
+    states, training_shards, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
+    files = {**side_files, **components_read.side_files, **states}
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
     if inner is not None:
         checkpoint = _around(inner, extras)
     else:
-        checkpoint = _with_model(folder, _model(folder, several), config_of(side_files), extras, options)
+        checkpoint = _with_model(folder, _model(folder, components_read), config_of(side_files), extras, options)
     step = (config_of(side_files, TRAINER_STATE) or {}).get("global_step")
     return replace(
         checkpoint,
         path=path,
         origin=replace(checkpoint.origin, step=step if is_natural(step) else checkpoint.origin.step),
-        files=(*checkpoint.files, *shards, *several.shards, *more),
+        files=(*checkpoint.files, *shards, *components_read.shards, *training_shards),
         seals=(*checkpoint.seals, *seals),
-        notices=(*checkpoint.notices, *several.notices, *_too_large(large), *_lacks(folder, checkpoint)),
+        notices=(*checkpoint.notices, *components_read.notices, *_too_large(large), *_lacks(folder, checkpoint)),
     )
 
 
-def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
+def _model(folder: Folder, components_read: ComponentFiles) -> ModelFiles:
     """The model of the folder and its components, as one. Raises `Incomplete` if there is none."""
     own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
-    model = merge_models(own, several.model)
+    model = merge_models(own, components_read.model)
     if not model.state:
         raise Incomplete("there are no weights", where=folder.path)
     return model
@@ -159,9 +159,9 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
     return values, shards, seals
 
 
-def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
+def _sharded_model(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint of a model in the folder that is split over ranks. Raises `Incomplete` if there is none."""
-    for format in map(format_named, _CUT_MODELS):
+    for format in map(format_named, _SHARDED_FORMATS):
         if format.detect(path):
             return format.read(path, options)
     raise Incomplete("there are no weights, only other files", where=path)

@@ -32,5 +32,5 @@ def remarks(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, A
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + more
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix

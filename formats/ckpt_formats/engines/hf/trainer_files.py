@@ -25,7 +25,7 @@ def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         return checkpoint
     known_paths = {shard.path for shard in checkpoint.files}
     folder = sort_files(path)
-    side_files = (file for file in folder.others if file not in known_paths and not is_harmless(file.name))
+    side_files = (file for file in folder.side_files if file not in known_paths and not is_harmless(file.name))
     values, shards, large = read_side_files(side_files)
     files_read: list[SourceFile] = []
     seals: list[Seal] = []

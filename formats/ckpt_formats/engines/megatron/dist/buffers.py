@@ -47,7 +47,7 @@ class ReplicaGroup:
     index: int
     """The number of the group, as in the checkpoint's keys."""
     pp: int
-    cut: int
+    shard: int
     """The number of the shard: the tensor-parallel rank, or the expert-tensor-parallel rank."""
     ep: int = 0
 
@@ -59,18 +59,18 @@ def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Te
     parameters in the buffers is not known.
     """
     groups: dict[Group, object] = {**items.buckets, **{g: o for g, o in items.objects.items() if "param_state" in o}}
-    apart = any(chain for chain, _ in groups)
+    separate_experts = any(chain for chain, _ in groups)
     shards: dict[str, dict[int, LocalCopy]] = {}
     copied: dict[int, LocalCopy] = {}
-    for rank in _ranks(model.parallel, apart):
+    for rank in _ranks(model.parallel, separate_experts):
         group = (rank.chain, rank.index)
         if group not in groups:
             raise Incomplete(f"the optimizer's buffers of rank group {rank.index} are missing", where=model.args.where)
-        chunks = [_chunk(model, rank, v, apart) for v in range(model.stages.chunks)]
-        for (_, name), rank_states in _read(model, rank, chunks, items, apart).items():
+        chunks = [_chunk(model, rank, v, separate_experts) for v in range(model.stages.chunks)]
+        for (_, name), rank_states in _read(model, rank, chunks, items, separate_experts).items():
             target = copied if name == HEAD and model.tied_copy else shards.setdefault(name, {})
-            target[rank.cut] = LocalCopy(rank_states)
-    if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, apart)}):
+            target[rank.shard] = LocalCopy(rank_states)
+    if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, separate_experts)}):
         raise Corrupt(
             f"the optimizer has buffers of rank group {odd[0][1]}, but the arguments state tp {model.parallel.tp}, "
             f"pp {model.parallel.pp}, ep {model.parallel.ep}",
@@ -80,7 +80,7 @@ def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Te
     states = {name: _merged_states(name, by_rank, model.layout) for name, by_rank in shards.items()}
     if copied:
         copy = _merged_states(WORD_TABLE, copied, model.layout)
-        states[WORD_TABLE] = {state: with_replicas([one, copy[state]]) for state, one in states[WORD_TABLE].items()}
+        states[WORD_TABLE] = {state: with_replicas([tensor, copy[state]]) for state, tensor in states[WORD_TABLE].items()}
     return states
 
 
@@ -88,19 +88,19 @@ def _merged_states(name: str, shards: Mapping[int, LocalCopy], layout: Layout) -
     return dict(merge_shards(name, [shards[i] for i in sorted(shards)], layout).states)
 
 
-def _ranks(parallel: Parallel, apart: bool) -> Iterator[ReplicaGroup]:
-    """The groups in Megatron's order: by tp, then by stage. If `apart`, followed by the experts': by etp, ep, stage."""
+def _ranks(parallel: Parallel, separate_experts: bool) -> Iterator[ReplicaGroup]:
+    """The groups in Megatron's order: by tp, then by stage. If `separate_experts`, then the experts': by etp, ep, stage."""
     for pp in range(parallel.pp):
         for tp in range(parallel.tp):
             yield ReplicaGroup(0, pp * parallel.tp + tp, pp, tp)
-    if apart:
+    if separate_experts:
         for pp in range(parallel.pp):
             for ep in range(parallel.ep):
                 for etp in range(parallel.etp):
                     yield ReplicaGroup(1, (pp * parallel.ep + ep) * parallel.etp + etp, pp, etp, ep)
 
 
-def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) -> ModelChunk:
+def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, separate_experts: bool) -> ModelChunk:
     """One model chunk of a rank, in local shapes. The values are zeros, because only shapes and dtypes are needed."""
     layers = model.stages.layers(rank.pp, chunk)
     first = rank.pp == 0 and chunk == 0
@@ -108,13 +108,13 @@ def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, apart: bool) ->
     experts = model.args.number("num_experts", default=0) // model.parallel.ep
     own = range(rank.ep * experts, (rank.ep + 1) * experts)
     names = [n for n in model.weights if not is_buffer(n) and _is_in_chunk(n, layers, first, last)]
-    if apart:
+    if separate_experts:
         names = [n for n in names if is_expert(n) == bool(rank.chain) and (not rank.chain or expert_of(n) in own)]
     if last and model.tied_copy:
         names.append(HEAD)
     fused = model.args.text("transformer_impl") not in ("local", None) and not model.args.flag("multi_latent_attention")
     modules = ModuleOrder(fused, model.args.flag("moe_grouped_gemm"))
-    return ModelChunk({name: _local(model, name, rank.cut) for name in modules.ordered(names)}, {})
+    return ModelChunk({name: _local(model, name, rank.shard) for name in modules.ordered(names)}, {})
 
 
 def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
@@ -126,17 +126,17 @@ def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
     return first if name.startswith("embedding.") else last
 
 
-def _local(model: BufferedModel, name: str, cut: int) -> Tensor:
+def _local(model: BufferedModel, name: str, shard: int) -> Tensor:
     weight = model.weights[WORD_TABLE if name == HEAD and model.tied_copy else name]
     degree = model.parallel.etp if is_expert(name) else model.parallel.tp
     nothing = Tensor.of(ZeroBlob(weight.shape, weight.dtype))
     if degree == 1:
         return nothing
-    return split(name, nothing, model.layout.rule(name), degree, weight.shape[0])[cut]
+    return split(name, nothing, model.layout.rule(name), degree, weight.shape[0])[shard]
 
 
 def _read(
-    model: BufferedModel, rank: ReplicaGroup, chunks: Sequence[ModelChunk], items: SplitItems, apart: bool
+    model: BufferedModel, rank: ReplicaGroup, chunks: Sequence[ModelChunk], items: SplitItems, separate_experts: bool
 ) -> dict[Key, dict[str, Tensor]]:
     group = (rank.chain, rank.index)
     dp = model.parallel.expert_dp if rank.chain else model.parallel.dp

@@ -43,9 +43,9 @@ class CommonState:
         if self.target.distributed:
             stated["dist_ckpt_optim_fully_reshardable"] = True
         changed = {name: value for name, value in stated.items() if record.get(name) is not None}
-        for name, there in (("no_save_optim", self.optimizer is not None), ("no_save_rng", RANDOM in extras)):
-            if not there or record.get(name):
-                changed[name] = not there
+        for name, is_saved in (("no_save_optim", self.optimizer is not None), ("no_save_rng", RANDOM in extras)):
+            if not is_saved or record.get(name):
+                changed[name] = not is_saved
         return replace(record, state={**record.state, **changed})
 
     def _content(self) -> dict[str, Value]:
@@ -59,7 +59,7 @@ class CommonState:
 
     def _optimizer(self, optimizer: WrittenOptimizer) -> Value:
         own = self.items.optimizer(_FIRST)
-        if not optimizer.apart:
+        if not optimizer.separate_experts:
             return self._one(optimizer, False, own)
         return {int(experts): self._one(optimizer, experts, own) for experts in (False, True)}
 

@@ -49,7 +49,7 @@ class SplitItems:
     """By group, number of the buffer, state, number of the bucket; each is (n,)."""
     objects: dict[Group, dict[str, Value]] = field(default_factory=dict)
     """The objects of each group's optimizer, by name: its own state dict, its buffers."""
-    others: dict[str, Value] = field(default_factory=dict)
+    other_values: dict[str, Value] = field(default_factory=dict)
     wrapped: bool = False
     """True if the model's keys begin with `WRAPPER`."""
 
@@ -73,7 +73,7 @@ def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> 
             state = MASTER if match[6] in MASTERS else match[6]
             items.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
         elif _OPTIMIZERS.match(key):
-            items.others[key] = tensor  # of an unknown kind, but not of the model
+            items.other_values[key] = tensor  # of an unknown kind, but not of the model
         else:
             items.wrapped = items.wrapped or key.startswith(WRAPPER)
             if items.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
@@ -82,7 +82,7 @@ def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> 
         if match := _OBJECT.fullmatch(key):
             items.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
         else:
-            items.others[key.removeprefix(WRAPPER)] = value
+            items.other_values[key.removeprefix(WRAPPER)] = value
     return items
 
 
@@ -111,5 +111,5 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
     for place, fragments in by_place.items():
         shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(fragments)), 0, local)
         corner = tuple(i * n for i, n in zip(place, local, strict=True))
-        parts += (Fragment(one.box.shift(corner), one.blob) for one in shard.fragments)
+        parts += (Fragment(fragment.box.shift(corner), fragment.blob) for fragment in shard.fragments)
     return from_fragments(shape, parts, flat.dtype)

@@ -153,8 +153,8 @@ def _optimizers(dist: DistFiles, items: SplitItems) -> list[tuple[bool | None, M
             return []
         by_chain = {key: value for key, value in saved.items() if type(key) is int} or {0: saved}
         by_chain = {key: value.get("optimizer", value) for key, value in by_chain.items()}
-    apart = len(by_chain) > 1
-    return [(bool(chain) if apart else None, by_chain[chain]) for chain in sorted(by_chain)]
+    separate = len(by_chain) > 1
+    return [(bool(chain) if separate else None, by_chain[chain]) for chain in sorted(by_chain)]
 
 
 def _check_rank_groups(dist: DistFiles, items: SplitItems) -> None:
@@ -185,7 +185,7 @@ def _extras(dist: DistFiles, items: SplitItems, parameters: dict[str, Parameter]
         common["optimizer"] = other_items
     by_rank: dict[str, dict[str, Value]] = {}
     states: dict[str, Value] = {}
-    for key, value in items.others.items():
+    for key, value in items.other_values.items():
         shard = shard_of(key)
         if shard and shard[0] == "rng_state":
             place = shard[1]

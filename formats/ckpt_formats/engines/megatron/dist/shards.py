@@ -120,7 +120,7 @@ class KeyedTensors:
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         rule = target.layout.rule(name) if target.layout.matching(name) or degree > 1 else Rule(".*", "replicated")
         key, tensor = self.keys.of(name), _padded(target, name, tensor, rule, degree)
-        blocks = [tuple(placed.whole for placed in one) for one in cuts(name, tensor.shape, rule, degree)]
+        blocks = [tuple(placed.whole for placed in boxes) for boxes in cuts(name, tensor.shape, rule, degree)]
         if rule.how not in ("sharded", "blocks"):
             blocks = blocks[:1]  # all ranks have the same tensor: the first rank writes it
         names = next((names for pattern, names in _PART_NAMES.items() if re.fullmatch(pattern, name)), None)
@@ -132,8 +132,8 @@ class KeyedTensors:
         lengths = [int(length) for length in rule.fused]
         for part, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
             within = slab(tensor.shape, rule.axis, at, at + length)
-            cut = (tuple(common.within(within) for box in one if (common := box & within)) for one in blocks)
-            yield KeyedShards(replace(key, text=f"{key.text}.{part}"), tensor.crop(within), tuple(cut))
+            part_blocks = (tuple(common.within(within) for box in boxes if (common := box & within)) for boxes in blocks)
+            yield KeyedShards(replace(key, text=f"{key.text}.{part}"), tensor.crop(within), tuple(part_blocks))
 
     def writer(self, name: str, rank: int = 0) -> RankCoords:
         """The rank that writes shard `rank` of a parameter: the first of those that have it."""

@@ -56,7 +56,7 @@ def parts(target: WriteLayout) -> Sequence[FilePlan]:
     return [
         FilePlan(common.file, common.parameters, {**common.what, **notices}, common.size, common.role, {}, common.tensors),
         FilePlan(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
-        *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
+        *(part for rank in _by_rank(target, keys, items, optimizer) for part in rank.parts(folder, EntryLayouts())),
     ]
 
 

@@ -107,11 +107,11 @@ def _rank_state(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk
     titles: dict[tuple[int, str], list[str]] = {}
     for number, chunk in enumerate(chunks):
         naming = Naming(stages.layers(file.pp, number).start, file.ep * experts, experts)
-        for local, tensor in chunk.tensors.items():
+        for local, local_tensor in chunk.tensors.items():
             key = (number, local)
-            states = {MODEL: tensor, **optimized.states.get(key, {})}
-            for state, one in states.items():
-                for name, part in naming.tensors(local, one):
+            states = {MODEL: local_tensor, **optimized.states.get(key, {})}
+            for state, tensor in states.items():
+                for name, part in naming.tensors(local, tensor):
                     copy = copies.setdefault(name, LocalCopy({}, dict(optimized.values.get(key, {}))))
                     if copy.states.setdefault(state, part) is not part:
                         raise Corrupt(f"the rank has `{name}` twice", where=file.model.path)
@@ -126,14 +126,14 @@ def _optimized(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk]
     saved = file.root.get("optimizer")
     if saved is None:
         return OptimizerStates()
-    several = isinstance(saved, (list, tuple))
+    is_list = isinstance(saved, (list, tuple))
     buffered = None if file.optimizer is None else file.optimizer.root
-    parts = saved if several else [saved]
-    flat = (buffered if several else [buffered]) if buffered is not None else [None] * len(parts)
+    parts = saved if is_list else [saved]
+    flat = (buffered if is_list else [buffered]) if buffered is not None else [None] * len(parts)
     optimizer = OptimizerStates()
     if len(parts) > 2 or len(flat) != len(parts):
         raise Corrupt(f"there are {len(parts)} optimizers, but {len(flat)} sets of buffers", where=file.model.path)
-    for experts, part, buffers in zip((False, True) if several else (None,), parts, flat, strict=True):
+    for experts, part, buffers in zip((False, True) if is_list else (None,), parts, flat, strict=True):
         if file.optimizer is None:
             one_optimizer = read_plain(part, chunks, experts, file.model.path, decayed_norms(legacy.args))
         else:

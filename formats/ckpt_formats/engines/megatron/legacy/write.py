@@ -44,7 +44,7 @@ class _SharedContent:
         for numbers, place in _places(self.target):
             folder = f"{run}/{folder_name(numbers)}"
             chunks = [as_saved(self.target, chunk) for chunk in self.ranks.chunks(place)]
-            parameters = [_parameter(one) for chunk in chunks for one in chunk]
+            parameters = [_parameter(parameter) for chunk in chunks for parameter in chunk]
             parallel = self.target.parallel
             rank = {"tp": place.tp, "pp": place.pp} | ({"ep": place.ep} if parallel.ep > 1 else {})
             yield tree_part(f"{folder}/{MODEL_FILE}", self._model(place, chunks), parameters, "model", rank)
@@ -89,8 +89,8 @@ def _places(target: WriteLayout) -> Iterator[tuple[tuple[int, ...], RankCoords]]
         yield numbers, RankCoords(tp, pp, ep, etp)
 
 
-def _parameter(one: LocalParameter) -> Parameter:
-    return Parameter(one.name, one.parameter.role, one.states, one.values)
+def _parameter(parameter: LocalParameter) -> Parameter:
+    return Parameter(parameter.name, parameter.model_parameter.role, parameter.states, parameter.values)
 
 
 def _check_grid(target: WriteLayout) -> None:

@@ -23,7 +23,7 @@ class BufferItem:
 
     name: str
     shape: Shape
-    alone: bool = False
+    own_bucket: bool = False
     """True if the parameter has a bucket of its own: a table that the first and the last stage share."""
 
     @property
@@ -62,12 +62,12 @@ def fill(items: Sequence[BufferItem], max_bucket: int | None, alignment: int) ->
     at, count = 0, 0
     for item in reversed(items):
         at = _up(at, alignment)
-        if item.alone and count:
+        if item.own_bucket and count:
             buckets.append(at)
             at, count = 0, 0
         places[item.name] = BufferSlot(len(buckets), at)
         at, count = at + item.numel, count + 1
-        if item.alone or (max_bucket is not None and at >= max_bucket):
+        if item.own_bucket or (max_bucket is not None and at >= max_bucket):
             buckets.append(at)
             at, count = 0, 0
     if count:

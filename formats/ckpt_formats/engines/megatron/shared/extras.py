@@ -38,10 +38,10 @@ def collect_extras(
     ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]
 ) -> dict[str, Value]:
     """The extras of all ranks, given as (label, items). Tensors in them are added to `parameters`."""
-    (_, first), *others = ranks
+    (_, first), *further = ranks
     extras = {key: names_for_tensors(value, key, parameters) for key, value in first.items()}
     differing: dict[str, Value] = {}
-    for rank, items in others:
+    for rank, items in further:
         own = {}
         for key, value in items.items():
             if key in first:
@@ -62,14 +62,14 @@ def optimizer_items(saved: Value) -> Value:
     if isinstance(saved, dict) and saved and all(type(key) is int for key in saved):
         saved = [saved[number] for number in sorted(saved)]
     if isinstance(saved, (list, tuple)):
-        parts = [optimizer_items(one) for one in saved]
+        parts = [optimizer_items(item) for item in saved]
         return parts if any(parts) else None
     if not isinstance(saved, dict):
         return None
     extras = {str(key): value for key, value in saved.items() if key not in _KNOWN}
     inner = saved.get("optimizer")
-    if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
-        extras["optimizer"] = rest
+    if isinstance(inner, dict) and (inner_extras := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
+        extras["optimizer"] = inner_extras
     return extras
 
 

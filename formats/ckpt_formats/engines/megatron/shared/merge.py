@@ -77,8 +77,8 @@ _MIXED = "Files of several iterations or runs were mixed: copy all files of one 
 
 
 def _same(name: str, state: str, tensors: Sequence[Tensor]) -> Tensor:
-    if any((one.shape, one.dtype) != (tensors[0].shape, tensors[0].dtype) for one in tensors):
+    if any((tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype) for tensor in tensors):
         raise Corrupt(
-            f"copies of `{name}` ({state}) have the shapes {[list(one.shape) for one in tensors]}", hint=_MIXED
+            f"copies of `{name}` ({state}) have the shapes {[list(tensor.shape) for tensor in tensors]}", hint=_MIXED
         )
     return with_replicas(tensors) if len(tensors) > 1 else tensors[0]

@@ -75,10 +75,10 @@ def members(
 def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
     """A notice of the parameters that are in no group, if there are groups."""
     grouped = {name for group in groups for name in group.names}
-    left = tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped)
-    if grouped and left:
+    ungrouped = tuple(name for name, p in parameters.items() if p.role == "parameter" and name not in grouped)
+    if grouped and ungrouped:
         text = "the optimizer has no state of these parameters: they are frozen, or their states are missing"
-        yield Notice(text, left, Weight.UNSURE)
+        yield Notice(text, ungrouped, Weight.UNSURE)
 
 
 def options_of(group: Value, where: Path) -> dict[str, Value]:

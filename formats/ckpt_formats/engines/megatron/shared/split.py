@@ -31,13 +31,13 @@ class LocalParameter:
     """The name in the full model. A tied copy on the last stage has the head's name."""
     local: str
     """The name in its model chunk."""
-    parameter: Parameter
+    model_parameter: Parameter
     """The parameter of the full model."""
     states: Mapping[str, Tensor]
 
     @property
     def values(self) -> Mapping[str, Value]:
-        return self.parameter.values
+        return self.model_parameter.values
 
 
 @dataclass(frozen=True)

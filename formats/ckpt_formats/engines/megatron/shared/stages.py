@@ -82,12 +82,12 @@ def uneven_stages(layers: int, pp: int, chunks: int, first: int | None, last: in
     Raises `Unsupported` if the remaining layers are not divisible.
     """
     middle = pp - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if rest < 0 or middle < 0 or (rest % (middle * chunks) if middle else rest):
+    remaining = layers - (first or 0) - (last or 0)
+    if remaining < 0 or middle < 0 or (remaining % (middle * chunks) if middle else remaining):
         raise Unsupported(
             f"{layers} layers, with {first} on the first and {last} on the last of {pp} stages, cannot be divided"
         )
-    stages = [rest // middle if middle else 0] * pp
+    stages = [remaining // middle if middle else 0] * pp
     if first is not None:
         stages[0] = first
     if last is not None:

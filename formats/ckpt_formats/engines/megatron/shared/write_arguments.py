@@ -19,28 +19,28 @@ _EVEN: Mapping[str, Value] = {
 }
 
 
-def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, others: Mapping[str, Value]) -> Arguments:
-    """The arguments with these degrees, these stages and the values in `others`.
+def with_parallel(args: Arguments, parallel: Parallel, stages: Stages, changes: Mapping[str, Value]) -> Arguments:
+    """The arguments with these degrees, these stages and the values in `changes`.
 
     Arguments that Megatron derives from its options are set, too, because Megatron saves the derived values.
     """
-    several = stages.chunks if parallel.pp > 1 and stages.chunks > 1 else None
+    virtual_stages = stages.chunks if parallel.pp > 1 and stages.chunks > 1 else None
     cp = args.number("context_parallel_size", default=1) or 1
     cp = cp if parallel.dp % cp == 0 else 1
     changed: dict[str, Value] = {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": several,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "data_parallel_size": parallel.dp // cp,
         "world_size": parallel.tp * parallel.pp * parallel.dp,
-        **others,
+        **changes,
     }
     state = args.record.state if isinstance(args.record.state, dict) else {}
     derived: dict[str, Value] = {
         "context_parallel_size": cp,
-        "num_virtual_stages_per_pipeline_rank": several,
+        "num_virtual_stages_per_pipeline_rank": virtual_stages,
         "num_layers_per_virtual_pipeline_stage": None,
         "inprocess_active_world_size": changed["world_size"],
         **({"sequence_parallel": False} if parallel.tp == 1 else {}),

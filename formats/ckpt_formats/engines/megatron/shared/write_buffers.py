@@ -29,10 +29,10 @@ def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool 
     `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
     all parameters. Raises `Unsupported` if a state is missing or is not float32.
     """
-    modules = [ModelChunk({one.local: one.states[MODEL] for one in chunk}, {}) for chunk in chunks]
+    modules = [ModelChunk({parameter.local: parameter.states[MODEL] for parameter in chunk}, {}) for chunk in chunks]
     dp = target.parallel.expert_dp if experts else target.parallel.dp
     buckets = buckets_of(target.args, target.parallel, stage, dp, sum(module.numel for module in modules))
-    by_name = [{one.local: one for one in chunk} for chunk in chunks]
+    by_name = [{parameter.local: parameter for parameter in chunk} for chunk in chunks]
     buffers: dict[Value, Value] = {"buckets_coalesced": True}
     for number, buffer in enumerate(buffers_of(modules, buckets.tied, experts)):
         filled = fill(buffer.items, buckets.limits(buffer.chunk)[0], ALIGNMENTS[0])
@@ -65,16 +65,16 @@ def _flat(by_name: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferL
     return Tensor((end,), _FLOAT, tuple(fragments))
 
 
-def _state(one: LocalParameter, state: str) -> Tensor:
+def _state(parameter: LocalParameter, state: str) -> Tensor:
     """A state of a parameter, float32. The master of a float32 parameter is the parameter itself.
 
     Raises `Unsupported` if the state is missing, or has another shape or dtype.
     """
-    tensor = one.states.get(MASTER, one.states[MODEL]) if state == "param" else one.states.get(state)
-    if tensor is None or tensor.shape != one.states[MODEL].shape or tensor.dtype != _FLOAT:
+    tensor = parameter.states.get(MASTER, parameter.states[MODEL]) if state == "param" else parameter.states.get(state)
+    if tensor is None or tensor.shape != parameter.states[MODEL].shape or tensor.dtype != _FLOAT:
         actual = "is missing" if tensor is None else f"has dtype {tensor.dtype.name} and shape {list(tensor.shape)}"
         raise Unsupported(
-            f"the state `{MASTER if state == 'param' else state}` of `{printable(one.name)}` {actual}",
+            f"the state `{MASTER if state == 'param' else state}` of `{printable(parameter.name)}` {actual}",
             hint="Megatron's distributed optimizer stores Adam's moments and masters in fp32: try --zero 0.",
         )
     return tensor

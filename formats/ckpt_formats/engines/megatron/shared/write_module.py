@@ -30,7 +30,7 @@ def state_dict_of(
     `extra` are the extra states of the full model. `plain` is true if there is a plain optimizer, which has no masters
     of float32 weights.
     """
-    tensors = {one.local: computed_weight(one, plain=plain) for one in chunk}
+    tensors = {parameter.local: computed_weight(parameter, plain=plain) for parameter in chunk}
     states = _own_states(target, place, number, extra)
     if target.source.origin.layout.get("container") != "torch":  # legacy files list all extra states
         states |= {name: None for name in _expected(target, place, number, tensors) if name not in states}
@@ -45,8 +45,8 @@ def _own_states(target: WriteLayout, place: RankCoords, number: int, extra: Mapp
     states: dict[str, Value] = {}
     for name, value in extra.items():
         expert, layer = expert_of(name), layer_of(name)
-        here = layer in layers if layer is not None else home(target, name) == (place.pp, number)
-        if not here or (expert is not None and (expert not in own or storage == "joined")):
+        in_chunk = layer in layers if layer is not None else home(target, name) == (place.pp, number)
+        if not in_chunk or (expert is not None and (expert not in own or storage == "joined")):
             continue
         local = local_name(name, layers.start, own.start)
         states.setdefault(

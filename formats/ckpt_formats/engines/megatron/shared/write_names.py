@@ -34,11 +34,11 @@ def expert_storage(target: WriteLayout) -> Experts:
 def as_saved(target: WriteLayout, chunk: Sequence[LocalParameter]) -> list[LocalParameter]:
     """The parameters of a model chunk under the names of the run's modules, in their order."""
     if target.fused_norms:
-        local_names = {one.local for one in chunk}
-        chunk = [replace(one, local=_with_norms_inside(one.local, local_names)) for one in chunk]
+        local_names = {parameter.local for parameter in chunk}
+        chunk = [replace(parameter, local=_with_norms_inside(parameter.local, local_names)) for parameter in chunk]
     storage = expert_storage(target)
     if storage == "grouped":
-        return [replace(one, local=grouped(one.local)) for one in chunk]
+        return [replace(parameter, local=grouped(parameter.local)) for parameter in chunk]
     return list(_joined(chunk)) if storage == "joined" else list(chunk)
 
 
@@ -70,15 +70,15 @@ def _joined(chunk: Sequence[LocalParameter]) -> Iterable[LocalParameter]:
     Raises `Unsupported` if experts have biases or different states.
     """
     experts: dict[str, list[LocalParameter]] = {}
-    for one in chunk:
-        if match := _EXPERT.fullmatch(one.local):
+    for parameter in chunk:
+        if match := _EXPERT.fullmatch(parameter.local):
             if match["kind"] != "weight":
-                raise Unsupported(f"`{one.name}`: experts that are joined in one tensor cannot have biases")
-            experts.setdefault(_joined_name(match), []).append(one)
-    for one in chunk:
-        match = _EXPERT.fullmatch(one.local)
+                raise Unsupported(f"`{parameter.name}`: experts that are joined in one tensor cannot have biases")
+            experts.setdefault(_joined_name(match), []).append(parameter)
+    for parameter in chunk:
+        match = _EXPERT.fullmatch(parameter.local)
         if match is None:
-            yield one
+            yield parameter
         elif all_of := experts.pop(_joined_name(match), None):
             first = all_of[0]
             states = {s: _side_by_side([e.states[s] for e in all_of], match["part"]) for s in _shared(all_of)}
@@ -92,10 +92,10 @@ def _joined_name(match: re.Match[str]) -> str:
 def _shared(experts: Sequence[LocalParameter]) -> list[str]:
     """The names of the states of several experts. Raises `Unsupported` if experts have different states or values."""
     first = experts[0]
-    for one in experts:
-        if one.states.keys() != first.states.keys() or dict(one.values) != dict(first.values):
+    for expert in experts:
+        if expert.states.keys() != first.states.keys() or dict(expert.values) != dict(first.values):
             raise Unsupported(
-                f"`{one.name}` and `{first.name}` must be joined in one tensor, but have different optimizer states"
+                f"`{expert.name}` and `{first.name}` must be joined in one tensor, but have different optimizer states"
             )
     return list(first.states)
 
@@ -108,7 +108,7 @@ def _side_by_side(experts: Sequence[Tensor], part: str) -> Tensor:
     rows, columns = first.shape[::-1]
     shape = (rows, len(experts) * columns) if part == "linear_fc1" else (len(experts) * rows, columns)
     runs = (
-        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(one), 0, first.size))
-        for i, one in enumerate(experts)
+        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(expert), 0, first.size))
+        for i, expert in enumerate(experts)
     )
     return reshaped(Tensor((len(experts) * first.size,), first.dtype, tuple(runs)), 0, shape)

@@ -42,7 +42,7 @@ class WrittenOptimizer:
     target: WriteLayout
 
     @property
-    def apart(self) -> bool:
+    def separate_experts(self) -> bool:
         """True if experts have an optimizer of their own, as they do if they are distributed over several ranks."""
         return self.target.parallel.ep > 1
 
@@ -61,7 +61,7 @@ class WrittenOptimizer:
         groups: list[tuple[dict[str, Value], bool, list[str]]] = []
         for group in self.target.source.groups:
             known = {} if self.target.source.origin.engine == "megatron" else _identifying(group.options)
-            for experts in (False, True) if self.apart else (None,):
+            for experts in (False, True) if self.separate_experts else (None,):
                 names = [name for name in group.names if experts is None or is_expert(name) == experts]
                 if not names and (group.names or experts):
                     continue
@@ -73,7 +73,7 @@ class WrittenOptimizer:
                     groups.append((options, bool(experts), names))
                 else:
                     same[2].extend(names)
-        ordered = sorted(groups, key=lambda one: one[1])
+        ordered = sorted(groups, key=lambda entry: entry[1])
         return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
@@ -111,7 +111,7 @@ class WrittenOptimizer:
 
     def entry(self, chunks: Sequence[Sequence[LocalParameter]], own: Value) -> Value:
         """The optimizer entry of a rank's file; `own` are the optimizer's items that are neither states nor groups."""
-        if not self.apart:
+        if not self.separate_experts:
             return self._of_rank(chunks, False, of_one(own, 0))
         return [
             self._of_rank(_parameters_of(chunks, experts), experts, of_one(own, int(experts)))
@@ -124,16 +124,21 @@ class WrittenOptimizer:
             for key, value in own.items()
             if key != "optimizer"
         }
-        rest = own.get("optimizer")
+        inner_extras = own.get("optimizer")
         groups = [group for group in self.groups if group.experts == experts]
-        members = [[one for chunk in chunks for one in chunk if one.parameter.name in g.names] for g in groups]
+        members = [
+            [parameter for chunk in chunks for parameter in chunk if parameter.model_parameter.name in g.names]
+            for g in groups
+        ]
         if self.target.distributed:
             step = {} if self.step is None else {"step": self.step}
             inner: dict[str, Value] = {"param_groups": [{**group.options, **step} for group in groups]}
         else:
             inner = _by_number(groups, members)
-        if isinstance(rest, dict):
-            inner |= {key: tensors_for_names(value, self.target.source.parameters) for key, value in rest.items()}
+        if isinstance(inner_extras, dict):
+            inner |= {
+                key: tensors_for_names(value, self.target.source.parameters) for key, value in inner_extras.items()
+            }
         if not self.target.distributed and not self.low_precision:
             return inner | items
         masters = (
@@ -186,24 +191,24 @@ def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimiz
 
 def trained_of(chunk: Iterable[LocalParameter]) -> list[LocalParameter]:
     """The parameters of a chunk that an optimizer can have: all but buffers."""
-    return [one for one in chunk if one.parameter.role == "parameter"]
+    return [parameter for parameter in chunk if parameter.model_parameter.role == "parameter"]
 
 
-def computed_weight(one: LocalParameter, *, plain: bool) -> Tensor:
+def computed_weight(parameter: LocalParameter, *, plain: bool) -> Tensor:
     """The weight to write as the model's. Bytes that must agree with it are added as a replica, to be compared.
 
     The plain optimizer has no masters of float32 weights, so a master in the source must equal the weight.
     """
-    weight, master = one.states.get(MODEL), one.states.get(MASTER)
+    weight, master = parameter.states.get(MODEL), parameter.states.get(MASTER)
     if weight is None:
-        return one.parameter.weight
+        return parameter.model_parameter.weight
     if not plain or master is None or weight.dtype != _FLOAT or master.shape != weight.shape:
         return weight
     return with_replicas([weight, replace(master, replicas=())])
 
 
 def _parameters_of(chunks: Sequence[Sequence[LocalParameter]], experts: bool) -> list[list[LocalParameter]]:
-    return [[one for one in chunk if is_expert(one.name) == experts] for chunk in chunks]
+    return [[parameter for parameter in chunk if is_expert(parameter.name) == experts] for chunk in chunks]
 
 
 def _identifying(options: Mapping[str, Value]) -> dict[str, Value]:
@@ -231,17 +236,17 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
     listed = []
     number = 0
     for group, parameters in zip(groups, members, strict=True):
-        steps = {step for one in parameters if isinstance(step := one.values.get("step"), int)}
+        steps = {step for parameter in parameters if isinstance(step := parameter.values.get("step"), int)}
         if len(steps) > 1:
             raise Unsupported(
                 f"parameters of one group are at the steps {sorted(steps)}, but the optimizer stores one step"
             )
         numbers = range(number, number + len(parameters))
-        for one in parameters:
-            values = {key: value for key, value in one.values.items() if key != "step"}
-            step = one.values.get("step")
+        for parameter in parameters:
+            values = {key: value for key, value in parameter.values.items() if key != "step"}
+            step = parameter.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
-            states = {s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}
+            states = {s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
             if entry := {**apart(states), **counted, **values}:
                 state[number] = entry
             number += 1
@@ -250,4 +255,4 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
 
 
 def _masters(parameters: Sequence[LocalParameter]) -> list[Tensor]:
-    return [one.states[MASTER] for one in parameters if one.states[MODEL].dtype != _FLOAT]
+    return [parameter.states[MASTER] for parameter in parameters if parameter.states[MODEL].dtype != _FLOAT]
