@@ -40,22 +40,22 @@ def check_files(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
                         where=folder.path,
                         hint=MIXED,
                     )
-    if folder.layers and (whole_model := next((file for file in models if file.root.get("module")), None)):
+    if folder.layers and (complete_model := next((file for file in models if file.root.get("module")), None)):
         raise Corrupt(
-            f"the model is in {whole_model.path.name}, and files of pipeline layers (layer_*) are here too",
+            f"the model is in {complete_model.path.name}, and files of pipeline layers (layer_*) are here too",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
         )
     if folder.expert_optim and folder.optim:
-        one, other = next(iter(folder.expert_optim.values())), next(iter(folder.optim.values()))
+        stage0_file, zero_file = next(iter(folder.expert_optim.values())), next(iter(folder.optim.values()))
         raise Corrupt(
-            f"{one.name} is of ZeRO stage 0, but {other.name} of a later one",
+            f"{stage0_file.name} is of ZeRO stage 0, but {zero_file.name} of a later one",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
         )
 
 
-def doubtful_steps(models: Sequence[TorchFile]) -> Iterator[Notice]:
+def step_notices(models: Sequence[TorchFile]) -> Iterator[Notice]:
     """The client's own count of steps, where it is another than DeepSpeed's: it may count otherwise."""
     root = models[0].root
     steps, iteration = whole(root.get("global_steps")), whole(root.get("iteration"))
@@ -107,9 +107,9 @@ def _of_config(config: Value, name: str) -> Iterator[Statement]:
     )
 
 
-def _stage(said: Value) -> int | None:
+def _stage(value: Value) -> int | None:
     """A ZeRO stage as a number, or as the enum that DeepSpeed saves."""
-    return whole(said.args[0] if isinstance(said, Record) and said.args else said)
+    return whole(value.args[0] if isinstance(value, Record) and value.args else value)
 
 
 def _check_name(file: TorchFile) -> None:
@@ -125,21 +125,21 @@ def _check_name(file: TorchFile) -> None:
 
 def _check_experts(folder: Folder, first: TorchFile) -> None:
     """Every MoE layer has the files of as many experts as the model file says."""
-    said = first.root.get("num_experts")
-    numbers = [number for number in said if whole(number)] if isinstance(said, list) else []
+    num_experts = first.root.get("num_experts")
+    numbers = [number for number in num_experts if whole(number)] if isinstance(num_experts, list) else []
     layers = sorted({(mp, layer) for mp, layer, _ in folder.experts})
     for mp, layer in layers:
         if not numbers or layer >= len(numbers) > 1:
             continue
-        count, here = (
+        count, present = (
             numbers[layer if len(numbers) > 1 else 0],
             {e for m, n, e in folder.experts if (m, n) == (mp, layer)},
         )
-        if len(here) < count:
-            missing = next(expert for expert in range(count) if expert not in here)
+        if len(present) < count:
+            missing = next(expert for expert in range(count) if expert not in present)
             raise Incomplete(
                 f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing: "
-                f"`num_experts` is {count} in {first.path.name}, but files of {len(here)} are here",
+                f"`num_experts` is {count} in {first.path.name}, but files of {len(present)} are here",
                 where=folder.path,
                 hint=_ALL,
             )

@@ -13,7 +13,7 @@ from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import FileBlob, Tensor, read
 
 _VALUES = 64
-_SAMPLES = 4
+_MAX_SAMPLES = 4
 
 
 def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
@@ -30,7 +30,7 @@ def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
 
 def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]]:
     """Blocks of a master and a copy, by the files that hold them."""
-    found: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
+    samples: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
     for parameter in parameters.values():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
@@ -38,9 +38,9 @@ def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], lis
         for path, first in _boxes(master):
             for other, box in _boxes(copy):
                 pair = path, other
-                if len(found.get(pair, ())) < _SAMPLES and (both := _first(first, box)) is not None:
-                    found.setdefault(pair, []).append((master, copy, both))
-    return found
+                if len(samples.get(pair, ())) < _MAX_SAMPLES and (block := _first(first, box)) is not None:
+                    samples.setdefault(pair, []).append((master, copy, block))
+    return samples
 
 
 def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
@@ -49,9 +49,9 @@ def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
             yield fragment.blob.path, fragment.box
 
 
-def _first(one: Box, other: Box) -> Box | None:
+def _first(a: Box, b: Box) -> Box | None:
     """The first few values of what two blocks share."""
-    shared = one & other
+    shared = a & b
     return None if shared is None else next(slabs(shared.shape, _VALUES)).shift(shared.start)
 
 

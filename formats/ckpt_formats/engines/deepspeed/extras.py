@@ -54,14 +54,14 @@ def collect_extras(
     models: Mapping[str, TorchFile],
     optims: Mapping[str, TorchFile],
     parameters: dict[str, Parameter],
-    beside: Mapping[Path, Mapping[str, Value]] | None = None,
+    more_items: Mapping[Path, Mapping[str, Value]] | None = None,
 ) -> dict[str, Value]:
     """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
 
     `beside` has more items of each file, which readers of tensors found. Tensors among
     them all are added to `parameters`.
     """
-    more = beside or {}
+    more = more_items or {}
     extras: dict[str, Value] = {}
     others: dict[str, dict[str, Value]] = {}
     for i, (rank, file) in enumerate(models.items()):

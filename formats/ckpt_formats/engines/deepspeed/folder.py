@@ -22,7 +22,7 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OWN = (_MODEL, _MODEL3, _OPTIM)
 _KINDS = (*_OWN, _EXPERT_OPTIM, _EXPERT, _LAYER)
-_MOST_LATEST = 4096
+_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def has_latest(path: Path) -> bool:
         return False
     try:
         with open_regular(path / "latest") as file:
-            tag = file.read(_MOST_LATEST).decode("utf-8", "replace").strip()
+            tag = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
         named = path / Path(tag).name
         return not (named.is_dir() and any(named.iterdir())) or any(map(is_step, path.iterdir()))
     except (CkptError, OSError, ValueError):
@@ -90,13 +90,13 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
     latest = path / pointer
     try:
         with unrecorded(), open_regular(latest) as file:
-            raw = file.read(_MOST_LATEST + 1)
+            raw = file.read(_MAX_POINTER_BYTES + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
     except OSError as error:
         raise unreadable(error, latest) from error
     tag = raw.decode("utf-8", "replace").strip()
     hint = f"Name one step: {', '.join(printable(s) for s in steps)}." if steps else "No step is here."
-    if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
+    if not tag or len(raw) > _MAX_POINTER_BYTES or Path(tag).name != tag or tag in (".", ".."):
         raise Corrupt(
             f"`{pointer}` holds {printable(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
         )
@@ -160,10 +160,10 @@ def check_models(folder: Folder) -> None:
 
 def _check_experts(folder: Folder) -> None:
     """Every MoE layer that has files has those of all its experts, of ranks that there are."""
-    found: dict[tuple[int, int], set[int]] = {}
+    by_layer: dict[tuple[int, int], set[int]] = {}
     for mp, layer, expert in folder.experts:
-        found.setdefault((mp, layer), set()).add(expert)
-    for (mp, layer), experts in found.items():
+        by_layer.setdefault((mp, layer), set()).add(expert)
+    for (mp, layer), experts in by_layer.items():
         missing = next((number for number in range(len(experts)) if number not in experts), None)
         if missing is not None:
             raise Incomplete(
@@ -175,24 +175,24 @@ def _check_experts(folder: Folder) -> None:
         if mp >= folder.mp:
             name = folder.experts[mp, layer, 0].name
             raise Corrupt(f"{name} is of no rank that has a model file", where=folder.path, hint=_MIXED)
-    layers = {mp: {layer for rank, layer in found if rank == mp} for mp, _ in found}
-    for mp, held in layers.items():
-        if (lacking := next((layer for layer in range(max(held)) if layer not in held), None)) is not None:
+    layers = {mp: {layer for rank, layer in by_layer if rank == mp} for mp, _ in by_layer}
+    for mp, present in layers.items():
+        if (missing := next((layer for layer in range(max(present)) if layer not in present), None)) is not None:
             raise Incomplete(
-                f"layer_{lacking}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: MoE layer {max(held)} has files",
+                f"layer_{missing}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: MoE layer {max(present)} has files",
                 where=folder.path,
                 hint="Copy the files of all experts into one folder.",
             )
 
 
-def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]], width: int) -> None:
+def _check_grid(pattern: str, folder: Folder, present: Collection[tuple[int, int]], width: int) -> None:
     """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
-    if len(found) < folder.mp * width:
+    if len(present) < folder.mp * width:
         ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
-        mp, dp = next(rank for rank in ranks if rank not in found)
+        mp, dp = next(rank for rank in ranks if rank not in present)
         raise Incomplete(
             f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
-            f"({len(found)} of {folder.mp * width} such files are here)",
+            f"({len(present)} of {folder.mp * width} such files are here)",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )

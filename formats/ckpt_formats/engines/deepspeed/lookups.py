@@ -44,13 +44,13 @@ def tensor(value: Value, where: Path) -> Tensor:
 
 def vector(value: Value, where: Path) -> FileBlob:
     """A stored tensor as a flat vector. Raises `Unsupported` if it is not packed."""
-    found = tensor(value, where)
-    blob = found.fragments[0].blob if found.fragments else None
+    stored = tensor(value, where)
+    blob = stored.fragments[0].blob if stored.fragments else None
     if not isinstance(blob, FileBlob):
         raise Unsupported("a flat partition is not plainly stored", where=where)
     if not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
         raise Unsupported("a flat partition is stored with gaps", where=where)
-    return blob.shaped((found.size,))
+    return blob.shaped((stored.size,))
 
 
 def is_tensor(value: Value) -> bool:

@@ -20,11 +20,11 @@ def merge_rows(ranks: Sequence[RankState], tp: int, layout_at: Callable[[int], L
     for first in range(0, len(ranks), tp):
         row, layout = ranks[first : first + tp], layout_at(first)
         names = dict.fromkeys(name for rank in row for name in rank.parameters)
-        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+        stages.append({name: merge_ranks(name, parameter_on_ranks(name, row), layout) for name in names})
     return stages
 
 
-def everywhere(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
+def parameter_on_ranks(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
     """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
     for number, rank in enumerate(ranks):
         if name not in rank.parameters:
@@ -56,14 +56,14 @@ def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Param
 def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
     """The parameters of all stages, and the names that several have: tied modules; the first stage's count."""
     merged: dict[str, Parameter] = {}
-    again: list[str] = []
+    repeated: list[str] = []
     for stage in stages:
         for name, parameter in stage.items():
             if name in merged:
-                again.append(name)
+                repeated.append(name)
             else:
                 merged[name] = parameter
-    return merged, list(dict.fromkeys(again))
+    return merged, list(dict.fromkeys(repeated))
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
@@ -77,7 +77,7 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
         taken: set[int] = set()  # groups of one rank stay apart, whatever their options
         for i, group in enumerate(groups):
             free = [n for n in (i, *range(len(merged))) if n < len(merged) and n not in taken]
-            at = next((n for n in free if _joins(merged[n], group, n == i)), len(merged))
+            at = next((n for n in free if _can_merge(merged[n], group, n == i)), len(merged))
             taken.add(at)
             if at == len(merged):
                 merged.append(group)
@@ -89,7 +89,7 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
         for name in group.names:
             other = seen.setdefault(name, group)
             if other is not group:
-                odd = sorted(k for k in {*other.options, *group.options} if not _alike(other, group, k))
+                odd = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
                 raise Corrupt(
                     f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
                     f"{', '.join(map(printable, odd[:3]))}",
@@ -99,14 +99,14 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
     return tuple(merged)
 
 
-def _joins(one: Group, other: Group, same_place: bool) -> bool:
+def _can_merge(one: Group, other: Group, same_place: bool) -> bool:
     """Are their options the same, as far as anything but tensors can tell? A group without parameters may lack them."""
     if not one.options or not other.options:
         return same_place
-    return all(_alike(one, other, key) for key in {*one.options, *other.options})
+    return all(_same_option(one, other, key) for key in {*one.options, *other.options})
 
 
-def _alike(one: Group, other: Group, key: str) -> bool:
+def _same_option(one: Group, other: Group, key: str) -> bool:
     a, b = one.options.get(key), other.options.get(key)
     return has_tensor_in(a) or has_tensor_in(b) or same(a, b)
 

@@ -55,7 +55,7 @@ class SplitState:
     values: dict[str, Value]
 
 
-def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
+def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
     """Tell vectors from scalars in the state of one group, as each rank has it.
 
     Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
@@ -74,18 +74,18 @@ def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFil
     scalars: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
     for key, first in states[0].items():
-        every = [state.get(key) for state in states]
+        by_rank = [state.get(key) for state in states]
         name = str(key)
         if not is_tensor(first):
-            if any(value != first for value in every):
-                raise _mixed(name, files, [str(value) for value in every])
+            if any(value != first for value in by_rank):
+                raise _mixed(name, files, [str(value) for value in by_rank])
             values[name] = first
         elif tensor(first, files[0].path).shape == ():
-            found = [tensor(value, file.path) for value, file in zip(every, files, strict=True)]
-            _agree(name, found, files)
-            scalars[name] = found[0]
+            tensors = [tensor(value, file.path) for value, file in zip(by_rank, files, strict=True)]
+            _check_equal(name, tensors, files)
+            scalars[name] = tensors[0]
         else:
-            vectors[name] = every
+            vectors[name] = by_rank
     return SplitState(vectors, scalars, values)
 
 
@@ -110,27 +110,27 @@ def has_tensor_in(value: Value) -> bool:
     return is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(is_tensor, value)))
 
 
-def check_count(what: str, held: int, shapes: int, file: TorchFile) -> None:
+def check_count(kind: str, count: int, expected: int, file: TorchFile) -> None:
     """Raises `Corrupt` if a file holds something of more or fewer groups than the model's file lists."""
-    if held != shapes:
+    if count != expected:
         raise Corrupt(
-            f"the optimizer holds {what} of {held} groups, but `param_shapes` lists {shapes}",
+            f"the optimizer holds {kind} of {count} groups, but `param_shapes` lists {expected}",
             where=file.path,
             hint=_HINT,
         )
 
 
-def _agree(name: str, found: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
+def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
     with Reader(check=False) as reader:
-        arrays = [read(one, reader) for one in found]
+        arrays = [read(one, reader) for one in tensors]
     if any(array.tobytes() != arrays[0].tobytes() for array in arrays):
         raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
 
 
-def _mixed(name: str, files: Sequence[TorchFile], said: Sequence[str]) -> Corrupt:
-    other = next(i for i, value in enumerate(said) if value != said[0])
+def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> Corrupt:
+    other = next(i for i, value in enumerate(values) if value != values[0])
     return Corrupt(
-        f"ranks disagree: `{name}` is {said[0]} in {files[0].path.name} but {said[other]} in {files[other].path.name}",
+        f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {values[other]} in {files[other].path.name}",
         where=files[0].path.parent,
         hint=_HINT,
     )

@@ -38,7 +38,7 @@ class Pipeline:
         key, layer, _ = split_name(name)
         return (layer,) if key is None else self.tied.get(key, ())
 
-    def cut(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
+    def split(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
         """The same layers on another number of stages; `firsts` are the first layers of each.
 
         Raises `Unsupported` where the number changes and nobody says where to cut:
@@ -60,14 +60,14 @@ class Pipeline:
         users: dict[str, tuple[int, ...]] = {}
         for key, old in self.users.items():
             files = set(self.tied.get(key, ()))
-            held = {s for s, stage in enumerate(stages) if files & set(stage)}
+            new_users = {s for s, stage in enumerate(stages) if files & set(stage)}
             without = {s for s in old if not files & set(self.stages[s])}
             if without or len(files) == 1:  # its other user has no file: the last layer of all, a function
                 if without - {last} or last not in old:
                     where = min(without - {last} or old)
                     raise Unsupported(f"tied module `{key}` is used on stage {where} by a layer without a file")
-                held.add(pp - 1)
-            users[key] = tuple(sorted(held))
+                new_users.add(pp - 1)
+            users[key] = tuple(sorted(new_users))
         return Pipeline(stages, self.tied, users)
 
     def to_json(self) -> dict[str, Value]:
@@ -79,17 +79,17 @@ class Pipeline:
         }
 
 
-def pipeline_of(said: Value) -> Pipeline | None:
+def pipeline_of(fields: Value) -> Pipeline | None:
     """A pipeline from its JSON; None if it is not one."""
-    if not isinstance(said, dict) or set(said) != {"stages", "tied", "users"}:
+    if not isinstance(fields, dict) or set(fields) != {"stages", "tied", "users"}:
         return None
-    lists = [*said["stages"], *said["tied"].values(), *said["users"].values()]
+    lists = [*fields["stages"], *fields["tied"].values(), *fields["users"].values()]
     if not all(isinstance(one, list) and all(map(is_natural, one)) for one in lists):
         return None
     return Pipeline(
-        tuple(map(tuple, said["stages"])),
-        {key: tuple(layers) for key, layers in said["tied"].items()},
-        {key: tuple(stages) for key, stages in said["users"].items()},
+        tuple(map(tuple, fields["stages"])),
+        {key: tuple(layers) for key, layers in fields["tied"].items()},
+        {key: tuple(stages) for key, stages in fields["users"].items()},
     )
 
 
@@ -111,10 +111,10 @@ def find_pipeline(by_stage: Sequence[Sequence[str]], layer_of_tied: Mapping[str,
         stages.append({layer for key, layer, _ in split if key is None and layer >= 0})
         for key in dict.fromkeys(key for key, _, _ in split if key is not None):
             users.setdefault(key, []).append(number)
-    for key, held in users.items():
-        for layer, stage in zip(layer_of_tied.get(key, ()), held, strict=False):
+    for key, numbers in users.items():
+        for layer, stage in zip(layer_of_tied.get(key, ()), numbers, strict=False):
             stages[stage].add(layer)
     tied = {key: tuple(layers) for key, layers in layer_of_tied.items()}
     return Pipeline(
-        tuple(tuple(sorted(stage)) for stage in stages), tied, {key: tuple(held) for key, held in users.items()}
+        tuple(tuple(sorted(stage)) for stage in stages), tied, {key: tuple(numbers) for key, numbers in users.items()}
     )

@@ -16,13 +16,13 @@ from ckpt_formats.engines.deepspeed.experts import is_expert
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED
 from ckpt_formats.engines.deepspeed.lookups import get
 from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates
-from ckpt_formats.engines.deepspeed.stage0 import read_whole
+from ckpt_formats.engines.deepspeed.stage0 import read_numbered
 from ckpt_formats.engines.deepspeed.step import OpenedStep
 from ckpt_formats.engines.deepspeed.weights import (
     ModelTensors,
+    differing_buffers,
     model_dtype,
-    others_in,
-    own_buffers,
+    non_tensor_items,
     read_experts,
     read_layers,
     read_module,
@@ -42,7 +42,7 @@ class RankState:
     parameters: Mapping[str, Parameter]
     groups: tuple[Group, ...]
     aliases: Mapping[str, str]
-    beside: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
+    extra_items: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
     """More items of each file, that are no tensors of the model."""
     unknown: tuple[str, ...] = ()
     """Tensors of the model in files of layers that no optimizer knows."""
@@ -60,38 +60,38 @@ def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
         module.tensors |= dict(read_experts(experts, mp))
         before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
         optimized.append(_optimizer(step, mp, module, layers, before, order))
-    everywhere = {name for one in optimized for name in one.states}
+    known = {name for one in optimized for name in one.states}
     unknown: list[tuple[str, ...]] = []
     for mp, module in enumerate(modules):
-        found = read_layers(layers, mp % step.tp, sorted(everywhere))
-        unknown.append(tuple(n for n in found if mp < step.tp and n not in everywhere))
+        tensors = read_layers(layers, mp % step.tp, sorted(known))
+        unknown.append(tuple(n for n in tensors if mp < step.tp and n not in known))
         # A layer's file does not tell its stage; the optimizer does. What no optimizer has goes to the first.
-        mine = optimized[mp].states.keys()
-        module.tensors |= {n: t for n, t in found.items() if n in mine or (mp < step.tp and n not in everywhere)}
+        own_names = optimized[mp].states.keys()
+        module.tensors |= {n: t for n, t in tensors.items() if n in own_names or (mp < step.tp and n not in known)}
     return [
-        replace(_rank(step, module, one), beside=_beside(step, mp, one, layers), unknown=unknown[mp])
+        replace(_rank(step, module, one), extra_items=_extra_items(step, mp, one, layers), unknown=unknown[mp])
         for mp, (module, one) in enumerate(zip(modules, optimized, strict=True))
     ]
 
 
-def _beside(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
+def _extra_items(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
     """What a rank's files hold beside tensors of the model and elements of flat buffers."""
     files = step.models(mp)
-    found: dict[Path, dict[str, Value]] = {path: {UNPLACED: held} for path, held in optimized.unplaced.items()}
-    buffers = own_buffers(files) if step.stage3 else {}
+    by_file: dict[Path, dict[str, Value]] = {path: {UNPLACED: states} for path, states in optimized.unplaced.items()}
+    buffers = differing_buffers(files) if step.stage3 else {}
     for file in files:
-        items = others_in(file)
+        items = non_tensor_items(file)
         if file.path in buffers:
             items[BUFFERS] = buffers[file.path]
-        found.setdefault(file.path, {}).update(items)
+        by_file.setdefault(file.path, {}).update(items)
     experts = (step.files[path] for (rank, _, _), path in step.folder.experts.items() if rank == mp)
     of_layers = ((f"{n}.", file) for (n, tp), file in layers.items() if tp == mp and mp < step.tp)
-    for prefix, file in (*((_IN_EXPERTS, file) for file in experts), *of_layers):
-        found[files[0].path].update(others_in(file, prefix))
-    return found
+    for prefix, file in (*((_EXPERT_PREFIX, file) for file in experts), *of_layers):
+        by_file[files[0].path].update(non_tensor_items(file, prefix))
+    return by_file
 
 
-_IN_EXPERTS = "experts."
+_EXPERT_PREFIX = "experts."
 
 
 def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -> RankState:
@@ -134,9 +134,9 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
 _ALL = "Copy the files of all ranks into one folder."
 
 
-def _contradiction(step: OpenedStep, name: str, said: str, found: Shape) -> Corrupt:
-    what = f"`{name}` has the shape {said}, but {list(found)} in the model"
-    return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
+def _contradiction(step: OpenedStep, name: str, stated: str, shape: Shape) -> Corrupt:
+    message = f"`{name}` has the shape {stated}, but {list(shape)} in the model"
+    return Corrupt(message, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
 def _optimizer(
@@ -162,7 +162,7 @@ def _optimizer(
         return _by_expert_rank(step, mp, named, order)
     if model.root.get("optimizer") is None:
         return OptimizerStates()
-    return read_whole(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
+    return read_numbered(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
 
 
 def _shapes(step: OpenedStep, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
@@ -191,11 +191,11 @@ def _by_expert_rank(step: OpenedStep, mp: int, named: Sequence[NamedTensor], ord
             count = len(numbers) // len(paths)
             own += [one for number in numbers[e * count : (e + 1) * count] for one in by_number[number]]
         file = step.files[path]
-        found = read_whole(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
-        for name, states in found.states.items():
-            seen = merged.states.get(name)
-            merged.states[name] = {s: with_replicas([seen[s], t]) for s, t in states.items()} if seen else states
-            merged.values.setdefault(name, found.values[name])
-        groups = zip(merged.groups or [Group(g.options, ()) for g in found.groups], found.groups, strict=True)
+        optimizer = read_numbered(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
+        for name, states in optimizer.states.items():
+            earlier = merged.states.get(name)
+            merged.states[name] = {s: with_replicas([earlier[s], t]) for s, t in states.items()} if earlier else states
+            merged.values.setdefault(name, optimizer.values[name])
+        groups = zip(merged.groups or [Group(g.options, ()) for g in optimizer.groups], optimizer.groups, strict=True)
         merged.groups = [Group(a.options, tuple(dict.fromkeys((*a.names, *b.names)))) for a, b in groups]
     return merged

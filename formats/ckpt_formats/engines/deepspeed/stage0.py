@@ -10,7 +10,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, tensor, vector
-from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates, SplitState, options_of, sort_state
+from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates, SplitState, options_of, split_state
 from ckpt_formats.state_dicts.parameter_order import (
     Assignment,
     NamedTensor,
@@ -23,7 +23,7 @@ from ckpt_formats.state_dicts.parameter_order import (
 )
 
 
-def read_whole(
+def read_numbered(
     file: TorchFile,
     optimizer: Mapping[Value, Value],
     named: Sequence[NamedTensor],
@@ -42,9 +42,9 @@ def read_whole(
     )
     listed = get(inner, "param_groups", list, file.path)
     groups = [_NumberedGroup(file, optimizer, inner, g, group) for g, group in enumerate(listed)]
-    runs = [group.run for group in groups]
-    told = in_order(runs, named, order, file.path, skips=skips) if order else None
-    matches = told or only_assignment(runs, named, skips=skips) or by_values(runs, named)
+    numbered = [group.numbered for group in groups]
+    ordered = in_order(numbered, named, order, file.path, skips=skips) if order else None
+    matches = ordered or only_assignment(numbered, named, skips=skips) or by_values(numbered, named)
     if matches is None:
         raise Unsupported(
             "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",
@@ -52,17 +52,17 @@ def read_whole(
             hint="Name them, in the order of the optimizer's groups, with --param-order; "
             "or save from ZeRO stage 1, where names are stored.",
         )
-    bare = any(run.flat is None and any(slot.master is None for slot in run.slots) for run in runs)
-    found = OptimizerStates(by_order=not told and bare and has_equals((match.name for match in matches), named))
+    bare = any(run.flat is None and any(slot.master is None for slot in run.slots) for run in numbered)
+    result = OptimizerStates(by_order=not ordered and bare and has_equals((match.name for match in matches), named))
     shapes = {one.name: one.tensor for one in named}
     for match in matches:
         group = groups[match.run]
-        found.states[match.name], found.values[match.name] = group.states(match, shapes[match.name])
+        result.states[match.name], result.values[match.name] = group.states(match, shapes[match.name])
     for g, group in enumerate(listed):
         names = tuple(match.name for match in matches if match.run == g)
-        _one_step(found, names)
-        found.groups.append(Group(options_of(group, file.path), names))
-    return found
+        _use_one_step(result, names)
+        result.groups.append(Group(options_of(group, file.path), names))
+    return result
 
 
 class _NumberedGroup:
@@ -76,29 +76,31 @@ class _NumberedGroup:
         self._path = file.path
         if "fp32_groups_flat" in outer:
             flat = vector(get(get(outer, "fp32_groups_flat", list, file.path), g, object, file.path), file.path)
-            self._sorted = [sort_state([states.get(number, {})], [file]) for number in numbers[:1]]
-            self.run = NumberedGroup(flat=flat)
+            self._sorted = [split_state([states.get(number, {})], [file]) for number in numbers[:1]]
+            self.numbered = NumberedGroup(flat=flat)
             return
         masters: list[Value] = [None] * len(numbers)
         if "fp32_groups" in outer:
             masters = get(get(outer, "fp32_groups", list, file.path), g, list, file.path)
-        self._sorted = [sort_state([states.get(number, {})], [file]) for number in numbers]
+        self._sorted = [split_state([states.get(number, {})], [file]) for number in numbers]
         slots = (
             NumberedParameter(tensor(master, file.path) if is_tensor(master) else None, _shapes(one))
             for master, one in zip(masters, self._sorted, strict=True)
         )
-        self.run = NumberedGroup(tuple(slots))
+        self.numbered = NumberedGroup(tuple(slots))
 
     def states(self, match: Assignment, model: Tensor) -> tuple[dict[str, Tensor], dict[str, Value]]:
         """The states and plain values of the parameter at a place of the run."""
-        if self.run.flat is None:
-            slot, one = self.run.slots[match.start], self._sorted[match.start]
+        if self.numbered.flat is None:
+            slot, one = self.numbered.slots[match.start], self._sorted[match.start]
             masters = {} if slot.master is None else {MASTER: slot.master}
             return {**masters, **self._vectors(one), **one.scalars}, dict(one.values)
         one = self._sorted[0]
-        flats = {MASTER: self.run.flat} | {key: vector(value[0], self._path) for key, value in one.vectors.items()}
-        cut = {key: Tensor.of(flat.flat(match.start, match.stop).shaped(model.shape)) for key, flat in flats.items()}
-        return {**cut, **one.scalars}, dict(one.values)
+        flats = {MASTER: self.numbered.flat} | {key: vector(value[0], self._path) for key, value in one.vectors.items()}
+        tensors = {
+            key: Tensor.of(flat.flat(match.start, match.stop).shaped(model.shape)) for key, flat in flats.items()
+        }
+        return {**tensors, **one.scalars}, dict(one.values)
 
     def _vectors(self, one: SplitState) -> dict[str, Tensor]:
         return {key: tensor(value[0], self._path) for key, value in one.vectors.items()}
@@ -108,9 +110,9 @@ def _shapes(one: SplitState) -> dict[str, Shape]:
     return {key: value[0].shape for key, value in one.vectors.items()}
 
 
-def _one_step(found: OptimizerStates, names: Sequence[str]) -> None:
+def _use_one_step(optimizer: OptimizerStates, names: Sequence[str]) -> None:
     """DeepSpeed's fused Adam counts only the last parameter of a group, and uses that count for all of them."""
-    counts: list[Any] = [found.values[name].get("step") for name in names]
+    counts: list[Any] = [optimizer.values[name].get("step") for name in names]
     if counts and all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
         for name in names:
-            found.values[name]["step"] = max(counts)
+            optimizer.values[name]["step"] = max(counts)

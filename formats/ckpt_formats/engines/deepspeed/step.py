@@ -35,8 +35,8 @@ class OpenedStep:
     @property
     def config(self) -> Mapping[str, Value]:
         """The run's configuration."""
-        found = self.first.root.get("ds_config")
-        return found if isinstance(found, dict) else {}
+        config = self.first.root.get("ds_config")
+        return config if isinstance(config, dict) else {}
 
     def models(self, mp: int) -> list[TorchFile]:
         """The model file of a model-parallel rank; with stage 3, one for each data-parallel rank."""
@@ -59,7 +59,7 @@ def open_step(folder: Folder) -> OpenedStep:
     return OpenedStep(folder, files, *_degrees(folder, models[0]))
 
 
-def shards(step: OpenedStep) -> Iterator[SourceFile]:
+def source_files(step: OpenedStep) -> Iterator[SourceFile]:
     """Every file, with its rank."""
     for path, role, mp, more in _roles(step.folder):
         rank = {} if mp is None else {"pp": mp // step.tp, "tp": mp % step.tp}
@@ -109,9 +109,9 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
     for layer in dict.fromkeys(layer for layer, _ in folder.layers):
         ranks = {rank for number, rank in folder.layers if number == layer}
         if odd := sorted(ranks ^ set(range(tp))):
-            what = "missing" if odd[0] < tp else "of no such rank"
+            problem = "missing" if odd[0] < tp else "of no such rank"
             raise Incomplete(
-                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {what}; there are {tp} tensor-parallel ranks",
+                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {problem}; there are {tp} tensor-parallel ranks",
                 where=folder.path,
                 hint="Copy the files of all ranks into one folder.",
             )

@@ -12,7 +12,7 @@ from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.rules import ORIGIN
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_optimizer import (
-    Local,
+    RankShards,
     ds_version,
     flat_order,
     slice_of,
@@ -24,7 +24,7 @@ from ckpt_formats.state_dicts.extras import tensors_for_names
 _OF_OLD_DEGREE = ("affine_map", "sub_param_shard_widths")
 
 
-def locals_of(target: WriteLayout) -> list[dict[str, Parameter]]:
+def shards_of_ranks(target: WriteLayout) -> list[dict[str, Parameter]]:
     """The parameters as each tensor-parallel rank has them."""
     ranks: list[dict[str, Parameter]] = [{} for _ in range(target.tp)]
     for name, parameter in target.source.parameters.items():
@@ -37,41 +37,41 @@ def locals_of(target: WriteLayout) -> list[dict[str, Parameter]]:
             else:
                 shards = split(name, tensor, rule, target.tp, target.padded_rows)
             for rank, shard in enumerate(shards):
-                kept = ranks[rank].setdefault(name, replace(parameter, states={}))
-                ranks[rank][name] = replace(kept, states={**kept.states, state: shard})
+                rank_parameter = ranks[rank].setdefault(name, replace(parameter, states={}))
+                ranks[rank][name] = replace(rank_parameter, states={**rank_parameter.states, state: shard})
     return ranks
 
 
-def model_file(target: WriteLayout, local: Local, rank: str) -> dict[str, Value]:
+def model_file(target: WriteLayout, shards: RankShards, rank: str) -> dict[str, Value]:
     """Stages 0 to 2: everything of one model-parallel rank, called `rank` in file names."""
-    weights = {name: parameter.states[MODEL] for name, parameter in local.items()}
+    weights = {name: parameter.states[MODEL] for name, parameter in shards.items()}
     module = StdDict()
     module.update(weights)
     aliases = {alias: name for alias, name in target.source.aliases.items() if name in weights}
     module.update((alias, weights[name]) for alias, name in aliases.items())
     module.update(_extra_states(target, rank))
     partitioned = target.stage > 0
-    frozen = {name: p for name, p in local.items() if p.role == "frozen"} if target.stage == 2 else None
-    shapes = [_shapes(local, flat_order(target, group)) for group in target.source.groups]
+    frozen = {name: p for name, p in shards.items() if p.role == "frozen"} if target.stage == 2 else None
+    shapes = [_shapes(shards, flat_order(target, group)) for group in target.source.groups]
     return {
         "module": module,
-        "buffer_names": [name for name, p in local.items() if p.role == "buffer"],
-        "optimizer": None if partitioned else stage0_entry(target, local),
+        "buffer_names": [name for name, p in shards.items() if p.role == "buffer"],
+        "optimizer": None if partitioned else stage0_entry(target, shards),
         "param_shapes": shapes if partitioned else None,
         "frozen_param_shapes": None if frozen is None else _shapes(frozen, frozen),
         "shared_params": aliases if partitioned else None,
         "frozen_param_fragments": None if frozen is None else _ordered({n: p.states[MODEL] for n, p in frozen.items()}),
-        **_carried(target, rank),
+        **_other_items(target, rank),
     }
 
 
-def model3_file(target: WriteLayout, local: Local, dp_rank: int, rank: str) -> dict[str, Value]:
+def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
     """Stage 3: buffers whole, frozen parameters in slices, and empty tensors in the place of all others."""
     module = StdDict()
     empty = Tensor((0,), target.dtype, ())
-    for name, parameter in local.items():
+    for name, parameter in shards.items():
         module[name] = parameter.states[MODEL] if parameter.role == "buffer" else empty
-    aliases = {alias: name for alias, name in target.source.aliases.items() if name in local}
+    aliases = {alias: name for alias, name in target.source.aliases.items() if name in shards}
     module.update((alias, empty) for alias in aliases)
     own = target.of_rank(rank).get(BUFFERS)
     buffers = (
@@ -81,17 +81,17 @@ def model3_file(target: WriteLayout, local: Local, dp_rank: int, rank: str) -> d
     )
     module.update({name: value for name, value in buffers.items() if name in module})
     module.update(_extra_states(target, rank))
-    frozen = {name: p for name, p in local.items() if p.role == "frozen"}
+    frozen = {name: p for name, p in shards.items() if p.role == "frozen"}
     slices = {n: slice_of(p.states[MODEL], chunk(p.weight.size, target.dp), dp_rank) for n, p in frozen.items()}
     return {
         "module": module,
-        "buffer_names": [name for name, p in local.items() if p.role == "buffer"],
+        "buffer_names": [name for name, p in shards.items() if p.role == "buffer"],
         "optimizer": None,
-        "param_shapes": [_shapes(local, [p.name for p in members]) for _, members in sub_groups(target, local)],
+        "param_shapes": [_shapes(shards, [p.name for p in members]) for _, members in sub_groups(target, shards)],
         "frozen_param_shapes": _shapes(frozen, frozen),
         "shared_params": aliases if dp_rank == 0 else {},
         "frozen_param_fragments": _ordered(slices),
-        **_carried(target, rank),
+        **_other_items(target, rank),
     }
 
 
@@ -105,17 +105,17 @@ def _is_extra_state(key: str) -> bool:
     return key.endswith("._extra_state")
 
 
-def _shapes(local: Local, names: Iterable[str]) -> StdDict:
-    return _ordered({name: Size(local[name].weight.shape) for name in names})
+def _shapes(shards: RankShards, names: Iterable[str]) -> StdDict:
+    return _ordered({name: Size(shards[name].weight.shape) for name in names})
 
 
 def _ordered(items: Mapping[str, Value]) -> StdDict:
-    made = StdDict()
-    made.update(items)
-    return made
+    ordered = StdDict()
+    ordered.update(items)
+    return ordered
 
 
-def _carried(target: WriteLayout, rank: str) -> dict[str, Value]:
+def _other_items(target: WriteLayout, rank: str) -> dict[str, Value]:
     """Counters, schedulers and the client's own items, with the degrees of the new layout."""
     source = target.source
     extras = {key: value for key, value in source.extras.items() if key not in ("optimizer", "ranks")}

@@ -26,7 +26,7 @@ from ckpt_formats.engines.deepspeed.optimizer_states import (
     check_count,
     check_options,
     options_of,
-    sort_state,
+    split_state,
 )
 from ckpt_formats.state_dicts.statements import MIXED
 
@@ -38,7 +38,7 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
 
     `groups` are the shapes of each group's parameters, in the order of the flat buffer.
     """
-    found = OptimizerStates()
+    optimizer = OptimizerStates()
     zero = config.get("zero_optimization")
     contiguous = bool(config.get("use_data_before_expert_parallelism"))
     roots = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
@@ -52,13 +52,13 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
         for expert_rank in range(len(optims) // count):
             ranks = expert_ranks(expert_rank, count, len(optims), contiguous)
             rename = ExpertNames(shapes, expert_rank) if count < len(optims) else None
-            local = {rename(name) if rename else name: shape for name, shape in shapes.items()}
-            _read_group(found, g, local, [roots[r] for r in ranks], [optims[r] for r in ranks])
-            names += undo_round_robin(list(local), count) if round_robin else local
+            renamed = {rename(name) if rename else name: shape for name, shape in shapes.items()}
+            _read_group(optimizer, g, renamed, [roots[r] for r in ranks], [optims[r] for r in ranks])
+            names += undo_round_robin(list(renamed), count) if round_robin else renamed
         check_options([_options(root, g, file.path) for root, file in zip(roots, optims, strict=True)], optims, g)
-        found.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
+        optimizer.groups.append(Group(_options(roots[0], g, optims[0].path), tuple(names)))
     _check_names(groups, roots, optims)
-    return found
+    return optimizer
 
 
 def stated_shapes(model: TorchFile) -> list[Shapes]:
@@ -91,9 +91,9 @@ def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], 
         return
     listed = mapped_names(optims)
     for g in range(max(len(groups), len(listed))):
-        ours, theirs = (set(names[g]) if g < len(names) else set() for names in (groups, listed))
-        if odd := sorted(name for name in ours ^ theirs if name not in ours or 0 not in groups[g][name]):
-            has, lacks = ("model", "optimizer") if odd[0] in ours else ("optimizer", "model")
+        in_model, in_optimizer = (set(names[g]) if g < len(names) else set() for names in (groups, listed))
+        if odd := sorted(name for name in in_model ^ in_optimizer if name not in in_model or 0 not in groups[g][name]):
+            has, lacks = ("model", "optimizer") if odd[0] in in_model else ("optimizer", "model")
             raise Corrupt(
                 f"`{odd[0]}` is in group {g} to the {has}'s file, but not to the {lacks}'s",
                 where=optims[0].path,
@@ -102,7 +102,7 @@ def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], 
 
 
 def _read_group(
-    found: OptimizerStates,
+    optimizer: OptimizerStates,
     g: int,
     shapes: Mapping[str, Shape],
     roots: Sequence[dict[Value, Value]],
@@ -112,42 +112,42 @@ def _read_group(
         vector(get(get(root, "single_partition_of_fp32_groups", list, file.path), g, object, file.path), file.path)
         for root, file in zip(roots, files, strict=True)
     ]
-    begins = parameter_offsets(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
+    offsets = parameter_offsets(shapes.values(), _paddings(roots[0], "param_alignment_paddings", g, files[0].path))
     length = max(master.shape[0] for master in masters)
-    if sum(master.shape[0] for master in masters) == begins[-1]:  # the tail's padding is stripped, off the first too
+    if sum(master.shape[0] for master in masters) == offsets[-1]:  # the tail's padding is stripped, off the first too
         padding = _paddings(roots[0], "group_paddings", None, files[0].path) or [0] * (g + 1)
         length = max(length, masters[0].shape[0] + padding[g])
-    if length * len(masters) < begins[-1]:
+    if length * len(masters) < offsets[-1]:
         raise Corrupt(
-            f"the partitions of group {g} hold {length * len(masters)} elements, its parameters {begins[-1]}",
+            f"the partitions of group {g} hold {length * len(masters)} elements, its parameters {offsets[-1]}",
             where=files[0].path,
             hint="Files of several runs may be mixed.",
         )
     by_state = {MASTER: [FlatPiece(rank * length, master) for rank, master in enumerate(masters)]}
-    state = sort_state([_base(root, g, file.path) for root, file in zip(roots, files, strict=True)], files)
-    wholes: dict[str, dict[str, Tensor]] = {}
+    state = split_state([_base(root, g, file.path) for root, file in zip(roots, files, strict=True)], files)
+    complete: dict[str, dict[str, Tensor]] = {}
     for key, values in state.vectors.items():
         vectors = [vector(value, file.path) for value, file in zip(values, files, strict=True)]
-        if all(_fits(v.shape[0], rank, length, begins[-1]) for rank, v in enumerate(vectors)):
+        if all(_fits(v.shape[0], rank, length, offsets[-1]) for rank, v in enumerate(vectors)):
             by_state[key] = [FlatPiece(rank * length, v) for rank, v in enumerate(vectors)]
-        elif (copies := _whole_per_rank(shapes, begins, length, vectors)) is not None:
-            wholes[key] = copies
+        elif (copies := _complete_per_rank(shapes, offsets, length, vectors)) is not None:
+            complete[key] = copies
         elif key in ELEMENTWISE:
             raise Corrupt(
                 f"the optimizer state `{key}` of group {g} has a length that fits no parameter", where=files[0].path
             )
         else:
-            _keep_apart(found, g, key, values, files)
+            _add_unplaced(optimizer, g, key, values, files)
     step = roots[0].get("base_optimizer_state_step")  # elastic checkpoints have it apart
     if step is not None and not is_tensor(step) and "step" not in state.scalars:
         state.values.setdefault("step", step)
-    for (name, shape), begin in zip(shapes.items(), begins, strict=False):
-        found.states[name] = {
-            **{key: tensor_in(shape, pieces[0].vector.dtype, begin, pieces) for key, pieces in by_state.items()},
-            **{key: tensors[name] for key, tensors in wholes.items()},
+    for (name, shape), offset in zip(shapes.items(), offsets, strict=False):
+        optimizer.states[name] = {
+            **{key: tensor_in(shape, parts[0].vector.dtype, offset, parts) for key, parts in by_state.items()},
+            **{key: tensors[name] for key, tensors in complete.items()},
             **state.scalars,
         }
-        found.values[name] = dict(state.values)
+        optimizer.values[name] = dict(state.values)
 
 
 def _fits(size: int, rank: int, length: int, end: int) -> bool:
@@ -155,14 +155,16 @@ def _fits(size: int, rank: int, length: int, end: int) -> bool:
     return size == length or (size < length and rank * length + size >= end)
 
 
-def _keep_apart(found: OptimizerStates, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]) -> None:
+def _add_unplaced(
+    optimizer: OptimizerStates, g: int, key: str, values: Sequence[Value], files: Sequence[TorchFile]
+) -> None:
     """A state of a shape of its own, such as the errors that 1-bit Adam keeps of its communication."""
     for value, file in zip(values, files, strict=True):
-        found.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
+        optimizer.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
 
 
-def _whole_per_rank(
-    shapes: Mapping[str, Shape], begins: Sequence[int], length: int, vectors: Sequence[FileBlob]
+def _complete_per_rank(
+    shapes: Mapping[str, Shape], offsets: Sequence[int], length: int, vectors: Sequence[FileBlob]
 ) -> dict[str, Tensor] | None:
     """States that a rank keeps whole for every parameter it holds a part of (Muon's momentum).
 
@@ -171,9 +173,9 @@ def _whole_per_rank(
     copies: dict[str, list[Tensor]] = {name: [] for name in shapes}
     for rank, values in enumerate(vectors):
         at = 0
-        for (name, shape), begin in zip(shapes.items(), begins, strict=False):
+        for (name, shape), offset in zip(shapes.items(), offsets, strict=False):
             size = prod(shape)
-            if size and begin < (rank + 1) * length and rank * length < begin + size:
+            if size and offset < (rank + 1) * length and rank * length < offset + size:
                 if at + size > values.shape[0]:
                     return None
                 copies[name].append(Tensor.of(values.flat(at, at + size).shaped(shape)))

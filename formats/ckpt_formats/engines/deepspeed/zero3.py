@@ -17,7 +17,7 @@ from ckpt_formats.engines.deepspeed.optimizer_states import (
     check_count,
     check_options,
     options_of,
-    sort_state,
+    split_state,
 )
 from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import MIXED
@@ -25,7 +25,7 @@ from ckpt_formats.state_dicts.statements import MIXED
 
 def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerStates:
     """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order."""
-    found = OptimizerStates()
+    optimizer = OptimizerStates()
     outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
     for root, file in zip(outer, optims, strict=True):
@@ -52,24 +52,24 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
             for root, file in zip(outer, optims, strict=True)
         ]
         states = [get(root, "state", dict, file.path).get(s, {}) for root, file in zip(inner, optims, strict=True)]
-        state = sort_state(states, optims)
+        state = split_state(states, optims)
         length = sum(chunk(prod(shape), len(optims)) for shape in shapes.values())
         vectors = {MASTER: masters}
         for key, values in state.vectors.items():
-            held = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
-            if key not in ELEMENTWISE and any(v.shape[0] != length for v in held):
+            per_rank = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
+            if key not in ELEMENTWISE and any(v.shape[0] != length for v in per_rank):
                 for value, file in zip(values, optims, strict=True):
-                    found.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
+                    optimizer.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
             else:
-                vectors[key] = held
+                vectors[key] = per_rank
         at = 0
         for name, shape in shapes.items():
             size = chunk(prod(shape), len(optims))
-            found.states[name] = {
-                **{key: sliced(shape, [v.flat(at, at + size) for v in every]) for key, every in vectors.items()},
+            optimizer.states[name] = {
+                **{key: from_slices(shape, [v.flat(at, at + size) for v in every]) for key, every in vectors.items()},
                 **state.scalars,
             }
-            found.values[name] = dict(state.values)
+            optimizer.values[name] = dict(state.values)
             at += size
         for every in vectors.values():
             for v, file in zip(every, optims, strict=True):
@@ -78,21 +78,22 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
                         f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
                     )
     groups = get(inner[0], "param_groups", list, optims[0].path)
-    others = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
-    for g in range(max(map(len, others))):
+    listed_groups = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
+    for g in range(max(map(len, listed_groups))):
         options = [
-            options_of(get(listed, g, dict, file.path), file.path) for listed, file in zip(others, optims, strict=True)
+            options_of(get(listed, g, dict, file.path), file.path)
+            for listed, file in zip(listed_groups, optims, strict=True)
         ]
         check_options(options, optims, g)
     for group in groups:
         listed = group.get("params") if isinstance(group, dict) else None
         members = range(len(sub_groups)) if len(groups) == 1 else listed or ()
         names = tuple(name for s in members for name in get(sub_groups, s, dict, optims[0].path))
-        found.groups.append(Group(options_of(group, optims[0].path), names))
-    return found
+        optimizer.groups.append(Group(options_of(group, optims[0].path), names))
+    return optimizer
 
 
-def sliced(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
+def from_slices(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
     """A tensor of the equal slices that all ranks hold, the last of them padded."""
     size = slices[0].shape[0]
-    return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, piece) for rank, piece in enumerate(slices)])
+    return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, part) for rank, part in enumerate(slices)])

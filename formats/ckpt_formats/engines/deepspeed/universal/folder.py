@@ -47,15 +47,15 @@ def has_latest(path: Path) -> bool:
 
 def list_universal(path: Path) -> UniversalFolder:
     """The files. Raises `Incomplete` if model files of some ranks, or all, are missing."""
-    found = sort_files(path)
-    if not found.model and not found.model3:
+    listed = sort_files(path)
+    if not listed.model and not listed.model3:
         raise Incomplete(
             "the model files (*_model_states.pt) are missing, which tell how parameters are grouped",
             where=path,
             hint="DeepSpeed's converter copies them last: convert again." if (path / "tmp").is_dir() else _COPY,
         )
-    spare = tuple(found.model3.values()) if found.model else ()
-    models = replace(found, model3={}, optim={}) if found.model else replace(found, optim={})
+    spare = tuple(listed.model3.values()) if listed.model else ()
+    models = replace(listed, model3={}, optim={}) if listed.model else replace(listed, optim={})
     check_models(models)
     return UniversalFolder(path, models, spare, path / OPTIMIZER, _states(path / "zero"))
 
@@ -65,15 +65,15 @@ _COPY = "Copy them from the checkpoint that was converted."
 
 def _states(zero: Path) -> dict[str, dict[str, Path]]:
     """Every folder with files in it. A slash in a parameter's name makes folders in folders; links are not followed."""
-    found: dict[str, dict[str, Path]] = {}
+    states: dict[str, dict[str, Path]] = {}
 
     def stop(error: OSError) -> None:
         raise unreadable(error, zero) from error
 
     for folder, inner, files in os.walk(zero, onerror=stop):
         inner.sort()
-        held = sorted(file for file in files if file.endswith(".pt"))
-        if held and Path(folder) != zero:
+        names = sorted(file for file in files if file.endswith(".pt"))
+        if names and Path(folder) != zero:
             name = Path(folder).relative_to(zero).as_posix()
-            found[name] = {file.removesuffix(".pt"): Path(folder, file) for file in held}
-    return found
+            states[name] = {file.removesuffix(".pt"): Path(folder, file) for file in names}
+    return states

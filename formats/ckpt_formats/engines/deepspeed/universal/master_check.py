@@ -32,13 +32,13 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         wrong = [name for name in wrong if _intact(parameters[name], reader)] if wrong else []
     if round_robin and not pairs:
         raise Corrupt(
-            f"{_MADE}, which mixes up the masters of such a run, and there are no weights here to tell by",
+            f"{_CONVERTED}, which mixes up the masters of such a run, and there are no weights here to tell by",
             where=where,
             hint=_INSTEAD,
         )
     if round_robin and wrong:
         raise Corrupt(
-            f"{_MADE}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
+            f"{_CONVERTED}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
             where=where,
             hint=_INSTEAD,
         )
@@ -50,7 +50,7 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         )
 
 
-_MADE = "made by DeepSpeed's converter from a run with round_robin_gradients"
+_CONVERTED = "made by DeepSpeed's converter from a run with round_robin_gradients"
 _INSTEAD = "Convert the original checkpoint instead: `ckpt convert` reads it right."
 
 

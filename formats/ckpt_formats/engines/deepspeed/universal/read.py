@@ -32,19 +32,19 @@ from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed import notices_of, origin_of, own_rules
-from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin
 from ckpt_formats.engines.deepspeed.lookups import get
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
-from ckpt_formats.engines.deepspeed.optimizer_states import options_of, sort_state
+from ckpt_formats.engines.deepspeed.optimizer_states import options_of, split_state
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.rank import RankState
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.engines.deepspeed.universal.master_check import check_masters
 from ckpt_formats.engines.deepspeed.universal.read_states import read_states
-from ckpt_formats.engines.deepspeed.weights import model_dtype, others_in, read_module, with_aliases
+from ckpt_formats.engines.deepspeed.weights import model_dtype, non_tensor_items, read_module, with_aliases
 from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
@@ -66,12 +66,17 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
     }
     groups = merge_groups([rank.groups for rank in ranks], folder.path)
     _check_steps(parameters, groups, files, folder.path)
-    check_masters(parameters, _dealt(step, optimizer), folder.path)
+    check_masters(parameters, _is_round_robin_conversion(step, optimizer), folder.path)
     models = {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)}
-    beside = {file.path: others_in(file) for file in models.values()}
-    extras = collect_extras(models, {"optimizer_state": optimizer}, parameters, beside)
+    extra_items = {file.path: non_tensor_items(file) for file in models.values()}
+    extras = collect_extras(models, {"optimizer_state": optimizer}, parameters, extra_items)
     spare = [open_file(file) for file in folder.spare]
-    opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
+    opened = (
+        *step.files.values(),
+        *spare,
+        optimizer,
+        *(file for by_state in files.values() for file in by_state.values()),
+    )
     return Checkpoint(
         path,
         _origin(step, [list(stage) for stage in stages]),
@@ -79,11 +84,11 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
         groups,
         extras,
         aliases,
-        (*shards(step), *_shards(spare, optimizer, files)),
+        (*source_files(step), *_shards(spare, optimizer, files)),
         tuple(seal for file in opened for seal in file.seals()),
         (
             *notices_of(tied),
-            *doubtful_steps(list(models.values())),
+            *step_notices(list(models.values())),
             *_notices(step, shadows, parameters, groups),
         ),
     )
@@ -148,7 +153,7 @@ def _ranks(optimizer: TorchFile, g: int) -> int:
     return int(count) if is_natural(count) and count else 1
 
 
-def _dealt(step: OpenedStep, optimizer: TorchFile) -> bool:
+def _is_round_robin_conversion(step: OpenedStep, optimizer: TorchFile) -> bool:
     """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
     counts = optimizer.root.get("partition_count")
     groups = range(len(counts)) if isinstance(counts, list) else ()
@@ -216,7 +221,7 @@ def _steps_of_sub_groups(step: OpenedStep, optimizer: TorchFile) -> dict[str, di
     states = get(inner, "state", dict, optimizer.path)
     found: dict[str, dict[str, Value]] = {}
     for s, shapes in enumerate(stated_shapes(step.first)):
-        kept = sort_state([states.get(s, {})], [optimizer])
+        kept = split_state([states.get(s, {})], [optimizer])
         found |= {name: {**kept.scalars, **kept.values} for name in shapes}
     return found
 
@@ -248,7 +253,7 @@ def _shards(
 ) -> Iterator[SourceFile]:
     for file in spare:
         yield SourceFile(file.path, file.path.stat().st_size, "model")
-    for file in (optimizer, *(file for held in files.values() for file in held.values())):
+    for file in (optimizer, *(file for by_state in files.values() for file in by_state.values())):
         yield SourceFile(file.path, file.path.stat().st_size, "optimizer")
 
 

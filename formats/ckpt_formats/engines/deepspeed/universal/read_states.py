@@ -28,22 +28,22 @@ def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tupl
     states: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
     for state, file in files.items():
-        held = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
-        if not is_tensor(held):
-            if state != "step" or not isinstance(held, (int, float)):
-                raise Corrupt(f"expected a tensor, found {kind_of(held)}", where=file.path)
-            values[state] = held
+        value = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
+        if not is_tensor(value):
+            if state != "step" or not isinstance(value, (int, float)):
+                raise Corrupt(f"expected a tensor, found {kind_of(value)}", where=file.path)
+            values[state] = value
             continue
-        found = tensor(held, file.path)
-        if found.shape == (prod(shape),) != shape:
-            found = Tensor.of(vector(held, file.path).shaped(shape))
-        if found.shape != shape and (found.shape or state == MASTER):
+        stored = tensor(value, file.path)
+        if stored.shape == (prod(shape),) != shape:
+            stored = Tensor.of(vector(value, file.path).shaped(shape))
+        if stored.shape != shape and (stored.shape or state == MASTER):
             raise Corrupt(
-                f"`{name}` has the shape {list(found.shape)}, but {list(shape)} to the model's files",
+                f"`{name}` has the shape {list(stored.shape)}, but {list(shape)} to the model's files",
                 where=file.path,
                 hint="Files of several runs may be mixed.",
             )
-        states[state] = found
+        states[state] = stored
     return states, values
 
 
