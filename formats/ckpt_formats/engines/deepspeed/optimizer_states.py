@@ -1,4 +1,4 @@
-"""What the optimizer holds of one model-parallel rank's parameters, whatever the stage: the common nouns."""
+"""The optimizer states of one model-parallel rank's parameters: the types that all ZeRO stages share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,25 +30,25 @@ ELEMENTWISE = frozenset(
         "exp_inf",
     ]
 )
-"""States of well-known optimizers that have an element for each of the parameter's."""
+"""States of well-known optimizers that have the shape of the parameter."""
 
 
 @dataclass
 class OptimizerStates:
-    """Master, moments and plain numbers of each parameter, in its local shape; and the groups."""
+    """Master, moments and plain numbers of each parameter, in the rank's shape; and the groups."""
 
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[str, dict[str, Value]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     unplaced: dict[Path, dict[str, Value]] = field(default_factory=dict)
-    """By file: states that have not an element for each of the parameters', by group and name."""
+    """By file: states whose size is not that of the parameters, by group and name."""
     by_order: bool = False
-    """Were numbers taken for the model's tensors in their order, where no values and not all shapes tell?"""
+    """Were numbers matched to the model's tensors by their order, because values and shapes do not identify them?"""
 
 
 @dataclass(frozen=True)
 class SplitState:
-    """An optimizer's state of one group: vectors by rank, and what all ranks must agree upon."""
+    """An optimizer's state of one group: vectors by rank, and the values that are the same on all ranks."""
 
     vectors: dict[str, list[Value]]
     scalars: dict[str, Tensor]
@@ -56,9 +56,9 @@ class SplitState:
 
 
 def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
-    """Tell vectors from scalars in the state of one group, as each rank has it.
+    """Separate vectors from scalars in the state of one group. `states` are those of all ranks.
 
-    Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
+    Raises `Corrupt` if ranks have different scalars or different names of states:
     then files of several steps are mixed.
     """
     for state, file in zip(states, files, strict=True):
@@ -97,7 +97,7 @@ def options_of(group: Value, where: Path) -> dict[str, Value]:
 
 
 def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchFile], number: int) -> None:
-    """The options of a group as the file of each rank has them. Raises `Corrupt` if two differ, such as in `lr`."""
+    """Raise `Corrupt` if two ranks have different options of a group, such as `lr`. `options` are by rank."""
     for own, file in zip(options, files, strict=True):
         for key in dict.fromkeys((*options[0], *own)):
             one, other = options[0].get(key), own.get(key)
@@ -111,10 +111,10 @@ def has_tensor_in(value: Value) -> bool:
 
 
 def check_count(kind: str, count: int, expected: int, file: TorchFile) -> None:
-    """Raises `Corrupt` if a file holds something of more or fewer groups than the model's file lists."""
+    """Raise `Corrupt` if a file has another number of groups than the model's file lists. `kind` is for the message."""
     if count != expected:
         raise Corrupt(
-            f"the optimizer holds {kind} of {count} groups, but `param_shapes` lists {expected}",
+            f"the optimizer has {kind} of {count} groups, but `param_shapes` lists {expected}",
             where=file.path,
             hint=_HINT,
         )
@@ -128,9 +128,9 @@ def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile
 
 
 def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> Corrupt:
-    other = next(i for i, value in enumerate(values) if value != values[0])
+    value, file = next(pair for pair in zip(values, files, strict=True) if pair[0] != values[0])
     return Corrupt(
-        f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {values[other]} in {files[other].path.name}",
+        f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {value} in {file.path.name}",
         where=files[0].path.parent,
         hint=_HINT,
     )

@@ -1,4 +1,4 @@
-"""All that one model-parallel rank has, under the names of the model, in local shapes."""
+"""All parameters of one model-parallel rank, under the names of the model, in the shapes of the rank."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,21 +37,21 @@ Layers = Mapping[tuple[int, int], TorchFile]
 
 @dataclass(frozen=True)
 class RankState:
-    """What one model-parallel rank has."""
+    """The parameters and other items of one model-parallel rank."""
 
     parameters: Mapping[str, Parameter]
     groups: tuple[Group, ...]
     aliases: Mapping[str, str]
     extra_items: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
-    """More items of each file, that are no tensors of the model."""
+    """By file: items that are no tensors of the model."""
     unknown: tuple[str, ...] = ()
-    """Tensors of the model in files of layers that no optimizer knows."""
+    """Names of tensors in files of layers that are in no optimizer."""
     by_order: bool = False
     """As in `OptimizerStates`."""
 
 
 def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
-    """All model-parallel ranks, in order. `order` names the parameters of an optimizer that numbers them."""
+    """The states of all model-parallel ranks, in order. `order` lists the names for an optimizer that numbers them."""
     modules = [read_module(step.models(mp), step.stage3) for mp in range(step.tp * step.pp)]
     experts = {key: step.files[path] for key, path in step.folder.experts.items()}
     layers = {key: step.files[path] for key, path in step.folder.layers.items()}
@@ -65,7 +65,7 @@ def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
     for mp, module in enumerate(modules):
         tensors = read_layers(layers, mp % step.tp, sorted(known))
         unknown.append(tuple(n for n in tensors if mp < step.tp and n not in known))
-        # A layer's file does not tell its stage; the optimizer does. What no optimizer has goes to the first.
+        # A layer's file does not state its stage; the optimizer does. Tensors in no optimizer go to the first stage.
         own_names = optimized[mp].states.keys()
         module.tensors |= {n: t for n, t in tensors.items() if n in own_names or (mp < step.tp and n not in known)}
     return [
@@ -75,7 +75,7 @@ def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
 
 
 def _extra_items(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
-    """What a rank's files hold beside tensors of the model and elements of flat buffers."""
+    """By file: the items of a rank that are neither tensors of the model nor parts of flat buffers."""
     files = step.models(mp)
     by_file: dict[Path, dict[str, Value]] = {path: {UNPLACED: states} for path, states in optimized.unplaced.items()}
     buffers = differing_buffers(files) if step.stage3 else {}
@@ -110,7 +110,7 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
                 }
             elif name in tensors:
                 states[MODEL] = tensors[name]
-            elif step.stage3:  # stores no copy: it is the master, rounded
+            elif step.stage3:  # stage 3 stores no copy of the model: it is the rounded master
                 states[MODEL] = Tensor.of(DerivedBlob(Rounded(), states[MASTER], dtype))
             else:
                 raise Incomplete(
@@ -124,7 +124,7 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
             parameters[name] = Parameter(name, role, {MODEL: tensors[name]})
         elif name not in weights.aliases:
             raise Corrupt(
-                f"`{name}` is in the model, but neither trained nor frozen nor a buffer",
+                f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer",
                 where=step.folder.path,
                 hint="Files of several runs may be mixed.",
             )
@@ -149,7 +149,7 @@ def _optimizer(
         return read_groups(_shapes(step, mp, layer_files), optims, step.config)
     if model.root.get("param_shapes") is not None:
         raise Incomplete(
-            "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has them",
+            "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has such files",
             where=step.folder.path,
             hint=_ALL,
         )
@@ -175,7 +175,7 @@ def _shapes(step: OpenedStep, mp: int, layer_files: Layers) -> list[dict[str, Sh
 
 
 def _by_expert_rank(step: OpenedStep, mp: int, named: Sequence[NamedTensor], order: Sequence[str]) -> OptimizerStates:
-    """Stage 0 with experts: each expert-parallel rank has the whole optimizer, with its own experts."""
+    """Stage 0 with experts: the file of each expert-parallel rank has the common parameters and its own experts."""
     paths = [path for (rank, _), path in sorted(step.folder.expert_optim.items()) if rank == mp]
     common = [one for one in named if not is_expert(one.name)]
     experts = [one for one in named if is_expert(one.name)]

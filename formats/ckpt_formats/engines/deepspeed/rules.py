@@ -1,8 +1,8 @@
-"""DeepSpeed's own words for how tensors are cut (`universal_checkpoint_info`), as our rules.
+"""Convert DeepSpeed's description of tensor parallelism (`universal_checkpoint_info`) to rules.
 
-Its patterns are regular expressions matched at the start of a name; tensors that
-no pattern names are cut along axis 0. `affine_map`, the newest form, lists the
-strided pieces of every rank and comes first.
+Its patterns are regular expressions that match at the start of a name. Tensors that
+match no pattern are split along axis 0. `affine_map`, the newest form, lists the
+strided pieces of every rank and has priority.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ORIGIN = "universal_checkpoint_info"
 
 
 def rules_of(info: Mapping[str, Value], where: Path) -> tuple[Rule, ...]:
-    """The rules, first match first. Raises `Corrupt` if the info is not of the known form."""
+    """The rules in order of priority. Raises `Corrupt` if the entry is not of the known form."""
     try:
         return tuple(_rules(info, where))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -74,7 +74,7 @@ def _prefix(pattern: Any, origin: str) -> str:
 
 
 def _fused(value: Any) -> int | tuple[int, ...]:
-    """Lengths of the pieces, or how many there are: (q, k, v), or 3, or the older (3, -1)."""
+    """The lengths of the fused parts, such as (q, k, v), or their number, such as 3 or in the older form (3, -1)."""
     if is_natural(value) and value:
         return int(value)
     lengths = tuple(value)
@@ -107,7 +107,7 @@ def _shard_block(piece: Mapping[str, Any], shard: Shape, full: Shape) -> ShardBl
 
 
 def _box(size: Shape, view: Any, tensor: Shape) -> Box:
-    """The block that a strided view of a C-ordered tensor is, if it is one."""
+    """The block of a C-ordered tensor that a strided view covers. Raises `Unsupported` if it is not a block."""
     offset, strides = view
     expected = c_strides(tensor, 1)
     if (

@@ -1,4 +1,4 @@
-"""ZeRO stage 0: the whole optimizer in one file, by number. `numbering` finds the names."""
+"""Read ZeRO stage 0: one file has the complete optimizer, with numbers instead of names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,11 +31,12 @@ def read_numbered(
     order: Sequence[str] = (),
     skips: bool = True,
 ) -> OptimizerStates:
-    """Give the optimizer's parameters their names: as `order` says, or in the one way that fits.
+    """The optimizer states under the names of `named`: assigned by `order`, or by the only assignment that fits.
 
-    A pipeline stage, which is given the layers of later stages as well, takes
-    tensors from the first on without skipping. Raises `Unsupported` if two ways
-    fit, or none, and `BadRules` if the order does not.
+    `skips`: may an assignment leave out tensors of `named`? Not for a pipeline stage, which gets
+    the layers of later stages as well and takes tensors from the first one on.
+
+    Raises: `Unsupported` if no assignment or more than one fits; `BadRules` if `order` does not fit.
     """
     inner = (
         get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
@@ -47,7 +48,8 @@ def read_numbered(
     matches = ordered or only_assignment(numbered, named, skips=skips) or by_values(numbered, named)
     if matches is None:
         raise Unsupported(
-            "stage 0 numbers its optimizer states without naming them, and not exactly one way fits to name them",
+            "stage 0 stores numbers instead of names of optimizer states, "
+            "and there is not exactly one assignment of names that fits",
             where=file.path,
             hint="Name them, in the order of the optimizer's groups, with --param-order; "
             "or save from ZeRO stage 1, where names are stored.",
@@ -66,7 +68,7 @@ def read_numbered(
 
 
 class _NumberedGroup:
-    """One group of the optimizer, as the wrapper for low precision (flat or not) or plain PyTorch saves it."""
+    """One group of the optimizer, saved by the wrapper for low precision (flat or not) or by plain PyTorch."""
 
     def __init__(
         self, file: TorchFile, outer: Mapping[Value, Value], inner: Mapping[Value, Value], g: int, group: Value
@@ -90,7 +92,7 @@ class _NumberedGroup:
         self.numbered = NumberedGroup(tuple(slots))
 
     def states(self, match: Assignment, model: Tensor) -> tuple[dict[str, Tensor], dict[str, Value]]:
-        """The states and plain values of the parameter at a place of the run."""
+        """The states and plain values of the parameter that the assignment names. `model` gives its shape."""
         if self.numbered.flat is None:
             slot, one = self.numbered.slots[match.start], self._sorted[match.start]
             masters = {} if slot.master is None else {MASTER: slot.master}
@@ -111,7 +113,7 @@ def _shapes(one: SplitState) -> dict[str, Shape]:
 
 
 def _use_one_step(optimizer: OptimizerStates, names: Sequence[str]) -> None:
-    """DeepSpeed's fused Adam counts only the last parameter of a group, and uses that count for all of them."""
+    """Set one step for a group: DeepSpeed's fused Adam counts only at the last parameter and uses this for all."""
     counts: list[Any] = [optimizer.values[name].get("step") for name in names]
     if counts and all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
         for name in names:

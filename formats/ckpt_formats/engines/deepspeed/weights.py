@@ -1,4 +1,4 @@
-"""The model's own tensors: weights in the model's precision, frozen parameters, buffers, and which are tied."""
+"""Read the model's tensors: weights in the model's precision, frozen parameters, buffers, and names of tied weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _MAX_COMPARED_BYTES = 1 << 20
 
 @dataclass
 class ModelTensors:
-    """Tensors by name, in the local shape of one model-parallel rank."""
+    """Tensors by name, in the shapes of one model-parallel rank."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
@@ -30,14 +30,15 @@ class ModelTensors:
     order: list[str] = field(default_factory=list)
     """The module's own order of names."""
     frozen: frozenset[str] | None = None
-    """The names of frozen parameters, where the file lists them."""
+    """The names of frozen parameters; None if the file does not list them."""
 
     def may_be_frozen(self, name: str) -> bool:
+        """Does no list of frozen parameters exclude this name?"""
         return self.frozen is None or name in self.frozen or name not in self.order
 
 
 def model_dtype(config: Mapping[str, Value]) -> DType:
-    """The precision the model computes in, as the run's configuration has it."""
+    """The type of the model's weights, from the run's configuration."""
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = config.get(key)
         if isinstance(section, dict) and section.get("enabled"):
@@ -46,7 +47,7 @@ def model_dtype(config: Mapping[str, Value]) -> DType:
 
 
 def read_module(files: Sequence[TorchFile], stage3: bool) -> ModelTensors:
-    """What the model files of one model-parallel rank hold: one file, or with stage 3 that of every rank."""
+    """The tensors of one model-parallel rank, from its model file or, at stage 3, one file per data-parallel rank."""
     file = files[0]
     model = ModelTensors()
     module = file.root.get("module") or {}
@@ -54,7 +55,7 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> ModelTensors:
     for name, value in _tensors(module):
         model.order.append(name)
         if stage3 and name not in buffers and not value.size:
-            continue  # stage 3 leaves an empty place holder
+            continue  # stage 3 stores an empty placeholder
         model.tensors[name] = tensor(value, file.path)
         if name in buffers:
             model.buffers.add(name)
@@ -74,7 +75,7 @@ def read_module(files: Sequence[TorchFile], stage3: bool) -> ModelTensors:
 
 
 def _check_frozen(model: ModelTensors, name: str, shape: Shape, file: TorchFile) -> None:
-    """Before stage 3 a frozen parameter is in the module, and again among the fragments: the same values twice."""
+    """Before stage 3, check a frozen parameter, which is stored twice: in the module and among the fragments."""
     fragments = file.root.get("frozen_param_fragments")
     fragment = fragments.get(name) if isinstance(fragments, dict) else None
     copies = [
@@ -93,13 +94,13 @@ def _check_frozen(model: ModelTensors, name: str, shape: Shape, file: TorchFile)
 
 
 def non_tensor_items(file: TorchFile, prefix: str = "") -> dict[str, Value]:
-    """What a model's or layer's state dict holds that is no tensor, such as the extra states of its modules."""
+    """The items of a model's or layer's state dict that are no tensors, such as the extra states of its modules."""
     module = file.root if prefix else file.root.get("module") or {}
     return {f"{prefix}{name}": value for name, value in module.items() if not is_tensor(value)}
 
 
 def differing_buffers(files: Sequence[TorchFile]) -> dict[Path, dict[str, Value]]:
-    """Stage 3: the buffers that a data-parallel rank has otherwise than the first, such as running means."""
+    """By file, at stage 3: the buffers of a rank that differ from the first rank's, such as running means."""
     buffers = {str(name) for name in files[0].root.get("buffer_names") or ()}
     first = dict(_tensors(files[0].root.get("module") or {}))
     differing: dict[Path, dict[str, Value]] = {}
@@ -113,7 +114,7 @@ def differing_buffers(files: Sequence[TorchFile]) -> dict[Path, dict[str, Value]
 
 
 def _equal(one: Value, other: Value, first: TorchFile, file: TorchFile, reader: Reader) -> bool:
-    """The same values? Large ones are compared by their checksums, and without any count as different."""
+    """Have two tensors the same values? Large ones are compared by checksum; without a checksum they are different."""
     a, b = tensor(one, first.path), tensor(other, file.path)
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
@@ -125,7 +126,7 @@ def _equal(one: Value, other: Value, first: TorchFile, file: TorchFile, reader: 
 
 
 def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names: Sequence[str]) -> dict[str, Tensor]:
-    """Pipeline layers, by the optimizer's names."""
+    """The tensors of pipeline layers, by the optimizer's `names`."""
     tensors: dict[str, Tensor] = {}
     tied = {layer: key for key, layers in tied_layers(files, names).items() for layer in layers}
     for (layer, rank), file in sorted(files.items()):
@@ -139,7 +140,7 @@ def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names:
 
 
 def tied_layers(files: Mapping[tuple[int, int], TorchFile], names: Sequence[str]) -> dict[str, list[int]]:
-    """Which layers are which tied module. A layer's file does not tell; its keys do, beside those of the optimizer."""
+    """The layers of each tied module. A layer's file does not state it; its keys are compared with the optimizer's."""
     plain = {name.partition(".")[0] for name in names}
     tied: dict[str, set[str]] = {}
     for name in names:
@@ -157,7 +158,7 @@ def tied_layers(files: Mapping[tuple[int, int], TorchFile], names: Sequence[str]
 
 
 def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the experts, under their global numbers."""
+    """The weights of the experts of a rank, by name. The names have the numbers of experts in the model."""
     for (mp, _, _), file in sorted(files.items()):
         if mp == mp_rank:
             for name, value in _tensors(file.root):
@@ -165,7 +166,7 @@ def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) 
 
 
 def with_aliases(weights: ModelTensors) -> dict[str, Tensor]:
-    """The tensors without their other names, whose copies, where they are copies, are kept for comparison."""
+    """The tensors without those of aliases. If an alias has a copy of its own, it becomes a replica to compare."""
     tensors = {name: one for name, one in weights.tensors.items() if name not in weights.aliases}
     for alias, name in weights.aliases.items():
         copy, real = weights.tensors.get(alias), tensors.get(name)
@@ -181,7 +182,7 @@ def _tensors(module: Value) -> Iterator[tuple[str, Value]]:
 
 
 def _shared(weights: ModelTensors) -> dict[str, str]:
-    """Names that lie on the same bytes as an earlier name."""
+    """Names whose tensors are the same bytes as those of an earlier name, with that name."""
     first: dict[object, str] = {}
     aliases = {}
     for name, one in weights.tensors.items():

@@ -1,4 +1,4 @@
-"""The model's files, as trees of values: the inverse of `weights`."""
+"""Build the model's files as trees of values: the inverse of `weights`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,11 +21,12 @@ from ckpt_formats.engines.deepspeed.write_optimizer import (
 )
 from ckpt_formats.state_dicts.extras import tensors_for_names
 
-_OF_OLD_DEGREE = ("affine_map", "sub_param_shard_widths")
+_TP_SPECIFIC = ("affine_map", "sub_param_shard_widths")
+"""Entries of the info that are valid only at the tensor-parallel degree of the source."""
 
 
 def shards_of_ranks(target: WriteLayout) -> list[dict[str, Parameter]]:
-    """The parameters as each tensor-parallel rank has them."""
+    """The parameters of each tensor-parallel rank: each state is the rank's shard."""
     ranks: list[dict[str, Parameter]] = [{} for _ in range(target.tp)]
     for name, parameter in target.source.parameters.items():
         if parameter.role == "extra":
@@ -43,7 +44,7 @@ def shards_of_ranks(target: WriteLayout) -> list[dict[str, Parameter]]:
 
 
 def model_file(target: WriteLayout, shards: RankShards, rank: str) -> dict[str, Value]:
-    """Stages 0 to 2: everything of one model-parallel rank, called `rank` in file names."""
+    """The model file of one model-parallel rank at stages 0 to 2. `rank` is its name in file names."""
     weights = {name: parameter.states[MODEL] for name, parameter in shards.items()}
     module = StdDict()
     module.update(weights)
@@ -66,7 +67,7 @@ def model_file(target: WriteLayout, shards: RankShards, rank: str) -> dict[str, 
 
 
 def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
-    """Stage 3: buffers whole, frozen parameters in slices, and empty tensors in the place of all others."""
+    """The model file of one rank at stage 3: complete buffers, slices of frozen parameters, other tensors empty."""
     module = StdDict()
     empty = Tensor((0,), target.dtype, ())
     for name, parameter in shards.items():
@@ -96,7 +97,7 @@ def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
 
 
 def _extra_states(target: WriteLayout, rank: str) -> dict[str, Value]:
-    """What modules saved by `get_extra_state`: its place is among the tensors."""
+    """The items that modules saved with `get_extra_state`. They are stored among the tensors."""
     items = {**target.source.extras, **target.of_rank(rank)}
     return {k: tensors_for_names(v, target.source.parameters) for k, v in items.items() if _is_extra_state(k)}
 
@@ -116,7 +117,7 @@ def _ordered(items: Mapping[str, Value]) -> StdDict:
 
 
 def _other_items(target: WriteLayout, rank: str) -> dict[str, Value]:
-    """Counters, schedulers and the client's own items, with the degrees of the new layout."""
+    """Counters, schedulers and the training script's items, with the degrees of the new layout."""
     source = target.source
     extras = {key: value for key, value in source.extras.items() if key not in ("optimizer", "ranks")}
     extras |= {key: value for key, value in target.of_rank(rank).items() if key not in ("optimizer", BUFFERS)}
@@ -124,7 +125,7 @@ def _other_items(target: WriteLayout, rank: str) -> dict[str, Value]:
         extras = {key: value for key, value in extras.items() if not _is_extra_state(key)}
     info = extras.get(ORIGIN)
     if isinstance(info, dict) and target.tp != source.origin.layout.get("tp"):
-        extras[ORIGIN] = {key: value for key, value in info.items() if key not in _OF_OLD_DEGREE}
+        extras[ORIGIN] = {key: value for key, value in info.items() if key not in _TP_SPECIFIC}
     needed = {
         "lr_scheduler": None,
         "data_sampler": None,

@@ -1,4 +1,4 @@
-"""The optimizer's files, as trees of values: the inverse of `zero12`, `zero3` and `stage0`."""
+"""Build the optimizer's files as trees of values: the inverse of `zero12`, `zero3` and `stage0`."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -16,14 +16,14 @@ from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.state_dicts.extras import tensors_for_names
 
 RankShards = Mapping[str, Parameter]
-"""The parameters as one tensor-parallel rank has them."""
+"""The parameters of one tensor-parallel rank: each state is the rank's shard."""
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def zero12_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
-    """Stages 1 and 2: this rank's equal part of every group's flat buffer."""
-    stripped = not target.own_bf16  # DeepSpeed strips the tail's padding off the masters, but here
+    """The optimizer file of one rank at stages 1 and 2: its equal part of the flat buffer of every group."""
+    stripped = not target.own_bf16  # only `BF16_Optimizer` saves masters with the padding at the end of the buffer
     state: dict[int, Value] = {}
     masters, paddings, mappings = [], [], []
     alignments = []
@@ -39,9 +39,8 @@ def zero12_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
         end = high - padding if stripped else high
         masters.append(_flat(members, MASTER, offsets, low, end))
         complete = stripped and group.options.get("use_muon")
-        gather = (
-            _complete_tensors if complete else _flat
-        )  # Muon's momentum is kept whole, since it is orthogonalised whole
+        # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
+        gather = _complete_tensors if complete else _flat
         state[g] = {
             name: gather(members, name, offsets, low, high) if name in vectors_of(members[0]) else value
             for name, value in state_of(members).items()
@@ -66,7 +65,7 @@ def zero12_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
 
 
 def zero3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
-    """Stage 3: this rank's slice of every parameter, those of a sub-group end to end."""
+    """The optimizer file of one rank at stage 3: its slices of all parameters of a sub-group in one vector."""
     state: dict[int, Value] = {}
     masters: list[Tensor] = []
     options = param_groups(target.source.groups)
@@ -97,7 +96,7 @@ def zero3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str)
 
 
 def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
-    """Stage 0: the `optimizer` entry of the model file, by number."""
+    """The `optimizer` entry of the model file at stage 0, where parameters are numbered."""
     groups = param_groups(target.source.groups)
     fused = target.dtype.itemsize == 2 and _is_fused(target.config)
     state: dict[int, Value] = {}
@@ -132,7 +131,10 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
 
 
 def sub_groups(target: WriteLayout, shards: RankShards) -> list[tuple[int, list[Parameter]]]:
-    """The sub-groups of stage 3, each with its group: closed as soon as a rank's slices reach `sub_group_size`."""
+    """The sub-groups of stage 3 as (number of the group, parameters).
+
+    A sub-group ends as soon as the slices of one rank reach `sub_group_size` elements.
+    """
     configured = target.zero.get("sub_group_size")
     closed: list[tuple[int, list[Parameter]]] = []
     for g, group in enumerate(target.source.groups):
@@ -152,14 +154,17 @@ def sub_groups(target: WriteLayout, shards: RankShards) -> list[tuple[int, list[
 
 
 def flat_order(target: WriteLayout, group: Group) -> list[str]:
-    """The order of the flat buffer: as given, or dealt out to the ranks in turn with `round_robin_gradients`."""
+    """The names of a group in the order of the flat buffer: as given, or round robin with `round_robin_gradients`."""
     if not target.zero.get("round_robin_gradients") or target.own_bf16 or target.dp == 1:
         return list(group.names)
     return round_robin(group.names, target.dp)
 
 
 def alignment(target: WriteLayout, members: Sequence[Parameter]) -> list[int]:
-    """Zeros after each parameter: none, or up to 16 bytes with `parameter_alignment`, and none after the last."""
+    """The number of zero elements after each parameter in the flat buffer.
+
+    With `parameter_alignment`, every parameter but the first begins at a multiple of 16 bytes of the model's type.
+    """
     if not target.zero.get("parameter_alignment") or target.own_bf16:
         return [0] * len(members)
     unit, at, zeros = 16 // target.dtype.itemsize, 0, []
@@ -171,18 +176,18 @@ def alignment(target: WriteLayout, members: Sequence[Parameter]) -> list[int]:
 
 
 def ds_version(target: WriteLayout) -> str:
-    """The version that the files claim: the source's own, else the one whose layout this is."""
+    """The version that the files state: that of the source, or the version whose layout we write."""
     source = target.source.origin
     return source.version if source.engine == "deepspeed" and source.version else "0.19.8"
 
 
 def clip_grad(target: WriteLayout) -> Value:
-    """The gradient norm to clip at; 0 means none."""
+    """The maximum norm of the gradient; 0 means no clipping."""
     return _own(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
 
 
 def with_source_items(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, Value]:
-    """The items, and whatever else the source's optimizer kept."""
+    """The items, and all other items that the source's optimizer stored."""
     known = {*items, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", *_SCALES}
     of_rank = target.of_rank(rank).get("optimizer")
     source_items = {**_own(target), **(of_rank if isinstance(of_rank, dict) else {})}
@@ -208,27 +213,29 @@ def _own(target: WriteLayout) -> Mapping[str, Value]:
 
 
 def param_groups(groups: Sequence[Group]) -> list[dict[str, Value]]:
+    """`param_groups` of an optimizer that has one flat parameter for each group."""
     return [{**group.options, "params": [g]} for g, group in enumerate(groups)]
 
 
 def vectors_of(parameter: Parameter) -> set[str]:
-    """The states that have an element for each of the parameter's."""
+    """The names of the states, other than the weights, that have the shape of the parameter."""
     shape = parameter.weight.shape
     scalar = {s for s, t in parameter.states.items() if t.shape != shape or (shape == () and s == "step")}
     return set(parameter.states) - scalar - {MASTER, MODEL}
 
 
 def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
-    """What the flattened optimizer keeps of a group; scalars must be the same for all, since it keeps one.
+    """The optimizer's state of a group, from its first parameter.
 
-    Raises `Unsupported` if they are not, or if some parameters lack a state.
+    Scalars must be the same for all parameters of the group, because ZeRO stores one per group.
+    Raises `Unsupported` if they are not, or if the parameters do not have the same states.
     """
     first = members[0]
     for one in members[1:]:
         if vectors_of(one) != vectors_of(first) or dict(one.values) != dict(first.values):
             raise Unsupported(
-                f"parameters `{first.name}` and `{one.name}` are in one group but have other optimizer states",
-                hint="ZeRO keeps one state for a whole group: divide the group.",
+                f"parameters `{first.name}` and `{one.name}` are in one group but have different optimizer states",
+                hint="ZeRO stores one state for each group: divide the group.",
             )
     scalars = {s: t for s, t in first.states.items() if s not in (*vectors_of(first), MASTER, MODEL)}
     with Reader(check=False) as reader:
@@ -241,7 +248,7 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
 
 
 def _flat(members: Sequence[Parameter], state: str, offsets: Sequence[int], low: int, high: int) -> Tensor:
-    """Elements `low` to `high` of the group's flat buffer; zeros where no parameter is."""
+    """Elements `low` to `high` of the group's flat buffer, (high - low,), with zeros between parameters."""
     spans: list[tuple[int, int, Tensor]] = []
     for one, offset in zip(members, offsets, strict=False):
         tensor = one.states[state]
@@ -250,7 +257,7 @@ def _flat(members: Sequence[Parameter], state: str, offsets: Sequence[int], low:
 
 
 def _complete_tensors(members: Sequence[Parameter], state: str, offsets: Sequence[int], low: int, high: int) -> Tensor:
-    """All of every parameter that has an element between `low` and `high`, end to end."""
+    """One vector of all parameters that have an element between `low` and `high`, each of them complete."""
     spans: list[tuple[int, int, Tensor]] = []
     at = 0
     for one, offset in zip(members, offsets, strict=False):
@@ -262,7 +269,7 @@ def _complete_tensors(members: Sequence[Parameter], state: str, offsets: Sequenc
 
 
 def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int) -> Tensor:
-    """This rank's slices of all parameters of a sub-group, each padded to the same length on every rank."""
+    """One vector of this rank's slices of all parameters of a sub-group, each as long as on all other ranks."""
     fragments, at = [], 0
     dtype = members[0].states[state].dtype
     for one in members:
@@ -275,12 +282,15 @@ def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int) -> Ten
 
 
 def slice_of(tensor: Tensor, size: int, rank: int) -> Tensor:
-    """A rank's slice of a tensor in stage 3, padded to `size` elements."""
+    """A rank's slice of a tensor at stage 3, (size,), padded with zeros."""
     return _vector([(0, tensor.size, tensor)], rank * size, (rank + 1) * size, tensor.dtype)
 
 
 def _vector(spans: Sequence[tuple[int, int, Tensor]], low: int, high: int, dtype: DType) -> Tensor:
-    """A window of a line on which tensors lie, with zeros between them."""
+    """Elements `low` to `high` of a flat buffer, (high - low,), with zeros between the tensors.
+
+    `spans` are the tensors as (first element in the buffer, end, tensor), in this order.
+    """
     fragments, at = [], low
     for offset, end, tensor in spans:
         a, b = max(offset, low), min(end, high)
@@ -311,7 +321,7 @@ _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale
 
 
 def scaler_items(target: WriteLayout) -> dict[str, Value]:
-    """The loss scaler as stages 1 to 3 keep it: an object."""
+    """The loss scaler in the form of stages 1 to 3: an object."""
     own, state = _own(target), _scaling(target)
     scaler = own.get("loss_scaler")
     if not isinstance(scaler, Record):
@@ -334,13 +344,13 @@ def scaler_items(target: WriteLayout) -> dict[str, Value]:
 
 
 def _scale_items(target: WriteLayout) -> dict[str, Value]:
-    """The loss scaler as stage 0 keeps it: its fields."""
+    """The loss scaler in the form of stage 0: its fields."""
     fields = _scaling(target)
     return {"dynamic_loss_scale": fields.pop("dynamic"), **fields}
 
 
 def _scaling(target: WriteLayout) -> dict[str, Value]:
-    """The fields of the loss scaler: as the source has them, at whichever stage it was, else as configured."""
+    """The fields of the loss scaler: those of the source, of any stage; otherwise those of the configuration."""
     own, config = _own(target), _fp16(target)
     scaler = own.get("loss_scaler")
     stored = {key: scaler.get(key) if isinstance(scaler, Record) else own.get(key) for key in _SCALES}
@@ -357,13 +367,13 @@ def _scaling(target: WriteLayout) -> dict[str, Value]:
 
 
 def _fp16(target: WriteLayout) -> Mapping[str, Value]:
-    """What the configuration says of the loss scaler, which only fp16 has."""
+    """The options of the loss scaler in the configuration; only fp16 has one."""
     section = target.config.get("fp16")
     return section if isinstance(section, dict) and target.dtype.name == "float16" else {}
 
 
 def _is_fused(config: Mapping[str, Value]) -> bool:
-    """Is the base optimizer DeepSpeed's fused Adam, whose stage 0 wrapper flattens the groups?"""
+    """Is the base optimizer DeepSpeed's fused Adam? Its wrapper at stage 0 flattens the groups."""
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict) or str(optimizer.get("type")).lower() not in ("adam", "adamw"):
         return False

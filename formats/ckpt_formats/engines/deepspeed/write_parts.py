@@ -1,4 +1,4 @@
-"""All files of a new checkpoint, as parts: model and optimizer of every rank, and the layers of a pipeline."""
+"""Plan all files of a new checkpoint: model and optimizer of every rank, and the layers of a pipeline."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ckpt_formats.engines.deepspeed.write_optimizer import RankShards, zero3_fil
 
 
 def parts(target: WriteLayout) -> Iterator[FilePlan]:
-    """The files of every rank. Raises `Unsupported`, `BadRules` for what DeepSpeed could not load."""
+    """The files of every rank. Raises `Unsupported` or `BadRules` for what DeepSpeed could not load."""
     step = target.source.origin.step
     folder = f"global_step{0 if step is None else step}"
     if target.pipeline is None:
@@ -51,7 +51,7 @@ def _rank_parts(target: WriteLayout, folder: str, pp_rank: int, tp_rank: int, sh
 
 
 def _stage(target: WriteLayout, pipeline: Pipeline, pp_rank: int) -> WriteLayout:
-    """The target as one stage has it."""
+    """The target with only the parameters of one pipeline stage."""
     source = target.source
     parameters: dict[str, Parameter] = {
         name: parameter

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: every parameter cut over all ranks, the pieces of a sub-group laid end to end on each."""
+"""Read ZeRO stage 3: every parameter is split over all ranks; a rank stores its slices of a sub-group in one vector."""
 
 from collections.abc import Sequence
 from math import prod
@@ -24,16 +24,19 @@ from ckpt_formats.state_dicts.statements import MIXED
 
 
 def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerStates:
-    """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order."""
+    """The optimizer states of one model-parallel rank, from the files of its data-parallel ranks in order.
+
+    Raises `Corrupt` if the files contradict each other or the shapes in `model`.
+    """
     optimizer = OptimizerStates()
     outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
     for root, file in zip(outer, optims, strict=True):
         if (count := get(root, "partition_count", int, file.path)) != len(optims):
             raise Corrupt(
-                f"the optimizer was cut over {count} ranks, but files of {len(optims)} are here",
+                f"the optimizer was split over {count} ranks, but files of {len(optims)} are here",
                 where=file.path,
-                hint="Files are missing, or of runs on different numbers of GPUs.",
+                hint="Files are missing, or they are from runs on different numbers of GPUs.",
             )
     sub_groups = stated_shapes(model)
     for root, file in zip(outer, optims, strict=True):
@@ -75,7 +78,8 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
             for v, file in zip(every, optims, strict=True):
                 if v.shape[0] != at:
                     raise Corrupt(
-                        f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
+                        f"sub-group {s} has {v.shape[0]} elements on this rank, but its parameters {at}",
+                        where=file.path,
                     )
     groups = get(inner[0], "param_groups", list, optims[0].path)
     listed_groups = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
@@ -94,6 +98,6 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
 
 
 def from_slices(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
-    """A tensor of the equal slices that all ranks hold, the last of them padded."""
+    """A tensor of this shape from the slices of all ranks, (n,) each, with padding after the last element."""
     size = slices[0].shape[0]
     return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, part) for rank, part in enumerate(slices)])

@@ -1,7 +1,7 @@
-"""A universal folder as a checkpoint: masters and moments from `zero`, everything else from the model's files.
+"""Read a universal folder: masters and moments from `zero`, everything else from the model's files.
 
-DeepSpeed's converter also makes "parameters" of buffers, frozen parameters and
-tied names, rounded and as floats. What the model's files hold of them counts.
+DeepSpeed's converter also writes folders of buffers, frozen parameters and tied names,
+converted to floats. We take their values from the model's files instead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
 
 def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) -> Checkpoint:
-    """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
+    """The index of a universal checkpoint. Raises a subclass of `CkptError` if it cannot be read."""
     step, optimizer = open_step(folder.models), open_file(folder.optimizer)
     ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
     stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
@@ -95,7 +95,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
 
 
 def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
-    """What a model-parallel rank's own files hold; the empty shape of a trained parameter where they hold no values."""
+    """The state of a model-parallel rank from its model files. A trained parameter may have a shape, but no values."""
     model = step.models(mp)[0]
     weights = read_module(step.models(mp), step.stage3)
     tensors = with_aliases(weights)
@@ -111,7 +111,9 @@ def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
         elif name in weights.aliases:
             continue
         else:
-            raise Corrupt(f"`{name}` is in the model, but neither trained nor frozen nor a buffer", where=model.path)
+            raise Corrupt(
+                f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer", where=model.path
+            )
         if name in shapes and tensor.shape != shapes[name]:
             raise Corrupt(
                 f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
@@ -130,7 +132,7 @@ def _groups(step: OpenedStep, optimizer: TorchFile, mp: int, shapes: Sequence[Ma
         return
     if mp == 0 and len(listed) != len(shapes):
         raise Corrupt(
-            f"the optimizer has {len(listed)} groups, the model's file lists {len(shapes)}",
+            f"the optimizer has {len(listed)} groups, but the model's file lists {len(shapes)}",
             where=optimizer.path,
             hint="Files of several runs may be mixed.",
         )
@@ -147,27 +149,27 @@ def _round_robin(step: OpenedStep) -> bool:
 
 
 def _ranks(optimizer: TorchFile, g: int) -> int:
-    """Over how many ranks DeepSpeed's converter found a group cut; 1 in a folder that it did not make."""
+    """The number of ranks over which a group was split, if DeepSpeed's converter recorded it; otherwise 1."""
     counts = optimizer.root.get("partition_count")
     count = counts[g] if isinstance(counts, list) and g < len(counts) else 1
     return int(count) if is_natural(count) and count else 1
 
 
 def _is_round_robin_conversion(step: OpenedStep, optimizer: TorchFile) -> bool:
-    """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
+    """Was the folder written by DeepSpeed's converter, from a run with `round_robin_gradients` on several ranks?"""
     counts = optimizer.root.get("partition_count")
     groups = range(len(counts)) if isinstance(counts, list) else ()
     return _round_robin(step) and any(_ranks(optimizer, g) > 1 for g in groups)
 
 
 def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str, dict[str, TorchFile]]:
-    """The files of the trained parameters."""
+    """The opened files of the trained parameters, by parameter and state."""
     for name, parameter in trained.items():
         if name not in folder.states and parameter.weight.size:
             raise Incomplete(
                 f"parameter `{printable(name)}` has no folder under `zero`",
                 where=folder.path,
-                hint="The conversion did not finish, or files were lost: convert again.",
+                hint="The conversion did not finish, or files were deleted: convert again.",
             )
     paths = [path for name in trained for path in folder.states.get(name, {}).values()]
     opened = dict(zip(paths, in_threads(open_file, paths), strict=True))
@@ -196,7 +198,7 @@ def _check_steps(
     files: Mapping[str, Mapping[str, TorchFile]],
     where: Path,
 ) -> None:
-    """Raises `Corrupt` if parameters of one group, which ZeRO steps together, are at different steps."""
+    """Raise `Corrupt` if parameters of one group are at different steps. ZeRO updates them together."""
     with Reader(check=False) as reader:
         for number, group in enumerate(groups):
             statements = []
@@ -214,25 +216,25 @@ def _check_steps(
 
 
 def _steps_of_sub_groups(step: OpenedStep, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
-    """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
+    """At stage 3: the scalars of each parameter's sub-group, which are not in the parameter's folder."""
     inner = optimizer.root.get("optimizer_state_dict")
     if not step.stage3 or not isinstance(inner, dict):
         return {}
     states = get(inner, "state", dict, optimizer.path)
-    found: dict[str, dict[str, Value]] = {}
+    by_name: dict[str, dict[str, Value]] = {}
     for s, shapes in enumerate(stated_shapes(step.first)):
-        kept = split_state([states.get(s, {})], [optimizer])
-        found |= {name: {**kept.scalars, **kept.values} for name in shapes}
-    return found
+        state = split_state([states.get(s, {})], [optimizer])
+        by_name |= {name: {**state.scalars, **state.values} for name in shapes}
+    return by_name
 
 
 def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: Mapping[str, str]) -> list[str]:
-    """What has a folder, though the optimizer never knew it. Raises `Corrupt` for what nobody knows."""
+    """Names that have a folder, but no optimizer states. Raises `Corrupt` if the model's files do not have a name."""
     names = [name for name in folder.states if name not in merged or merged[name].role != "parameter"]
     for name in names:
         if name not in merged and name not in aliases:
             raise Corrupt(
-                f"`zero` has a folder `{printable(name)}`, but the model's files know no such parameter",
+                f"`zero` has a folder `{printable(name)}`, but the model's files have no such parameter",
                 where=folder.path,
                 hint="Files of several runs may be mixed.",
             )
@@ -240,7 +242,7 @@ def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: 
 
 
 def _origin(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
-    """The stages of a pipeline are known only of a folder that we wrote."""
+    """The origin. The stages of a pipeline are known only if we wrote the folder."""
     origin, dimensions = origin_of(step, by_stage), step.first.root.get(DIMENSIONS)
     pipeline = pipeline_of(dimensions.get("pipeline")) if isinstance(dimensions, dict) else None
     if pipeline is None:
@@ -265,18 +267,18 @@ def _notices(
 ) -> Iterator[Notice]:
     if shadows:
         yield Notice(
-            "the model file's own values count, not the rounded or widened copies under zero/ of these buffers, "
-            "frozen parameters or tied names",
+            "the values of these buffers, frozen parameters or tied names are taken from the model file, "
+            "not from the rounded or widened copies under zero/",
             tuple(shadows),
         )
     if any(group.options.get("amsgrad") for group in groups) and not any(
         "max_exp_avg_sq" in p.states for p in parameters.values()
     ):
-        text = "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+        text = "the optimizer is AMSGrad, but DeepSpeed did not write its max_exp_avg_sq into this folder"
         yield Notice(text, weight=Weight.LOST)
     if not step.stage3 and not step.first.root.get("module"):
         text = (
-            "weights of pipeline layers are not in a universal folder: they are the masters, rounded; "
+            "a universal folder has no weights of pipeline layers: they are computed from the masters; "
             "buffers and frozen parameters, if the layers have any, are missing"
         )
         yield Notice(text, weight=Weight.LOST)
