@@ -61,7 +61,7 @@ def step_notices(models: Sequence[TorchFile]) -> Iterator[Notice]:
     root = models[0].root
     steps, iteration = whole(root.get("global_steps")), whole(root.get("iteration"))
     if steps is not None and iteration is not None and steps != iteration:
-        text = f"the step is {steps} according to `global_steps`; `iteration`, saved by the training script, is {iteration}"
+        text = f"the step is {steps}, from `global_steps`; `iteration`, from the training script, is {iteration}"
         yield Notice(text, weight=Weight.UNSURE)
 
 
