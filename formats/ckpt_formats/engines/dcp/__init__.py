@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.engines.dcp.folder import looks
+from ckpt_formats.engines.dcp.folder import is_checkpoint
 from ckpt_formats.engines.dcp.plan import plan_parts
 from ckpt_formats.engines.dcp.read import read
 from ckpt_formats.engines.dcp.write import write_metadata, write_part
@@ -31,7 +31,7 @@ class DCP(WritableFormat):
     degrees = ("dp", "tp")
 
     def detect(self, path: Path) -> bool:
-        return looks(path)
+        return is_checkpoint(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         return read(path, options)
