@@ -22,9 +22,11 @@ class RankGrid:
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.dp * self.tp
 
     def rank(self, dp: int, tp: int) -> int:
+        """The number of the rank at these coordinates."""
         return dp * self.tp + tp
 
 

@@ -28,6 +28,7 @@ class BlockBlob:
         return BlockBlob(self.tensor, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        """Read the block into `out`, an array of `shape` and `dtype`."""
         self.tensor.crop(self.box).read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:

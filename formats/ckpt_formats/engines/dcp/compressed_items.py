@@ -139,6 +139,7 @@ class DecompressedBlob:
         return DecompressedBlob(self.frame, self.raw.crop(box))
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        """Read the values into `out`, an array of `shape` and `dtype`."""
         self.raw.read_into(out, _Stream(self.frame, reader))
 
     def sources(self) -> Iterator[FileBlob]:
@@ -168,6 +169,7 @@ class _Source:
         self.reader: Reader | None = None
 
     def read(self, max_nbytes: int = -1) -> bytes:
+        """The next bytes: at most `max_nbytes`, or all if it is negative; empty at the end."""
         assert self.reader is not None
         left = self._end - self._at
         out = bytearray(left if max_nbytes < 0 else min(max_nbytes, left))
@@ -195,10 +197,12 @@ class _Cursor:
         self._stream: Any = decoder.stream_reader(self.source, read_across_frames=True)  # type: ignore[arg-type]
 
     def skip_to(self, offset: int) -> None:
+        """Decode up to an offset."""
         while self.at < offset:
             self._advance(len(self.read(min(_STEP, offset - self.at))))
 
     def fill(self, out: memoryview) -> None:
+        """Fill `out` with the next decoded bytes."""
         done = 0
         while done < len(out):
             data = self.read(min(_STEP, len(out) - done))
@@ -207,6 +211,7 @@ class _Cursor:
             done += len(data)
 
     def read(self, max_nbytes: int) -> bytes:
+        """The next decoded bytes, at most `max_nbytes`, without moving `at`."""
         try:
             data: bytes = self._stream.read(max_nbytes)
         except self._broken as error:

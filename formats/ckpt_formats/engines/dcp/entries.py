@@ -71,4 +71,4 @@ def block_of(entry: Entry) -> Tensor:
 def _chunks(entry: Entry, transfer: Transfer) -> Callable[[Tensor], Iterator[memoryview]]:
     if entry.box is None:
         return transfer.chunks
-    return lambda alike: transfer.chunks(block_of(entry))
+    return lambda template: transfer.chunks(block_of(entry))

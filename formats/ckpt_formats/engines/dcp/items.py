@@ -127,6 +127,7 @@ class ItemBlob:
 
     @property
     def label(self) -> str:
+        """Name and block of the tensor, for messages."""
         return f"`{printable(self.name)}` {self.at}"
 
     def crop(self, box: Box) -> "ItemBlob":
@@ -134,6 +135,7 @@ class ItemBlob:
         return ItemBlob(self.name, self.at, self.dtype, self.item, self.items, part)
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        """Read the values into `out`, an array of `shape` and `dtype`. Raises like `ItemReader.blob`."""
         self._blob().read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
@@ -145,6 +147,7 @@ class ItemBlob:
         yield from blob.sources()
 
     def problems(self) -> Iterator[str]:
+        """The error, if the item cannot be opened."""
         try:
             self.items.blob(self)
         except (Corrupt, Incomplete, NotFound) as error:

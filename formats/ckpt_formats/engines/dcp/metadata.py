@@ -112,6 +112,7 @@ class _MetadataReader:
         """Blocks and objects that have an item, but were not yet seen in the lists of tensors and objects."""
 
     def metadata(self, root: Value) -> Metadata:
+        """The checked content of an unpickled `.metadata`."""
         if type(root) is not Record or root.cls.name != "Metadata" or not isinstance(root.state, dict):
             raise self._corrupt("it is not the metadata of a distributed checkpoint")
         entries, storage = root.get("state_dict_metadata"), root.get("storage_data")

@@ -49,8 +49,8 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     parts = [_read(member, options.rules) for member in folders.members]
     tree: dict[str, Value] = {}
     for part in parts:
-        if twice := next((key for key in part.tree if key in tree), None):
-            raise Corrupt(f"two folders contain a state dict called `{printable(twice)}`", where=path)
+        if duplicate := next((key for key in part.tree if key in tree), None):
+            raise Corrupt(f"two folders contain a state dict called `{printable(duplicate)}`", where=path)
         tree |= part.tree
     state = training_state(tree, path, options.order, options.orders)
     _check_step(state.step, folders, path)
@@ -121,10 +121,10 @@ def _read(member: MetadataFolder, rules: Sequence[Rule]) -> _FolderContent:
 def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
     """Raise `Incomplete` if an object is Megatron's: then the files that identify Megatron's format are missing."""
     for metadata in by_rank:
-        if odd := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
+        if name := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
             raise Incomplete(
                 "common.pt and metadata.json, which Megatron writes with objects such as "
-                f"`{printable(odd)}`, are missing",
+                f"`{printable(name)}`, are missing",
                 where=folder,
                 hint="Copy all files of the iteration's folder.",
             )

@@ -33,23 +33,23 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         nbytes = layouts.of(entry).nbytes
         items.append(_item_json(entry, at, nbytes))
         at += nbytes
-    pieces = (piece for entry in entries for piece in layouts.stream(entry, transfer))
-    seal = write_sealed(folder, part.file, _join_small(pieces))
+    stream = (data for entry in entries for data in layouts.stream(entry, transfer))
+    seal = write_sealed(folder, part.file, _join_small(stream))
     return Receipt(part.file, seal.nbytes, (seal,), {"items": items}, transfer.reader.evidence())
 
 
-def _join_small(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+def _join_small(stream: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The same bytes in fewer pieces: an archive has about twenty small ones around its values."""
     buffer = bytearray()
-    for piece in pieces:
-        if len(piece) < _SMALL:
-            buffer += piece
-        if len(piece) >= _SMALL or len(buffer) >= _MAX_JOINED:
+    for data in stream:
+        if len(data) < _SMALL:
+            buffer += data
+        if len(data) >= _SMALL or len(buffer) >= _MAX_JOINED:
             if buffer:
                 yield bytes(buffer)
                 buffer.clear()
-            if len(piece) >= _SMALL:
-                yield piece
+            if len(data) >= _SMALL:
+                yield data
     yield bytes(buffer)
 
 

@@ -41,5 +41,5 @@ def undo_round_robin(names: Sequence[str], ranks: int) -> list[str]:
     >>> undo_round_robin(["a", "c", "e", "b", "d"], 2)
     ['a', 'b', 'c', 'd', 'e']
     """
-    places = round_robin([str(i) for i in range(len(names))], ranks)
-    return [name for _, name in sorted(zip(map(int, places), names, strict=True))]
+    order = round_robin([str(i) for i in range(len(names))], ranks)
+    return [name for _, name in sorted(zip(map(int, order), names, strict=True))]

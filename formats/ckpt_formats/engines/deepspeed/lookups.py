@@ -54,4 +54,5 @@ def vector(value: Value, where: Path) -> FileBlob:
 
 
 def is_tensor(value: Value) -> bool:
+    """Is the value a stored tensor?"""
     return isinstance(value, TensorRef)

@@ -51,8 +51,8 @@ def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Param
         return first
     states: dict[str, Tensor] = {}
     for state in first.states:
-        every = [shard.states[state] for shard in shards]
-        states[state] = merge(name, every, Rule(".*", "replicated") if state in scalar else rule)
+        by_rank = [shard.states[state] for shard in shards]
+        states[state] = merge(name, by_rank, Rule(".*", "replicated") if state in scalar else rule)
     return replace(first, states=states)
 
 
@@ -95,10 +95,10 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
         for name in group.names:
             other = seen.setdefault(name, group)
             if other is not group:
-                odd = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
+                differing = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
                 raise Corrupt(
                     f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
-                    f"{', '.join(map(printable, odd[:3]))}",
+                    f"{', '.join(map(printable, differing[:3]))}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )

@@ -58,8 +58,8 @@ def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
     optimized: list[OptimizerStates] = []
     for mp, module in enumerate(modules):
         module.tensors |= dict(read_experts(experts, mp))
-        before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
-        optimized.append(_optimizer(step, mp, module, layers, before, order))
+        earlier_names = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
+        optimized.append(_optimizer(step, mp, module, layers, earlier_names, order))
     known = {name for one in optimized for name in one.states}
     unknown: list[tuple[str, ...]] = []
     for mp, module in enumerate(modules):
@@ -140,7 +140,12 @@ def _contradiction(step: OpenedStep, name: str, stated: str, shape: Shape) -> Co
 
 
 def _optimizer(
-    step: OpenedStep, mp: int, module: ModelTensors, layer_files: Layers, before: Container[str], order: Sequence[str]
+    step: OpenedStep,
+    mp: int,
+    module: ModelTensors,
+    layer_files: Layers,
+    earlier_names: Container[str],
+    order: Sequence[str],
 ) -> OptimizerStates:
     model, optims = step.models(mp)[0], step.optims(mp)
     if step.stage3:
@@ -157,7 +162,7 @@ def _optimizer(
     tensors = {
         n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases
     }
-    named = [NamedTensor(name, tensor) for name, tensor in tensors.items() if name not in before]
+    named = [NamedTensor(name, tensor) for name, tensor in tensors.items() if name not in earlier_names]
     if step.folder.expert_optim:
         return _by_expert_rank(step, mp, named, order)
     if model.root.get("optimizer") is None:

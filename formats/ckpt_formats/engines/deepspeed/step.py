@@ -109,10 +109,10 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
         )
     for layer in dict.fromkeys(layer for layer, _ in folder.layers):
         ranks = {rank for number, rank in folder.layers if number == layer}
-        if odd := sorted(ranks ^ set(range(tp))):
-            problem = "missing" if odd[0] < tp else "of a rank that does not exist"
+        if wrong_ranks := sorted(ranks ^ set(range(tp))):
+            problem = "missing" if wrong_ranks[0] < tp else "of a rank that does not exist"
             raise Incomplete(
-                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {problem}: "
+                f"layer_{layer:02}-model_{wrong_ranks[0]:02}-model_states.pt is {problem}: "
                 f"there are {tp} tensor-parallel ranks",
                 where=folder.path,
                 hint="Copy the files of all ranks into one folder.",

@@ -183,14 +183,14 @@ def ds_version(target: WriteLayout) -> str:
 
 def clip_grad(target: WriteLayout) -> Value:
     """The maximum norm of the gradient; 0 means no clipping."""
-    return _own(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
+    return _optimizer_extras(target).get("clip_grad", target.config.get("gradient_clipping", 0.0))
 
 
 def with_source_items(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, Value]:
     """The items, and all other items that the source's optimizer stored."""
     known = {*items, "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", *_SCALES}
     of_rank = target.of_rank(rank).get("optimizer")
-    source_items = {**_own(target), **(of_rank if isinstance(of_rank, dict) else {})}
+    source_items = {**_optimizer_extras(target), **(of_rank if isinstance(of_rank, dict) else {})}
     remaining = {
         key: tensors_for_names(value, target.source.parameters)
         for key, value in source_items.items()
@@ -207,7 +207,7 @@ def _file(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, 
     }
 
 
-def _own(target: WriteLayout) -> Mapping[str, Value]:
+def _optimizer_extras(target: WriteLayout) -> Mapping[str, Value]:
     items = target.source.extras.get("optimizer")
     return items if isinstance(items, dict) else {}
 
@@ -241,9 +241,11 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
     with Reader(check=False) as reader:
         for state, tensor in scalars.items():
             value = read(tensor, reader).tobytes()
-            odd = next((one for one in members if read(one.states[state], reader).tobytes() != value), None)
-            if odd is not None:
-                raise Unsupported(f"`{first.name}` and `{odd.name}` are in one group, but their `{state}` differs")
+            differing = next((one for one in members if read(one.states[state], reader).tobytes() != value), None)
+            if differing is not None:
+                raise Unsupported(
+                    f"`{first.name}` and `{differing.name}` are in one group, but their `{state}` differs"
+                )
     return {**apart({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
@@ -322,8 +324,8 @@ _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale
 
 def scaler_items(target: WriteLayout) -> dict[str, Value]:
     """The loss scaler in the form of stages 1 to 3: an object."""
-    own, state = _own(target), _scaling(target)
-    scaler = own.get("loss_scaler")
+    extras, state = _optimizer_extras(target), _scaling(target)
+    scaler = extras.get("loss_scaler")
     if not isinstance(scaler, Record):
         kind = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
         if state["dynamic"]:
@@ -338,7 +340,7 @@ def scaler_items(target: WriteLayout) -> dict[str, Value]:
     return {
         "loss_scaler": scaler,
         "dynamic_loss_scale": bool(scaler.get("dynamic")),
-        "overflow": own.get("overflow", False),
+        "overflow": extras.get("overflow", False),
         "clip_grad": clip_grad(target),
     }
 
@@ -351,10 +353,10 @@ def _scale_items(target: WriteLayout) -> dict[str, Value]:
 
 def _scaling(target: WriteLayout) -> dict[str, Value]:
     """The fields of the loss scaler: those of the source, of any stage; otherwise those of the configuration."""
-    own, config = _own(target), _fp16(target)
-    scaler = own.get("loss_scaler")
-    stored = {key: scaler.get(key) if isinstance(scaler, Record) else own.get(key) for key in _SCALES}
-    dynamic = bool(own.get("dynamic_loss_scale", target.dtype.name == "float16" and not config.get("loss_scale")))
+    extras, config = _optimizer_extras(target), _fp16(target)
+    scaler = extras.get("loss_scaler")
+    stored = {key: scaler.get(key) if isinstance(scaler, Record) else extras.get(key) for key in _SCALES}
+    dynamic = bool(extras.get("dynamic_loss_scale", target.dtype.name == "float16" and not config.get("loss_scale")))
     configured = {
         "cur_scale": 2.0 ** config.get("initial_scale_power", 16) if dynamic else config.get("loss_scale") or 1.0,
         "cur_iter": target.source.origin.step or 0,

@@ -94,10 +94,12 @@ def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], 
     listed = mapped_names(optims)
     for g in range(max(len(groups), len(listed))):
         in_model, in_optimizer = (set(names[g]) if g < len(names) else set() for names in (groups, listed))
-        if odd := sorted(name for name in in_model ^ in_optimizer if name not in in_model or 0 not in groups[g][name]):
-            has, lacks = ("model", "optimizer") if odd[0] in in_model else ("optimizer", "model")
+        if mismatched := sorted(
+            name for name in in_model ^ in_optimizer if name not in in_model or 0 not in groups[g][name]
+        ):
+            has, lacks = ("model", "optimizer") if mismatched[0] in in_model else ("optimizer", "model")
             raise Corrupt(
-                f"`{odd[0]}` is in group {g} in the {has}'s file, but not in the {lacks}'s file",
+                f"`{mismatched[0]}` is in group {g} in the {has}'s file, but not in the {lacks}'s file",
                 where=optims[0].path,
                 hint="Files of several runs may be mixed.",
             )
@@ -201,10 +203,10 @@ def _check_groups(root: dict[Value, Value], file: TorchFile, count: int) -> None
     if isinstance(groups, list):
         check_count("options", len(groups), count, file)
     states = get(base, "state", dict, file.path)
-    odd = next((key for key in states if key not in range(count)), None)
-    if odd is not None:
+    unknown = next((key for key in states if key not in range(count)), None)
+    if unknown is not None:
         raise Corrupt(
-            f"the optimizer has a state of group {str(odd)[:20]}, but `param_shapes` lists {count} groups",
+            f"the optimizer has a state of group {str(unknown)[:20]}, but `param_shapes` lists {count} groups",
             where=file.path,
             hint=MIXED,
         )

@@ -42,10 +42,11 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
     for root, file in zip(outer, optims, strict=True):
         check_count("masters", len(get(root, "fp32_flat_groups", list, file.path)), len(sub_groups), file)
     for root, file in zip(inner, optims, strict=True):
-        odd = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
-        if odd is not None:
+        unknown = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
+        if unknown is not None:
             raise Corrupt(
-                f"the optimizer has a state of sub-group {str(odd)[:20]}, but `param_shapes` lists {len(sub_groups)}",
+                f"the optimizer has a state of sub-group {str(unknown)[:20]}, "
+                f"but `param_shapes` lists {len(sub_groups)}",
                 where=file.path,
                 hint=MIXED,
             )
@@ -69,13 +70,16 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
         for name, shape in shapes.items():
             size = chunk(prod(shape), len(optims))
             optimizer.states[name] = {
-                **{key: from_slices(shape, [v.flat(at, at + size) for v in every]) for key, every in vectors.items()},
+                **{
+                    key: from_slices(shape, [v.flat(at, at + size) for v in by_rank])
+                    for key, by_rank in vectors.items()
+                },
                 **state.scalars,
             }
             optimizer.values[name] = dict(state.values)
             at += size
-        for every in vectors.values():
-            for v, file in zip(every, optims, strict=True):
+        for by_rank in vectors.values():
+            for v, file in zip(by_rank, optims, strict=True):
                 if v.shape[0] != at:
                     raise Corrupt(
                         f"sub-group {s} has {v.shape[0]} elements on this rank, but its parameters {at}",

@@ -34,7 +34,7 @@ class DTensor:
     """One rank's block of a tensor, and the placements of the tensor on the mesh."""
 
     spec: PlacementSpec
-    local: TensorRef
+    shard: TensorRef
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def dtensor_of(record: Record, meshes: MeshCache) -> DTensor:
     """The DTensor that was saved as this record. Raises `Corrupt` or `Unsupported`."""
     where, arguments = meshes.where, record.args[2]
     state = {key: value for part in parts(record.args[3]) for key, value in part.items()}
-    spec, local = state.get("_spec"), state.get("_local_tensor")
-    if not isinstance(local, TensorRef):
-        kind = local.args[1] if isinstance(local, Record) and len(local.args) > 1 else type(local).__name__
+    spec, shard = state.get("_spec"), state.get("_local_tensor")
+    if not isinstance(shard, TensorRef):
+        kind = shard.args[1] if isinstance(shard, Record) and len(shard.args) > 1 else type(shard).__name__
         raise Unsupported(f"a DTensor whose local tensor is a {kind}", where=where)
     if not isinstance(spec, Record) or not isinstance(arguments, tuple) or len(arguments) < 3:
         raise Corrupt("a DTensor does not state how it is distributed", where=where)
@@ -71,15 +71,15 @@ def dtensor_of(record: Record, meshes: MeshCache) -> DTensor:
     meta = spec.get("tensor_meta")
     if isinstance(meta, Record) and meta.args and numbers(meta.args[0], "the shape of a DTensor", where) != shape:
         raise Corrupt(f"a DTensor has the shapes {list(shape)} and {list(meta.args[0])}", where=where)
-    if arguments[1] != Global("torch", local.dtype.name):
-        raise Corrupt(f"a DTensor of {arguments[1]} has a tensor of {local.dtype.name} inside", where=where)
+    if arguments[1] != Global("torch", shard.dtype.name):
+        raise Corrupt(f"a DTensor of {arguments[1]} has a tensor of {shard.dtype.name} inside", where=where)
     mesh = meshes.of(spec.get("mesh"))
     listed = attribute(spec, "placements", tuple, where)
     if len(listed) != len(mesh.shape):
         raise Corrupt(f"{len(listed)} placements on a mesh of {len(mesh.shape)} dimensions", where=where)
     placements = tuple(_placement(one, shape, where) for one in listed)
     full_spec = PlacementSpec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
-    return DTensor(meshes.specs.setdefault(full_spec, full_spec), local)
+    return DTensor(meshes.specs.setdefault(full_spec, full_spec), shard)
 
 
 def gather(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
@@ -89,25 +89,25 @@ def gather(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
     compared when they are read. Raises `Corrupt` if a rank is missing or contradicts the others.
     """
     first = next(iter(leaves.values()))
-    spec, dtype = first.spec, first.local.dtype
+    spec, dtype = first.spec, first.shard.dtype
     for rank in spec.mesh.ranks:
         if rank not in leaves:
             raise Corrupt(
                 f"tensor `{printable(name)}` is spread over {spec.mesh}, but rank {rank} lacks it",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
-        if leaves[rank].spec != spec or leaves[rank].local.dtype != dtype:
+        if leaves[rank].spec != spec or leaves[rank].shard.dtype != dtype:
             raise Corrupt(
                 f"tensor `{printable(name)}` is {dtype.name}, {spec} on one rank, "
-                f"but {leaves[rank].local.dtype.name}, {leaves[rank].spec} on rank {rank}",
+                f"but {leaves[rank].shard.dtype.name}, {leaves[rank].spec} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
-    blocks = _rank_blocks(name, spec, {rank: leaves[rank].local.shape for rank in spec.mesh.ranks})
+    blocks = _rank_blocks(name, spec, {rank: leaves[rank].shard.shape for rank in spec.mesh.ranks})
     copies: dict[Shape, list[Fragment]] = {}
-    for rank, own in blocks.items():
-        (local,) = tensor_of(leaves[rank].local).fragments
+    for rank, block in blocks.items():
+        (fragment,) = tensor_of(leaves[rank].shard).fragments
         fragments = copies.setdefault(spec.copy(rank), [])
-        fragments += (Fragment(placed.whole, local.blob.crop(placed.local)) for placed in own.blocks())
+        fragments += (Fragment(placed.whole, fragment.blob.crop(placed.local)) for placed in block.blocks())
     return with_replicas([from_fragments(spec.shape, blocks_of_copy, dtype) for blocks_of_copy in copies.values()])
 
 
@@ -118,7 +118,7 @@ def _rank_blocks(name: str, spec: PlacementSpec, shapes: Mapping[int, Shape]) ->
     for variant in (spec, plain):
         if variant is not None:
             blocks = {rank: block_of_rank(variant, rank) for rank in shapes}
-            if all(own.shape == shapes[rank] for rank, own in blocks.items()) and blocks not in fitting:
+            if all(block.shape == shapes[rank] for rank, block in blocks.items()) and blocks not in fitting:
                 fitting.append(blocks)
     if len(fitting) > 1:
         raise Unsupported(f"tensor `{printable(name)}` ({spec}) can be merged in more than one way")

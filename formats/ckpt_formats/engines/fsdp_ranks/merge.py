@@ -24,8 +24,8 @@ class RankMerge:
     """Tensors that are not complete on every rank: the leaves by path and rank."""
     _tied: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
-    def tree(self, values: Mapping[int, Value], place: str = "", *, strict: bool = False) -> Value:
-        """The merged tree. `values` are the trees by rank, `place` is their path.
+    def tree(self, values: Mapping[int, Value], path: str = "", *, strict: bool = False) -> Value:
+        """The merged tree. `values` are the trees by rank, `path` is their path in the complete tree.
 
         With `strict`, values other than tensors must be the same on all ranks that have them.
         Raises `Corrupt` if they are not, or if the ranks contradict each other on a tensor.
@@ -34,45 +34,45 @@ class RankMerge:
             merged_items = {}
             for key in dict.fromkeys(key for value in values.values() for key in value):
                 inner = {rank: value[key] for rank, value in values.items() if key in value}
-                merged = self.tree(inner, f"{place}.{key}" if place else str(key), strict=strict)
+                merged = self.tree(inner, f"{path}.{key}" if path else str(key), strict=strict)
                 if merged is not _DIFFERING:
                     merged_items[key] = merged
             return merged_items
         if any(isinstance(value, Leaf) for value in values.values()):
-            return self._tensor(place, values)
+            return self._tensor(path, values)
         first = next(iter(values.values()))
         lists = all(isinstance(value, list) and len(value) == len(first) for value in values.values())
         if strict and lists and any(isinstance(i, (dict, list, Leaf)) for value in values.values() for i in value):
             return [
-                self.tree({rank: value[i] for rank, value in values.items()}, f"{place}.{i}", strict=True)
+                self.tree({rank: value[i] for rank, value in values.items()}, f"{path}.{i}", strict=True)
                 for i in range(len(first))
             ]
-        return self._value(place, values, strict)
+        return self._value(path, values, strict)
 
-    def _tensor(self, place: str, values: Mapping[int, Value]) -> Tensor:
+    def _tensor(self, path: str, values: Mapping[int, Value]) -> Tensor:
         """The merged tensor. Names that have the same stored elements on every rank (tied tensors) get one object."""
         leaves = {rank: value for rank, value in values.items() if isinstance(value, Leaf)}
         if len(leaves) < len(values):
-            raise Corrupt(f"`{printable(place)}` is a tensor on some ranks, but not on others")
-        tensor = merge_leaves(place, leaves)
+            raise Corrupt(f"`{printable(path)}` is a tensor on some ranks, but not on others")
+        tensor = merge_leaves(path, leaves)
         if not isinstance(next(iter(leaves.values())), TensorRef):
-            self.sharded[place] = leaves
+            self.sharded[path] = leaves
         stored = tuple((rank, *_stored(leaf)) for rank, leaf in leaves.items())
         return self._tied.setdefault((tensor.shape, *stored), tensor) if tensor.size else tensor
 
-    def _value(self, place: str, values: Mapping[int, Value], strict: bool) -> Value:
+    def _value(self, path: str, values: Mapping[int, Value], strict: bool) -> Value:
         (first_rank, first), *remaining = values.items()
         differing = next((rank for rank, value in remaining if value is not first and not same(value, first)), None)
         if differing is None:
             return first
         if strict:
             raise Corrupt(
-                f"`{printable(place)}` is {_short(first)} on rank {first_rank}, but {_short(values[differing])} on "
+                f"`{printable(path)}` is {_short(first)} on rank {first_rank}, but {_short(values[differing])} on "
                 f"rank {differing}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
         for rank, value in values.items():
-            self.differing.setdefault(rank, {})[place] = value
+            self.differing.setdefault(rank, {})[path] = value
         return _DIFFERING
 
 
@@ -84,7 +84,7 @@ def _stored(leaf: Leaf) -> tuple[Value, ...]:
     if isinstance(leaf, TensorRef):
         refs = [leaf]
     elif isinstance(leaf, DTensor):
-        refs = [leaf.local]
+        refs = [leaf.shard]
     else:
         refs = [ref for _, ref in leaf.shards]
     return tuple((ref.storage.key, ref.offset, ref.shape, ref.strides) for ref in refs)

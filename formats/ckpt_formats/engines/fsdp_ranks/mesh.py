@@ -84,13 +84,13 @@ def _from_layout(record: Record, rank: int, where: Path) -> tuple[Shape, tuple[i
         raise Corrupt(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
     if rank not in ranks:
         raise _lacks_rank(rank, ranks, where)
-    at = ranks.index(rank)
-    at -= sum((at // stride) % size * stride for axis in axes for size, stride in axis if size > 1)
-    places = [[sum(steps) for steps in product(*([i * s for i in range(n)] for n, s in axis))] for axis in axes]
-    positions = [at + sum(steps) for steps in product(*places)]
-    if at < 0 or max(positions) >= len(ranks):
+    start = ranks.index(rank)
+    start -= sum((start // stride) % size * stride for axis in axes for size, stride in axis if size > 1)
+    offsets = [[sum(steps) for steps in product(*([i * s for i in range(n)] for n, s in axis))] for axis in axes]
+    positions = [start + sum(steps) for steps in product(*offsets)]
+    if start < 0 or max(positions) >= len(ranks):
         raise Corrupt(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
-    return tuple(map(len, places)), tuple(ranks[i] for i in positions)
+    return tuple(map(len, offsets)), tuple(ranks[i] for i in positions)
 
 
 def _axes(layout: Record, where: Path) -> list[list[tuple[int, int]]]:

@@ -100,14 +100,14 @@ def _of_slices(
 def _merged(
     name: str, state: str, states: Mapping[int, Mapping[str, Value]], shape: Shape, sharded: Mapping[int, Leaf]
 ) -> Value:
-    values = {rank: own[state] for rank, own in states.items() if state in own}
+    values = {rank: state_of_rank[state] for rank, state_of_rank in states.items() if state in state_of_rank}
     refs = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
     if len(refs) < len(values) or any(len(ref.shape) != 1 for ref in refs.values()):
         return RankMerge().tree(values, name, strict=True)
     if not sharded or all(ref.shape == shape for ref in refs.values()):
         return merge_leaves(name, refs)
     slices = [[refs[rank] for rank in ranks if rank in refs] for ranks in copies_of(sharded)]
-    return with_replicas([slices_of(name, shape, own, _WRONG_ORDER) for own in slices if own])
+    return with_replicas([slices_of(name, shape, of_copy, _WRONG_ORDER) for of_copy in slices if of_copy])
 
 
 def _titles(
@@ -136,8 +136,8 @@ def _titles(
 def _slot(states: Mapping[int, Mapping[str, Value]]) -> NumberedParameter:
     """A numbered parameter with the number of elements that all ranks together have of each state."""
     sizes: dict[str, int] = {}
-    for own in states.values():
-        for state, value in own.items():
+    for state_of_rank in states.values():
+        for state, value in state_of_rank.items():
             if isinstance(value, TensorRef) and len(value.shape) == 1:
                 sizes[state] = sizes.get(state, 0) + value.size
     return NumberedParameter(None, {state: (size,) for state, size in sizes.items()})

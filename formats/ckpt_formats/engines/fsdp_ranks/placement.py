@@ -97,14 +97,14 @@ def without_strides(spec: PlacementSpec) -> PlacementSpec | None:
     """
     order: list[int] = []
     for dim in reversed(range(len(spec.placements))):
-        before, ranks = 0, 1
-        while ranks < spec.placements[dim].factor and before < len(order):
-            other = order[before]
-            ranks *= spec.mesh.shape[other] if spec.placements[other].axis == spec.placements[dim].axis else 1
-            before += 1
+        position, ranks = 0, 1
+        while ranks < spec.placements[dim].factor and position < len(order):
+            dim_before = order[position]
+            ranks *= spec.mesh.shape[dim_before] if spec.placements[dim_before].axis == spec.placements[dim].axis else 1
+            position += 1
         if ranks != spec.placements[dim].factor:
             return None
-        order.insert(before, dim)
+        order.insert(position, dim)
     plain = tuple(Placement(placement.axis) for placement in spec.placements)
     return PlacementSpec(spec.shape, spec.mesh, plain, tuple(order))
 

@@ -67,6 +67,7 @@ class _Leaves:
     count: int = 0
 
     def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:
+        """The tree with leaves instead of tensors. Raises `Unsafe` if it is too deep or too large."""
         self.count += len(value)
         if depth > _MAX_DEPTH or self.count > _MAX_VALUES:
             raise Unsafe("dicts are nested or repeated without end", where=self.meshes.where)

@@ -55,30 +55,32 @@ def sharded_of(record: Record, rank: int, world: int, where: Path, known: Tiling
         raise Corrupt("a ShardedTensor does not state its type", where=where)
     shards = tuple(_shard(one, shape, dtype, where) for one in saved)
     keys = ("local_rank", "global_rank", "local_world_size", "global_world_size")
-    local, own, size, ranks = (attribute(group, key, int, where) for key in keys)
-    if (own, ranks) != (rank, world):
+    local_rank, global_rank, group_size, group_world = (attribute(group, key, int, where) for key in keys)
+    if (global_rank, group_world) != (rank, world):
         raise Corrupt(
-            f"was written by rank {own} of {ranks}, but its name is that of rank {rank} of {world}",
+            f"was written by rank {global_rank} of {group_world}, but its name is that of rank {rank} of {world}",
             where=where,
             hint="Was the file renamed, or is it from another run? Copy the files of all ranks of one step again.",
         )
-    if not 0 <= local < size or world % size:
-        raise Corrupt(f"rank {rank} is number {local} of a process group of {size} among {world} ranks", where=where)
+    if not 0 <= local_rank < group_size or world % group_size:
+        raise Corrupt(
+            f"rank {rank} is number {local_rank} of a process group of {group_size} among {world} ranks", where=where
+        )
     for box, _ in shards:
         if box not in boxes:
             raise Corrupt(f"rank {rank} holds block {box} of a tensor, but lists others: {boxes[:4]}", where=where)
-    return ShardedTensor(shape, dtype, known.setdefault(boxes, boxes), shards, local, world // size)
+    return ShardedTensor(shape, dtype, known.setdefault(boxes, boxes), shards, local_rank, world // group_size)
 
 
 def ranks_of_copies(leaves: Mapping[int, ShardedTensor]) -> list[list[int]]:
     """For each copy of the tensor: the ranks of its process group, in order. Raises `Corrupt` if some are missing."""
     copies = next(iter(leaves.values())).copies
-    places: dict[int, list[int]] = {}
-    for rank, own in sorted(leaves.items()):
-        places.setdefault(own.local_rank, []).append(rank)
-    if any(len(ranks) != copies for ranks in places.values()):
+    by_local_rank: dict[int, list[int]] = {}
+    for rank, leaf in sorted(leaves.items()):
+        by_local_rank.setdefault(leaf.local_rank, []).append(rank)
+    if any(len(ranks) != copies for ranks in by_local_rank.values()):
         raise Corrupt(f"ranks {sorted(leaves)} cannot be {copies} process groups of one size", hint=_MIXED)
-    return [[places[place][i] for place in sorted(places)] for i in range(copies)]
+    return [[by_local_rank[local_rank][i] for local_rank in sorted(by_local_rank)] for i in range(copies)]
 
 
 def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
@@ -89,15 +91,15 @@ def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
     """
     first = next(iter(leaves.values()))
     holders: dict[Box, list[TensorRef]] = {box: [] for box in first.boxes if box.size}
-    for rank, own in leaves.items():
-        if (own.shape, own.dtype, own.boxes, own.copies) != (first.shape, first.dtype, first.boxes, first.copies):
+    for rank, leaf in leaves.items():
+        if (leaf.shape, leaf.dtype, leaf.boxes, leaf.copies) != (first.shape, first.dtype, first.boxes, first.copies):
             raise Corrupt(
                 f"tensor `{printable(name)}`: rank {rank} has other blocks, another shape or another type than the "
-                f"ranks before it: {list(own.shape)} in {len(own.boxes)} blocks instead of {list(first.shape)} in "
+                f"ranks before it: {list(leaf.shape)} in {len(leaf.boxes)} blocks instead of {list(first.shape)} in "
                 f"{len(first.boxes)}",
                 hint=_MIXED,
             )
-        for box, ref in own.shards:
+        for box, ref in leaf.shards:
             if box.size:
                 holders[box].append(ref)
     for box, refs in holders.items():
@@ -108,7 +110,7 @@ def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
                 hint=_MIXED,
             )
     dtype = next((ref.dtype for refs in holders.values() for ref in refs), None)
-    dtype = dtype or next(ref.dtype for own in leaves.values() for _, ref in own.shards)
+    dtype = dtype or next(ref.dtype for leaf in leaves.values() for _, ref in leaf.shards)
     copies = [
         [Fragment(box, tensor_of(refs[i]).fragments[0].blob) for box, refs in holders.items()]
         for i in range(first.copies)
