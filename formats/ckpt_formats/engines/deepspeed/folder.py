@@ -20,8 +20,8 @@ _MODEL3 = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_OWN = (_MODEL, _MODEL3, _OPTIM)
-_KINDS = (*_OWN, _EXPERT_OPTIM, _EXPERT, _LAYER)
+_STEP_FILES = (_MODEL, _MODEL3, _OPTIM)
+_KINDS = (*_STEP_FILES, _EXPERT_OPTIM, _EXPERT, _LAYER)
 _MAX_POINTER_BYTES = 4096
 
 
@@ -65,7 +65,7 @@ def rank_in_name(name: str) -> tuple[int, ...] | None:
 def is_step(path: Path) -> bool:
     """Does this folder contain the files of one step?"""
     try:
-        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _OWN) for p in path.iterdir())
+        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _STEP_FILES) for p in path.iterdir())
     except OSError:
         return False
 

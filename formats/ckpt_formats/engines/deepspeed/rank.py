@@ -117,7 +117,7 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
                     f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
                 )
             if MASTER in states and states[MASTER].shape != states[MODEL].shape:
-                raise _contradiction(step, name, f"{list(states[MASTER].shape)} to the optimizer", states[MODEL].shape)
+                raise _contradiction(step, name, f"{list(states[MASTER].shape)} in the optimizer", states[MODEL].shape)
             parameters[name] = Parameter(name, "parameter", states, optimized.values[name])
         elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
             role: Role = "buffer" if name in weights.buffers else "frozen"

@@ -65,7 +65,7 @@ def mesh_of(record: Value, rank: int, where: Path) -> Mesh:
 
 
 def _from_tensor(stored: TensorRef, where: Path) -> tuple[Shape, tuple[int, ...]]:
-    """Shape and ranks of a mesh saved by PyTorch up to 2.9, as a tensor of ranks."""
+    """Shape and ranks of a mesh saved by PyTorch until 2.9: the ranks are a tensor."""
     return stored.shape, _values(stored, where)
 
 
@@ -98,7 +98,7 @@ def _axes(layout: Record, where: Path) -> list[list[tuple[int, int]]]:
     axes = layout.get("axes")
     if isinstance(axes, (tuple, list)):
         pairs = [(attribute(one, "shape", object, where), attribute(one, "stride", object, where)) for one in axes]
-    else:  # up to PyTorch 2.10: all sizes and all strides
+    else:  # until PyTorch 2.10: all sizes and all strides
         sizes, strides = layout.get("shape"), layout.get("stride")
         pairs = [(sizes, strides)] if is_natural(sizes) else list(zip(sizes, strides, strict=True))
     return [_steps_of(_flat(size), _flat(stride), where) for size, stride in pairs]

@@ -84,7 +84,7 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
         groups,
         extras,
         aliases,
-        (*source_files(step), *_shards(spare, optimizer, files)),
+        (*source_files(step), *_source_files(spare, optimizer, files)),
         tuple(seal for file in opened for seal in file.seals()),
         (
             *notices_of(tied),
@@ -250,7 +250,7 @@ def _origin(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
     return replace(origin, layout={**origin.layout, "pp": max(len(pipeline.stages), 1), "pipeline": pipeline.to_json()})
 
 
-def _shards(
+def _source_files(
     spare: Sequence[TorchFile], optimizer: TorchFile, files: Mapping[str, Mapping[str, TorchFile]]
 ) -> Iterator[SourceFile]:
     for file in spare:
