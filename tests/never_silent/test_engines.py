@@ -446,19 +446,19 @@ DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
         metadata(lambda said: said.state_dict_metadata.pop("train_state.step")), DAMAGED, "`train_state.step`",
     ),
     "a tensor that nothing names any more": (
-        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that no item of .metadata names",
+        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that belong to no item of .metadata",
     ),
     "a moment that nothing names any more": (
         metadata(lambda said: _forget(said, "optim.state.b.exp_avg")), INCOMPLETE, "`b` has no `exp_avg`",
     ),
     "a file that is longer": (
-        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes behind the last item",
+        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes after the last item",
     ),
     "a file that is padded": (
         in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + bytes(512))), 0, "",
     ),
     "another version": (metadata(lambda said: setattr(said, "version", "2.0.0")), 0, "version 2.0.0"),
-    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are taken apart"),
+    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are split"),
     "leftovers of more ranks": (copied("__0_0.distcp", "__1_0.distcp"), 0, "__1_0.distcp"),
 }  # fmt: skip
 
@@ -469,7 +469,7 @@ def test_what_the_metadata_of_a_dcp_say_and_what_is_there_is_compared(
 ) -> None:
     folder = _dcp(tmp_path / "saved", train_state={"step": 5})
     harm(folder)
-    if "taken apart" in says:
+    if "names are split" in says:
         assert {n for n, p in open_checkpoint(folder).parameters.items() if p.role != "extra"} <= WEIGHTS.keys()
     for done in runs(folder, tmp_path / "out"):
         assert done.code == code, done.err

@@ -23,8 +23,10 @@ def table_for(config: Mapping[str, Any]) -> Table | None:
     stated, model_type = config.get("architectures"), config.get("model_type")
     architectures = stated if isinstance(stated, list) else []
     for table in tables():
-        if isinstance(model_type, str) and model_type in table.model_types and (
-            not architectures or any(architecture in table.architectures for architecture in architectures)
+        if (
+            isinstance(model_type, str)
+            and model_type in table.model_types
+            and (not architectures or any(architecture in table.architectures for architecture in architectures))
         ):
             return table
     return None
