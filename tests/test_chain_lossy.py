@@ -304,7 +304,7 @@ def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float,
         copy(state, writable("universal"), Goal(tmp_path / f"step{step}"), "", Resources())
     appended(tmp_path / "run", [tmp_path / "step1"])
     (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
-    assert ("may blow up" in done.err and "beta2 is 0.999" in done.err) == warned
+    assert ("may diverge" in done.err and "beta2 is 0.999" in done.err) == warned
 
 
 # --- nothing is silent

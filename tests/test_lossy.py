@@ -245,14 +245,14 @@ def test_mostly_zeros_take_far_less_than_a_bit_each() -> None:
 
 def test_a_basis_turns_without_stretching_and_back() -> None:
     change = training((96, 64), 1)[0]["exp_avg"]
-    basis = Basis.along(change / np.abs(change).max(), 16)
+    basis = Basis.of_change(change / np.abs(change).max(), 16)
     assert basis is not None
     values = np.random.default_rng(0).standard_normal((96, 64)).astype(F32)
     turned = values.copy()
-    basis.into(turned)
+    basis.rotate(turned)
     assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(values), rel=1e-5)
     assert np.abs(turned - values).max() > 1
-    basis.back(turned)
+    basis.rotate_back(turned)
     assert np.abs(turned - values).max() < 1e-4
 
 

@@ -28,9 +28,9 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
             about, source = json.loads(str(golden["about"])), ByteReader(golden["data"].tobytes())
         if about["codec"]["name"] == "subspace":
             for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["made"].items()}):
-                (kind,), held = source.take(1), source.piece()
+                (kind,), held = source.take(1), source.part()
                 kinds.add(kind)
-                firsts |= {held[0]} if kind == 4 and name in forms.FIRST else set()
+                firsts |= {held[0]} if kind == 4 and name in forms.FIRST_MOMENTS else set()
     assert kinds == set(range(5))
     assert firsts == set(range(4))
 

@@ -1,4 +1,4 @@
-"""Settings that were measured, by what one wants of the checkpoints; docs/lossy-codecs.md has the figures."""
+"""Measured settings of `subspace`, by the purpose of the checkpoints. docs/lossy-codecs.md has the figures."""
 
 from ckpt_codecs.lossy.subspace import Subspace
 
