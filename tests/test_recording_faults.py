@@ -351,7 +351,7 @@ def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
         (RankRecording, "__init__"),
         (RankRecording, "record_start"),
         (RankRecording, "record_fingerprint"),
-        (RankRecording, "settle"),
+        (RankRecording, "wait_until_flushed"),
         (folder, "replace"),
         (segments, "_write_layout"),
     ],
@@ -596,7 +596,7 @@ def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, mon
     with monkeypatch.context() as failing:
         failing.setattr(link.WriterLink, "_listen", late)
         with pytest.raises(link.WriterBroken, match="Input/output error"):
-            recorder._recording.settle()
+            recorder._recording.wait_until_flushed()
     with pytest.warns(RecorderWarning):
         recorder.close()
 

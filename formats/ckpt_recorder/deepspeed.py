@@ -24,11 +24,11 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
     if hasattr(zero, "single_partition_of_fp32_groups"):
         tensors = _stages_1_and_2(zero, rank)
         groups = _group_names(zero.bit16_groups, zero.param_names)
-        parts = len(zero.bit16_groups)  # a step of the optimizer for each group, which has no other meanwhile
+        calls = len(zero.bit16_groups)  # a step of the optimizer for each group, which has no other meanwhile
     elif hasattr(zero, "fp32_partitioned_groups_flat"):
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
-        parts = len(zero.fp32_partitioned_groups_flat)
+        calls = len(zero.fp32_partitioned_groups_flat)
         if zero.offload_optimizer and getattr(zero, "backup_optimizer", None) is not None:
             raise Unsupported("ZeRO 3 with only a part of the optimizer offloaded cannot be recorded")
     else:
@@ -47,7 +47,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         (inner.param_groups,),
         was_loaded=engine.loaded_checkpoint_dp_world_size is not None,
         is_shared=False,
-        parts=parts,
+        calls_per_step=calls,
         step=int(engine.global_steps),
         notes=lambda: _notes(engine),
         after_step=(engine, "step"),
@@ -70,15 +70,17 @@ def _stages_1_and_2(zero: Any, rank: int) -> Iterator[TrackedTensor]:
     """Partition `rank` of each group: its parameters one after another, in the order of their rounds."""
     ranks = [zero_rank(zero, i, rank) for i in range(len(zero.single_partition_of_fp32_groups))]
     for group, vector in enumerate(zero.single_partition_of_fp32_groups):
-        begin, at, pieces = ranks[group] * vector.numel(), 0, []
+        begin, at, parts = ranks[group] * vector.numel(), 0, []
         for parameter in zero.round_robin_bit16_groups[group]:
             low, high = max(at, begin), min(at + parameter.numel(), begin + vector.numel())
             if low < high:
-                pieces.append(
-                    _piece(zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin)
+                parts.append(
+                    _local_part(
+                        zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin
+                    )
                 )
             at += parameter.numel()
-        yield TrackedTensor(vector, 0, group, tuple(pieces))
+        yield TrackedTensor(vector, 0, group, tuple(parts))
 
 
 def zero_rank(zero: Any, group: int, rank: int) -> int:
@@ -92,17 +94,19 @@ def zero_rank(zero: Any, group: int, rank: int) -> int:
 def _stage_3(zero: Any, names: Mapping[torch.Tensor, str], rank: int) -> Iterator[TrackedTensor]:
     """Every parameter is cut on its own; this rank's parts of a sub-group's, one after another."""
     for sub_group, vector in enumerate(zero.fp32_partitioned_groups_flat):
-        at, pieces = 0, []
+        at, parts = 0, []
         for parameter in zero.fp16_groups[sub_group]:
             each = parameter.ds_tensor.ds_numel
             low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
             if low < high:
-                pieces.append(_piece(names[parameter], parameter, parameter.ds_shape, low, high, at))
+                parts.append(_local_part(names[parameter], parameter, parameter.ds_shape, low, high, at))
             at += each
-        yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(pieces))
+        yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(parts))
 
 
-def _piece(name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int) -> LocalPart:
+def _local_part(
+    name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int
+) -> LocalPart:
     return LocalPart(name, tuple(shape), dtype_name(parameter.dtype), Box.whole(tuple(shape)), start, stop, offset)
 
 

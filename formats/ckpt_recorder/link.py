@@ -98,7 +98,7 @@ class WriterLink:
         fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
         self._send(fields, content)
 
-    def settle(self) -> None:
+    def wait_until_flushed(self) -> None:
         """Wait until everything that was ordered is on the disk."""
         before = self._flushes
         self._send({"flush": True}, b"")

@@ -47,7 +47,7 @@ class ProbeResult:
 
     1: all are rounded alike. 0: it was built without vectors, for a method that may have them."""
 
-    def whole(self, size: int, start: int, stop: int) -> int:
+    def vectorized(self, size: int, start: int, stop: int) -> int:
         """How many elements of a range of a tensor lie in whole SIMD vectors."""
         return whole_vectors(size, start, stop, is_fused=True, width=self.vector) if self.vector else 0
 
@@ -132,21 +132,21 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
     parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
     given = {key: _copied(value) for key, value in group.items() if key in known and key != "params"}
     try:
-        again: torch.optim.Optimizer = type(optimizer)(parameters, **given)
-        states = [tuple(_states_of(again, parameter) for parameter in parameters)]
+        copy: torch.optim.Optimizer = type(optimizer)(parameters, **given)
+        states = [tuple(_states_of(copy, parameter) for parameter in parameters)]
         gradients, options = [], []
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
             of_step = [torch.randn(one.shape, generator=generator) for one in weights]
             of_step = [one * scale[: one.numel()].reshape(one.shape) for one in of_step]
-            for one in again.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
+            for one in copy.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
                 _set_rate(one, RATE * (1 + step / 7))
-            options.append(group_options(again, again.param_groups[0]))
+            options.append(group_options(copy, copy.param_groups[0]))
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.to(device)
-            again.step()
+            copy.step()
             gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in of_step))
-            states.append(tuple(_states_of(again, parameter) for parameter in parameters))
+            states.append(tuple(_states_of(copy, parameter) for parameter in parameters))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise Unsupported(
             f"{class_name(optimizer)} cannot be recorded: another one of it, tried on random tensors, says: {error}",
@@ -191,7 +191,7 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
         for number, (first, last) in enumerate(zip(trial.states[0], trial.states[-1], strict=True)):
             states = {name: first[name].copy() if name in first else np.zeros_like(last[name]) for name in names}
             for count, step in enumerate(steps, 1):
-                _apply_in_pieces(step, states, trial.gradients[count - 1][number], count, candidate)
+                _apply_in_parts(step, states, trial.gradients[count - 1][number], count, candidate)
             for name, expected in last.items():
                 differing += int((states[name].view(np.uint32) != expected.view(np.uint32)).sum())
                 values += expected.size
@@ -204,10 +204,10 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     return {"differing": differing, "values": values, "max_abs": largest, "relative": relative, "steps": STEPS}
 
 
-def _apply_in_pieces(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
+def _apply_in_parts(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
     """In two, since a replay cuts tensors, too."""
     size = gradients.size
     for low, high in ((0, size // 3), (size // 3, size)):
         if low < high:
             part = {name: array[low:high] for name, array in states.items()}
-            step.apply(part, gradients[low:high], count, candidate.whole(size, low, high))
+            step.apply(part, gradients[low:high], count, candidate.vectorized(size, low, high))

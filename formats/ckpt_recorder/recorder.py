@@ -93,9 +93,9 @@ class Recorder:
         self._recording: RankRecording | None = None
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
-        self._part = 0
-        self._asked = -1
-        self._run = self._tracked()
+        self._call = 0
+        self._last_retry = -1
+        self._run = self._track_run()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
         if not codec.lossless:
@@ -134,7 +134,7 @@ class Recorder:
         if self._unwrap is not None:
             self._unwrap()
             self._unwrap = None
-        if self._part == 0:
+        if self._call == 0:
             self._guarded(lambda recording: recording.record_fingerprint(self.step))
             self._guarded(lambda recording: recording.record_end(self.step))
         was_well = self.broken is None
@@ -142,7 +142,7 @@ class Recorder:
         if was_well and self.broken is not None:
             self._say_broken(self.broken, "")
 
-    def _tracked(self) -> TrackedRun:
+    def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
             return deepspeed.zero_run(self._model, self._rank, self._world)
         given = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
@@ -160,21 +160,21 @@ class Recorder:
         """Begin a segment with the state that the run has now. All ranks do so together."""
         run = self._run
         _check_types(run)
-        parts = ranks.gather(rank_part(run, self._probed, self._world))
-        if len({one.weights for one in parts}) > 1:
+        shares = ranks.gather(rank_part(run, self._probed, self._world))
+        if len({one.weights for one in shares}) > 1:
             raise Unsupported(
                 "the ranks hold different weights under the same names: the run is not data parallel",
                 hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
             )
-        parts = without_copies(parts)
+        shares = without_copies(shares)
         self._first = self.step
         segment = self._on_rank_0(
             lambda: segments.begin(
                 self.chain,
-                draft_layout(run, self._probed, parts, uuid.uuid4().hex, self.step, self.options.codec),
+                draft_layout(run, self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        problem = self._start(parts[self._rank], segment)
+        problem = self._start(shares[self._rank], segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
             self._end(problems[0])
@@ -188,7 +188,7 @@ class Recorder:
             raise
         self.broken = None
 
-    def _start(self, part: RankPart, segment: segments.NewSegment) -> str | None:
+    def _start(self, share: RankPart, segment: segments.NewSegment) -> str | None:
         """Have the writer write where the segment begins. Returns why it cannot be done."""
         layout, options = segment.layout.ranks[self._rank], self.options
         settings = WriterSettings(
@@ -196,14 +196,14 @@ class Recorder:
             *(options.flush, options.flush_seconds),
         )
         try:
-            self._recording = RankRecording(*(self._run, part, layout, settings, self._rank, options.stall_seconds))
+            self._recording = RankRecording(*(self._run, share, layout, settings, self._rank, options.stall_seconds))
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
                 self._recording.record_frozen(self.step)
             self._recording.record_fingerprint(self.step)
-            self._recording.settle()
+            self._recording.wait_until_flushed()
         except Exception as error:  # the other ranks wait to hear of it
             return str(error) or type(error).__name__
         return None
@@ -260,47 +260,47 @@ class Recorder:
         """Gradients are there now; or, as under Lightning, not before the closure has run: then that is wrapped."""
         closure = named.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
         if closure is None:
-            self._take(optimizer)
+            self._record_call(optimizer)
             return None
 
         def run() -> Any:
             loss = closure()
-            self._take(optimizer)
+            self._record_call(optimizer)
             return loss
 
         rest = {key: value for key, value in named.items() if key != "closure"}
         return (arguments[0], run), rest
 
     @torch.no_grad()
-    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of an optimizer, and count its steps."""
         number = next(i for i, one in enumerate(self._run.optimizers) if one is optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf.item()):
             self._guarded(lambda recording: recording.record_skipped(self.step, number))
             return
-        part, count = self._part, self._run.parts
-        if part == 0:
+        call, count = self._call, self._run.calls_per_step
+        if call == 0:
             self._record_due_fingerprint()
-        is_last = part == count - 1
+        is_last = call == count - 1
         random = is_last and self.options.random_states
         if is_last:  # before the gradients: a step that is there has its buffers
             self._guarded(lambda recording: recording.record_buffers(self.step + 1))
         try:
-            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
+            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
         except UnknownTensor:
             self._renew()
-            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
-        self._part = (part + 1) % count
+            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
+        self._call = (call + 1) % count
         if is_last:
             self.step += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Begin anew where the recording broke, now that all states are those of one step."""
         done, every = self.step - self._first, self.options.retry
-        if self._part or not every or not done or done % every or self.step == self._asked:
+        if self._call or not every or not done or done % every or self.step == self._last_retry:
             return
-        self._asked = self.step  # once, of several optimizers or a skipped step
+        self._last_retry = self.step  # once, of several optimizers or a skipped step
         if any(ranks.gather(self.broken is not None)):
             self._retry()
 
@@ -348,7 +348,7 @@ class Recorder:
         """Begin a new segment, since the optimizer has other tensors than before: groups were added."""
         self._end(None)
         try:
-            self._run = self._tracked()
+            self._run = self._track_run()
             self._begin()
         except CkptError as error:
             self.broken, self._first = str(error), self.step
@@ -372,7 +372,7 @@ def _device(run: TrackedRun, number: int) -> torch.device:
 def _check_types(run: TrackedRun) -> None:
     for one in run.tensors:
         if one.tensor.dtype != torch.float32:
-            name = next((piece.name for piece in one.pieces), "a parameter")
+            name = next((part.name for part in one.parts), "a parameter")
             raise Unsupported(
                 f"the optimizer steps `{name}` in {str(one.tensor.dtype).removeprefix('torch.')}; steps are recorded "
                 "where it steps weights in float32",

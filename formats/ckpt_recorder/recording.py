@@ -34,11 +34,11 @@ from ckpt_recorder.run import (
     count_of,
     dtype_name,
     frozen_tensors,
-    local,
+    full_tensor,
+    local_shard,
     persistent_buffers,
     state_names,
     state_of,
-    whole,
 )
 from ckpt_recorder.writer import WriterSettings
 
@@ -56,7 +56,7 @@ class RankPart:
     """What one rank contributes to a layout: plain data, sent to rank 0."""
 
     vectors: tuple[OptimizerVector, ...]
-    pieces: tuple[tuple[int, LocalPart, int], ...]
+    parts: tuple[tuple[int, LocalPart, int], ...]
     """The number of the vector, the piece, and how many of its elements are in whole SIMD vectors."""
     weights: str
     """A hash of the weights of which each rank records a share: all ranks must have the same."""
@@ -66,26 +66,26 @@ class RankPart:
 
 def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> RankPart:
     """This rank's contribution. Large pieces come first; small ones share chunks."""
-    pieces = []
+    parts = []
     for number, one in enumerate(run.tensors):
-        size = local(one.tensor).numel()
-        for piece in one.pieces:
-            whole = probed[one.optimizer].whole(size, piece.offset, piece.offset + piece.size)
-            pieces.append((number, piece, whole))
-    pieces.sort(key=lambda item: item[1].size < ALONE)
+        size = local_shard(one.tensor).numel()
+        for part in one.parts:
+            vectorized = probed[one.optimizer].vectorized(size, part.offset, part.offset + part.size)
+            parts.append((number, part, vectorized))
+    parts.sort(key=lambda item: item[1].size < ALONE)
     vectors = tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
     if world == 1:
-        return RankPart(vectors, tuple(pieces), "", {})
-    return RankPart(vectors, tuple(pieces), _shared_digest(run), _shard_digests(run))
+        return RankPart(vectors, tuple(parts), "", {})
+    return RankPart(vectors, tuple(parts), _shared_digest(run), _shard_digests(run))
 
 
-def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
+def without_copies(shares: Sequence[RankPart]) -> list[RankPart]:
     """Each shard by one rank: those that hold the same block of a parameter take turns. Raises `Unsupported`."""
     holders: dict[Block, list[int]] = {}
-    for rank, part in enumerate(parts):
-        for block, digest in part.shards.items():
+    for rank, share in enumerate(shares):
+        for block, digest in share.shards.items():
             others = holders.setdefault(block, [])
-            if others and parts[others[0]].shards[block] != digest:
+            if others and shares[others[0]].shards[block] != digest:
                 raise Unsupported(
                     f"ranks {others[0]} and {rank} hold different `{block[0]}`: the run is not data parallel",
                     hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
@@ -93,25 +93,25 @@ def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
             others.append(rank)
     owners = {block: ranks[turn % len(ranks)] for turn, (block, ranks) in enumerate(holders.items())}
     return [
-        replace(part, pieces=tuple(row for row in part.pieces if owners.get((row[1].name, row[1].box), rank) == rank))
-        for rank, part in enumerate(parts)
+        replace(share, parts=tuple(row for row in share.parts if owners.get((row[1].name, row[1].box), rank) == rank))
+        for rank, share in enumerate(shares)
     ]
 
 
 def draft_layout(
-    run: TrackedRun, probed: Sequence[ProbeResult], parts: Sequence[RankPart], name: str, first: int, codec: str
+    run: TrackedRun, probed: Sequence[ProbeResult], shares: Sequence[RankPart], name: str, first: int, codec: str
 ) -> SegmentLayout:
     """The layout of a segment, from what all ranks contribute; which state it begins with, the chain decides."""
     tensors: dict[str, LoggedTensor] = {}
     numbers: dict[str, int] = {}
     layouts = []
-    for part in parts:
+    for share in shares:
         rows = []
-        for vector, piece, in_vectors in part.pieces:
-            tensors.setdefault(piece.name, LoggedTensor(piece.name, piece.dtype, piece.shape))
-            number = numbers.setdefault(piece.name, len(numbers))
-            rows.append(VectorPart(number, vector, piece.start, piece.stop, in_vectors, piece.box))
-        layouts.append(RankLayout(part.vectors, tuple(rows)))
+        for vector, part, vectorized in share.parts:
+            tensors.setdefault(part.name, LoggedTensor(part.name, part.dtype, part.shape))
+            number = numbers.setdefault(part.name, len(numbers))
+            rows.append(VectorPart(number, vector, part.start, part.stop, vectorized, part.box))
+        layouts.append(RankLayout(share.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
         for one, groups in zip(probed, run.group_names, strict=True)
@@ -128,7 +128,7 @@ class RankRecording:
     def __init__(
         self,
         run: TrackedRun,
-        part: RankPart,
+        share: RankPart,
         layout: RankLayout,
         settings: WriterSettings,
         rank: int,
@@ -138,10 +138,10 @@ class RankRecording:
         self._numbers = {id(one.tensor): number for number, one in enumerate(run.tensors)}
         self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
         """By tensor: where in the rank's vector each piece begins, where in the tensor, and how many elements."""
-        self._piece_places = []
-        for start, (number, piece, _) in zip(layout.starts, part.pieces, strict=False):
-            self._places[number].append((start, piece.offset, piece.size))
-            self._piece_places.append((number, piece.offset))
+        self._part_offsets = []
+        for start, (number, part, _) in zip(layout.starts, share.parts, strict=False):
+            self._places[number].append((start, part.offset, part.size))
+            self._part_offsets.append((number, part.offset))
         self._chunks = [frozenset(self._chunks_of(number)) for number in range(len(run.tensors))]
         self._of_optimizer = [
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
@@ -165,9 +165,9 @@ class RankRecording:
         self._link.close()
         return self._link.reason
 
-    def settle(self) -> None:
+    def wait_until_flushed(self) -> None:
         """Wait until the writer has written what it got."""
-        self._link.settle()
+        self._link.wait_until_flushed()
 
     def record_start(self, step: int) -> None:
         """The states themselves."""
@@ -183,7 +183,7 @@ class RankRecording:
                         target.copy_(values[offset : offset + size])
             self._link.order(Kind.STATE, step, {"state": name}, slot)
 
-    def record_gradients(self, step: int, number: int, part: tuple[int, int], with_random_states: bool) -> None:
+    def record_gradients(self, step: int, number: int, share: tuple[int, int], with_random_states: bool) -> None:
         """What an optimizer is about to step with, in call `part` of so many that make a step."""
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
@@ -199,8 +199,8 @@ class RankRecording:
             meta["vectors"] = vectors
         if len(vectors) < len(self._run.tensors):
             chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
-        if part[1] > 1:
-            meta["part"] = list(part)
+        if share[1] > 1:
+            meta["part"] = list(share)
         random = encode(random_states()) if with_random_states else None
         self._link.order(Kind.GRADIENTS, step, meta, slot, chunks, random)
 
@@ -225,7 +225,7 @@ class RankRecording:
         """Parameters that no optimizer steps: by rank 0, to which all ranks bring what they have of them."""
         broken = None
         for name, tensor in frozen_tensors(self._run):
-            gathered = whole(tensor)
+            gathered = full_tensor(tensor)
             if self._rank == 0 and broken is None:
                 try:
                     self._order_tensors(step, [(name, "frozen", gathered, content_of(gathered))])
@@ -277,11 +277,11 @@ class RankRecording:
         self._link.order(Kind.END, step, {})
 
     def _digests(self, arrays: Sequence[Array | None]) -> Iterator[int]:
-        places = dict(zip(map(id, self._layout.pieces), self._piece_places, strict=True))
+        places = dict(zip(map(id, self._layout.parts), self._part_offsets, strict=True))
         for index in range(self._layout.chunk_count):
             digest = xxhash.xxh3_64()
             for one in self._layout.ranges(index):
-                number, offset = places[id(one.piece)]
+                number, offset = places[id(one.part)]
                 array = arrays[number]
                 assert array is not None
                 digest.update(array[offset + one.start : offset + one.stop].data)
@@ -306,7 +306,7 @@ class RankRecording:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise WriterBroken("a gradient is sparse, which cannot be recorded")
-            flat = local(parameter.grad).reshape(-1)
+            flat = local_shard(parameter.grad).reshape(-1)
             for start, offset, size in self._places[number]:
                 targets.append(out[start : start + size])
                 sources.append(flat[offset : offset + size])
@@ -339,8 +339,8 @@ def _shared_digest(run: TrackedRun) -> str:
 
 def _shard_digests(run: TrackedRun) -> dict[Block, int]:
     return {
-        (piece.name, piece.box): xxhash.xxh3_64_intdigest(content_of(local(one.tensor)))
+        (part.name, part.box): xxhash.xxh3_64_intdigest(content_of(local_shard(one.tensor)))
         for one in run.tensors
         if hasattr(one.tensor, "placements")
-        for piece in one.pieces
+        for part in one.parts
     }

@@ -41,7 +41,7 @@ class TrackedTensor:
     tensor: torch.Tensor
     optimizer: int
     group: int
-    pieces: tuple[LocalPart, ...]
+    parts: tuple[LocalPart, ...]
     """What this rank has of it; of what all ranks have, its share."""
 
 
@@ -62,7 +62,7 @@ class TrackedRun:
     """Did the engine load a checkpoint after which no step was done?"""
     is_shared: bool = True
     """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
-    parts: int = 1
+    calls_per_step: int = 1
     """How many calls of the optimizer make one step."""
     step: int | None = None
     """The number of the step that was done last, if the engine counts."""
@@ -87,7 +87,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
@@ -133,8 +133,8 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
                         "the optimizer steps a tensor that is no parameter of the model",
                         hint="Give the recorder the model whose parameters the optimizer got.",
                     )
-                pieces = tuple(_pieces_of(name, parameter, shared))
-                tensors.append(TrackedTensor(parameter, number, at, pieces))
+                parts = tuple(_local_parts(name, parameter, shared))
+                tensors.append(TrackedTensor(parameter, number, at, parts))
             groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
         group_names.append(tuple(groups))
     return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
@@ -161,7 +161,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
-def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
+def _local_parts(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
     dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
     if not _is_sharded(parameter):
         start, stop = shared.take(parameter.numel())
@@ -174,9 +174,9 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iter
     if any(placement.is_partial() for placement in placements):
         raise Unsupported(f"`{name}` is a sum over ranks that is not done yet")
     local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if tuple(local_shape) != tuple(local(parameter).shape):
+    if tuple(local_shape) != tuple(local_shard(parameter).shape):
         raise Unsupported(
-            f"`{name}`: this rank's shard has shape {list(local(parameter).shape)}, not {list(local_shape)}"
+            f"`{name}`: this rank's shard has shape {list(local_shard(parameter).shape)}, not {list(local_shape)}"
         )
     box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
     if box.size:
@@ -187,7 +187,7 @@ def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
     """A state of a tracked tensor, flat, on its device: `param` or one of the optimizer's; None if there is none."""
     one = run.tensors[number]
     value = one.tensor if name == "param" else run.optimizers[one.optimizer].state.get(one.tensor, {}).get(name)
-    return None if value is None else local(value).detach().reshape(-1)
+    return None if value is None else local_shard(value).detach().reshape(-1)
 
 
 def state_names(run: TrackedRun) -> list[str]:
@@ -227,7 +227,7 @@ def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
             yield clean_name(name), parameter
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on all ranks, which call it together."""
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()

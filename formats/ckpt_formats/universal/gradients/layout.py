@@ -66,7 +66,7 @@ class VectorPart:
     vector: int
     start: int
     stop: int
-    whole: int
+    vectorized: int
     """How many of its elements, from its first, are in whole SIMD vectors of the optimizer's own tensor."""
     box: Box
     """The block, in the whole tensor."""
@@ -80,7 +80,7 @@ class VectorPart:
 class ChunkRange:
     """The part of a piece that is in a chunk."""
 
-    piece: VectorPart
+    part: VectorPart
     start: int
     """Counted from the piece's first element."""
     stop: int
@@ -92,9 +92,9 @@ class ChunkRange:
         return self.stop - self.start
 
     @property
-    def whole(self) -> int:
+    def vectorized(self) -> int:
         """How many of its elements are in whole SIMD vectors."""
-        return min(max(self.piece.whole - self.start, 0), self.size)
+        return min(max(self.part.vectorized - self.start, 0), self.size)
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class RankLayout:
     """The vector of a rank."""
 
     vectors: tuple[OptimizerVector, ...]
-    pieces: tuple[VectorPart, ...]
+    parts: tuple[VectorPart, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each piece begins in the vector; and its end, as the last."""
-        return tuple(accumulate((piece.size for piece in self.pieces), initial=0))
+        return tuple(accumulate((part.size for part in self.parts), initial=0))
 
     @property
     def size(self) -> int:
@@ -116,20 +116,20 @@ class RankLayout:
     @cached_property
     def _runs(self) -> tuple[list[int], list[int]]:
         """Where runs that are cut into chunks begin, and the number of each one's first chunk; and both ends."""
-        begins, first = [0], [0]
+        starts, first = [0], [0]
 
         def close(at: int) -> None:
-            if at > begins[-1]:
-                first.append(first[-1] - (begins[-1] - at) // CHUNK)
-                begins.append(at)
+            if at > starts[-1]:
+                first.append(first[-1] - (starts[-1] - at) // CHUNK)
+                starts.append(at)
 
         for start, stop in zip(self.starts, self.starts[1:], strict=False):
-            if stop - start >= ALONE or stop - begins[-1] > CHUNK:
+            if stop - start >= ALONE or stop - starts[-1] > CHUNK:
                 close(start)
             if stop - start >= ALONE:
                 close(stop)
         close(self.size)
-        return begins, first
+        return starts, first
 
     @property
     def chunk_count(self) -> int:
@@ -137,26 +137,26 @@ class RankLayout:
 
     def chunk_bounds(self, index: int) -> tuple[int, int]:
         """The first element of a chunk in the vector, and the one after its last."""
-        begins, first = self._runs
+        starts, first = self._runs
         run = bisect_right(first, index) - 1
-        start = begins[run] + (index - first[run]) * CHUNK
-        return start, min(start + CHUNK, begins[run + 1])
+        start = starts[run] + (index - first[run]) * CHUNK
+        return start, min(start + CHUNK, starts[run + 1])
 
     def chunk_of(self, element: int) -> int:
         """The chunk that an element of the vector is in."""
-        begins, first = self._runs
-        run = bisect_right(begins, element) - 1
-        return first[run] + (element - begins[run]) // CHUNK
+        starts, first = self._runs
+        run = bisect_right(starts, element) - 1
+        return first[run] + (element - starts[run]) // CHUNK
 
     def ranges(self, index: int) -> Iterator[ChunkRange]:
         """What a chunk holds, in order."""
         start, stop = self.chunk_bounds(index)
         number = bisect_right(self.starts, start) - 1
-        while number < len(self.pieces) and self.starts[number] < stop:
+        while number < len(self.parts) and self.starts[number] < stop:
             low, high = max(self.starts[number], start), min(self.starts[number + 1], stop)
             if low < high:
                 begin = self.starts[number]
-                yield ChunkRange(self.pieces[number], low - begin, high - begin, low - start)
+                yield ChunkRange(self.parts[number], low - begin, high - begin, low - start)
             number += 1
 
 
@@ -224,7 +224,7 @@ def dump(layout: SegmentLayout) -> bytes:
             "ranks": [
                 {
                     "vectors": [[v.optimizer, v.group, v.count] for v in rank.vectors],
-                    "pieces": [_piece_json(piece, layout.tensors) for piece in rank.pieces],
+                    "pieces": [_part_json(part, layout.tensors) for part in rank.parts],
                 }
                 for rank in layout.ranks
             ],
@@ -268,14 +268,14 @@ def load(path: Path) -> SegmentLayout:
         check.values(fields, "versions"),
         parent,
     )
-    _check_pieces(layout, check)
+    _check_parts(layout, check)
     return layout
 
 
-def _piece_json(piece: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
-    row: list[Any] = [piece.tensor, piece.vector, piece.start, piece.stop, piece.whole]
-    if piece.box != Box.whole(tensors[piece.tensor].shape):
-        row.append([list(piece.box.start), list(piece.box.stop)])
+def _part_json(part: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
+    row: list[Any] = [part.tensor, part.vector, part.start, part.stop, part.vectorized]
+    if part.box != Box.whole(tensors[part.tensor].shape):
+        row.append([list(part.box.start), list(part.box.stop)])
     return row
 
 
@@ -316,12 +316,12 @@ def _rank(
     for vector in vectors:
         known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
         check.true(known and vector.count < 1 << 53, "vectors: a group that is not there")
-    pieces = tuple(_piece(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
-    return RankLayout(vectors, pieces)
+    parts = tuple(_part(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
+    return RankLayout(vectors, parts)
 
 
-def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
-    tensor, vector, start, stop, whole = _naturals(row, 5, check, "pieces")
+def _part(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
+    tensor, vector, start, stop, vectorized = _naturals(row, 5, check, "pieces")
     check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that is not there")
     shape = tensors[tensor].shape
     box = Box.whole(shape)
@@ -332,18 +332,18 @@ def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: Field
         inside = all(a <= b <= n for a, b, n in zip(low, high, shape, strict=True))
         check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "pieces: a block outside its tensor")
         box = Box(low, high)
-    check.true(start < stop <= box.size and whole <= stop - start, "pieces: elements outside their block")
-    return VectorPart(tensor, vector, start, stop, whole, box)
+    check.true(start < stop <= box.size and vectorized <= stop - start, "pieces: elements outside their block")
+    return VectorPart(tensor, vector, start, stop, vectorized, box)
 
 
-def _check_pieces(layout: SegmentLayout, check: FieldReader) -> None:
+def _check_parts(layout: SegmentLayout, check: FieldReader) -> None:
     """Every element of every tensor is in one piece."""
-    parts: dict[int, dict[Box, list[tuple[int, int]]]] = {}
+    tensor_blocks: dict[int, dict[Box, list[tuple[int, int]]]] = {}
     for rank in layout.ranks:
-        for piece in rank.pieces:
-            parts.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((piece.start, piece.stop))
+        for part in rank.parts:
+            tensor_blocks.setdefault(part.tensor, {}).setdefault(part.box, []).append((part.start, part.stop))
     for number, tensor in enumerate(layout.tensors):
-        blocks = parts.get(number, {})
+        blocks = tensor_blocks.get(number, {})
         total = 0
         for box, ranges in blocks.items():
             ranges.sort()

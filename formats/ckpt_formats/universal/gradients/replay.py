@@ -116,9 +116,9 @@ class SegmentReplay:
 
     def chunk(self, rank: int, index: int, reader: Reader) -> States:
         """A chunk of all states of a rank, not to be changed. Raises `Corrupt`."""
-        return self._cache.get((rank, index), lambda: self._replayed(rank, index, reader))
+        return self._cache.get((rank, index), lambda: self._replay(rank, index, reader))
 
-    def _replayed(self, rank: int, index: int, reader: Reader) -> States:
+    def _replay(self, rank: int, index: int, reader: Reader) -> States:
         layout = self.segment.layout.ranks[rank]
         ranges = list(layout.ranges(index))
         begin, end = layout.chunk_bounds(index)
@@ -138,11 +138,11 @@ class SegmentReplay:
     ) -> None:
         """One call of an optimizer. Ranges that are stepped alike are stepped at once."""
         vectors = self.segment.layout.ranks[rank].vectors
-        for group, count, whole, start, stop in _runs(update, ranges, vectors, counts):
+        for group, count, vectorized, start, stop in _runs(update, ranges, vectors, counts):
             step = self._step(update, group)
-            part = {name: states[name][start:stop] for name in step.states}
+            selected = {name: states[name][start:stop] for name in step.states}
             try:
-                step.apply(part, gradients[start:stop], count, whole)
+                step.apply(selected, gradients[start:stop], count, vectorized)
             except (CodecError, ArithmeticError) as error:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
@@ -167,15 +167,15 @@ class SegmentReplay:
                     self._decode(record, rank, index, states[name], reader)
             return states
         for one in ranges:
-            parameter = self.parameter(one.piece.tensor)
-            optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
+            parameter = self.parameter(one.part.tensor)
+            optimizer = self.segment.layout.ranks[rank].vectors[one.part.vector].optimizer
             for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
                 if blob is None:
-                    self._check_fresh(rank, one.piece, name, parameter)
+                    self._check_fresh(rank, one.part, name, parameter)
                     continue
-                part = states[name][one.offset : one.offset + one.size]
-                low = one.piece.start + one.start
-                FlatRangeBlob(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
+                target = states[name][one.offset : one.offset + one.size]
+                low = one.part.start + one.start
+                FlatRangeBlob(blob.crop(one.part.box), low, low + one.size).read_into(target, reader)
         return states
 
     def parameter(self, number: int) -> Parameter:
@@ -191,9 +191,9 @@ class SegmentReplay:
             )
         return parameter
 
-    def _check_fresh(self, rank: int, piece: VectorPart, state: str, parameter: Parameter) -> None:
+    def _check_fresh(self, rank: int, part: VectorPart, state: str, parameter: Parameter) -> None:
         """A state may be missing at the start only where no step was done yet: it is zero then."""
-        count = int(self.counts(rank, self.start.step)[piece.vector])
+        count = int(self.counts(rank, self.start.step)[part.vector])
         if count:
             raise Incomplete(
                 f"`{parameter.name}` has no {state!r} at step {self.start.step}, after {count} of its steps",
@@ -212,12 +212,12 @@ class SegmentReplay:
         try:
             codec.decode_into(data.data, out, None)
         except CodecError as error:
-            raise self._damaged(record, rank, index, str(error)) from None
+            raise self._damaged_error(record, rank, index, str(error)) from None
         if hash_values(out) != digest:
-            raise self._damaged(record, rank, index, "its values do not fit their hash")
+            raise self._damaged_error(record, rank, index, "its values do not fit their hash")
         return True
 
-    def _damaged(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
+    def _damaged_error(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
         what = "the state where the log begins" if record.kind is Kind.STATE else f"the gradients of step {record.step}"
         good = record.step - 1
         return Corrupt(
@@ -247,10 +247,10 @@ class SegmentReplay:
             if not isinstance(listed, list) or len(listed) != self.segment.layout.ranks[rank].chunk_count:
                 raise Corrupt(f"step {step}: a fingerprint of another layout", where=self.segment.path(rank))
             if listed[index] != hash_values(values):
-                raise self._differs(step, name, ranges)
+                raise self._difference_error(step, name, ranges)
 
-    def _differs(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
-        names = dict.fromkeys(self.segment.layout.tensors[one.piece.tensor].name for one in ranges)
+    def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
+        names = dict.fromkeys(self.segment.layout.tensors[one.part.tensor].name for one in ranges)
         shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
         if step == self.start.step:
             return Corrupt(
@@ -272,18 +272,18 @@ def _runs(
     """(group, count, elements in whole SIMD vectors, start, stop) of what is stepped at once."""
     run: tuple[int, int, int, int, int] | None = None
     for one in ranges:
-        number = one.piece.vector
+        number = one.part.vector
         vector = vectors[number]
         in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
         if not in_update:
             continue
         group, count, stop = vector.group, int(counts[number]), one.offset + one.size
         if run is not None and run[:2] == (group, count) and run[4] == one.offset and run[2] == run[4] - run[3]:
-            run = (group, count, run[2] + one.whole, run[3], stop)
+            run = (group, count, run[2] + one.vectorized, run[3], stop)
             continue
         if run is not None:
             yield run
-        run = (group, count, one.whole, one.offset, stop)
+        run = (group, count, one.vectorized, one.offset, stop)
     if run is not None:
         yield run
 
@@ -339,7 +339,7 @@ class ParameterReplay:
     """The states by the names of the checkpoint, each float32."""
     aliases: Mapping[str, str]
     """From those names to the names that steps have for them."""
-    pieces: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]
     """Who has parts of it: rank, and the number of the piece among the rank's."""
 
     @property
@@ -358,7 +358,7 @@ class ParameterReplay:
         """A chunk of all states. Raises `Corrupt`."""
         start, stop = self.flat_range(index)
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
-        packed = reader.keep(key, lambda: self._gathered(start, stop, reader).reshape(-1))
+        packed = reader.keep(key, lambda: self._gather(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
@@ -368,41 +368,41 @@ class ParameterReplay:
                 if blob is not None:
                     yield from blob.crop(box).sources()
 
-    def _gathered(self, start: int, stop: int, reader: Reader) -> Array:
+    def _gather(self, start: int, stop: int, reader: Reader) -> Array:
         out = np.empty((len(self.form), stop - start), np.float32)
         wanted, at = [], 0
         for box in flat_boxes(self.shape, start, stop):
             wanted.append((box, at))
             at += box.size
-        for rank, number in self.pieces:
-            piece = self.segment.segment.layout.ranks[rank].pieces[number]
+        for rank, number in self.parts:
+            part = self.segment.segment.layout.ranks[rank].parts[number]
             for box, offset in wanted:
-                common = box & piece.box
+                common = box & part.box
                 if common is not None:
-                    self._copy(rank, number, piece, common, box, out[:, offset : offset + box.size], reader)
+                    self._copy(rank, number, part, common, box, out[:, offset : offset + box.size], reader)
         return out
 
     def _copy(
-        self, rank: int, number: int, piece: VectorPart, common: Box, box: Box, out: Array, reader: Reader
+        self, rank: int, number: int, part: VectorPart, common: Box, box: Box, out: Array, reader: Reader
     ) -> None:
         """Fill of a block `box` what a piece has of the part `common`."""
-        layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
-        low, high = flat_ends(common.within(piece.box), block)
-        low, high = max(low, piece.start), min(high, piece.stop)
+        layout, block = self.segment.segment.layout.ranks[rank], part.box.shape
+        low, high = flat_ends(common.within(part.box), block)
+        low, high = max(low, part.start), min(high, part.stop)
         begin = layout.starts[number]
         while low < high:
-            index = layout.chunk_of(begin + low - piece.start)
+            index = layout.chunk_of(begin + low - part.start)
             chunk_start, chunk_stop = layout.chunk_bounds(index)
-            end = min(high, piece.stop, chunk_stop - begin + piece.start)
+            end = min(high, part.stop, chunk_stop - begin + part.start)
             states = self.segment.chunk(rank, index, reader)
-            offset = begin + low - piece.start - chunk_start
-            for part in flat_boxes(block, low, end):
-                there = part.shift(piece.box.start)
+            offset = begin + low - part.start - chunk_start
+            for sub_box in flat_boxes(block, low, end):
+                there = sub_box.shift(part.box.start)
                 both = there & box
                 if both is not None:
                     for row, name in enumerate(self.aliases.values()):
-                        source = states[name][offset : offset + part.size].reshape(part.shape)
+                        source = states[name][offset : offset + sub_box.size].reshape(sub_box.shape)
                         target = out[row].reshape(box.shape)
                         target[both.within(box).index] = source[both.within(there).index]
-                offset += part.size
+                offset += sub_box.size
             low = end

@@ -82,8 +82,8 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
         () if source is None else source.files,
         () if source is None else source.seals,
         (*(() if source is None else source.notices), *_notices(replay, source, noted)),
-        errors=_losses(replay, source, parameters),
-        original=_saved_as(source),
+        errors=_errors(replay, source, parameters),
+        original=_original(source),
     )
 
 
@@ -99,7 +99,7 @@ def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
     return SegmentReplay(segment, step, start)
 
 
-def _saved_as(source: Checkpoint | None) -> OriginalForm | None:
+def _original(source: Checkpoint | None) -> OriginalForm | None:
     """What the base was, without what it noted of its own file: the state is another."""
     if source is None or source.original is None:
         return None
@@ -109,17 +109,17 @@ def _saved_as(source: Checkpoint | None) -> OriginalForm | None:
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
     """The parameters that the optimizers step, by those of the base."""
     layout = replay.segment.layout
-    pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
+    parts: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
     for rank, of_rank in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
-        for number, piece in enumerate(of_rank.pieces):
-            pieces[piece.tensor].append((rank, number))
-            counts[piece.tensor] = int(now[piece.vector])
-            optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
+        for number, part in enumerate(of_rank.parts):
+            parts[part.tensor].append((rank, number))
+            counts[part.tensor] = int(now[part.vector])
+            optimizers[part.tensor] = of_rank.vectors[part.vector].optimizer
     for number, tensor in enumerate(layout.tensors):
         yield _stepped_parameter(
-            *(replay, number, parameters.get(tensor.name), tuple(pieces[number])),
+            *(replay, number, parameters.get(tensor.name), tuple(parts[number])),
             *(optimizers[number], counts[number]),
         )
 
@@ -128,7 +128,7 @@ def _stepped_parameter(
     replay: SegmentReplay,
     number: int,
     before: Parameter | None,
-    pieces: tuple[tuple[int, int], ...],
+    parts: tuple[tuple[int, int], ...],
     optimizer: int,
     count: int,
 ) -> Parameter:
@@ -137,10 +137,10 @@ def _stepped_parameter(
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
     master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
     names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
-    counted = {name: _counted(state, count) for name, state in states.items() if _is_count(name, state)}
+    counted = {name: _count_tensor(state, count) for name, state in states.items() if _is_count(name, state)}
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
-    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, pieces)
+    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, parts)
     stepped = {name: Tensor.of(DeltaBlob.whole(one, name)) for name in names} | counted
     if master == MASTER and (before is None or MODEL in states):
         dtype = model if before is None else states[MODEL].dtype
@@ -184,7 +184,7 @@ def _is_count(name: str, state: Tensor) -> bool:
     return name == _COUNT and prod(state.shape) == 1
 
 
-def _counted(state: Tensor, count: int) -> Tensor:
+def _count_tensor(state: Tensor, count: int) -> Tensor:
     return Tensor.of(ArrayBlob(np.full(state.shape, count, state.dtype)))
 
 
@@ -227,19 +227,19 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
         yield Group({**group.options, **given}, group.names)
 
 
-def _losses(
+def _errors(
     replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
 ) -> dict[tuple[str, str], ErrorFigures]:
     """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
-    losses, segment = {} if base is None else dict(base.errors), replay.segment
+    errors, segment = {} if base is None else dict(base.errors), replay.segment
     steps = replay.step - replay.start.step
     if steps:
         for optimizer in segment.layout.optimizers:
             if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
-                loss = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
+                figures = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
                 names = (name for group in optimizer.groups for name in group if name in parameters)
-                losses |= {(name, state): loss for name in names for state in parameters[name].states}
-    return losses
+                errors |= {(name, state): figures for name in names for state in parameters[name].states}
+    return errors
 
 
 def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str, Value]) -> Iterator[Notice]:
