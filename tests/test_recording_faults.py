@@ -196,7 +196,7 @@ def test_a_writer_that_dies_is_said_once_and_followed_by_another(run: Run, chain
     with pytest.warns(RecorderWarning, match="every 10 steps") as said:
         run.step(6)
     assert len(said) == 1
-    assert recorder.broken == "the process that writes the log is gone"
+    assert recorder.broken == "the process that writes the log has ended"
     assert recorder.writer_pid is None
     whole = last_of(chain)
     assert 1 <= whole <= 3  # of three, two may still have been in the ring
@@ -217,7 +217,7 @@ def test_a_writer_that_dies_as_the_run_ends_is_noticed(run: Run, chain: Path) ->
     with pytest.warns(RecorderWarning, match="step 3 and later steps") as said:
         recorder.close()
     assert len(said) == 1
-    assert recorder.broken == "the process that writes the log is gone"
+    assert recorder.broken == "the process that writes the log has ended"
 
 
 def test_what_fails_at_the_very_end_is_said(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
