@@ -12,9 +12,9 @@ from held import array
 
 LOSSY: list[DeltaCodec] = [
     Subspace(),
-    Subspace(step=1.0, rank=0, octaves=0.0, first="coarse"),
-    Subspace(max_abs_err=1e-4, first="zero"),
-    Subspace(rel_error=0.1, first="exact"),
+    Subspace(step_size=1.0, rank=0, second_octaves=0.0, first_moments="coarse"),
+    Subspace(max_abs_err=1e-4, first_moments="zero"),
+    Subspace(rel_error=0.1, first_moments="exact"),
     LcCheckpoint(),
     LcCheckpoint(2, coder="packed"),
     LcCheckpoint(3, coder="context"),

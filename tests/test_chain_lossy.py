@@ -175,7 +175,7 @@ def test_a_promise_that_is_not_kept_is_found_while_writing(
     monkeypatch.setitem(DELTA_CODECS, Careless.name, Careless)
     run = tmp_path / "run"
     appended(run, saved[:1])
-    monkeypatch.setattr(Careless, "_weights", Subspace(step=8.0)._weights)
+    monkeypatch.setattr(Careless, "_encode_weights", Subspace(step_size=8.0)._encode_weights)
     done = ckpt("diff", "--into", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
     assert done.code not in (0, 2)
     assert [member.step for member in index.read(run).members] == [1]

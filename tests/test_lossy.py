@@ -178,14 +178,14 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
     after["exp_avg_sq"][:, 7] = 0
     after["exp_avg_sq"][11] = 0
     for old in (before, {}):
-        made = there_and_back(Subspace(octaves=octaves), StatePair(old, after))["exp_avg_sq"]
+        made = there_and_back(Subspace(second_octaves=octaves), StatePair(old, after))["exp_avg_sq"]
         true = after["exp_avg_sq"]
         assert np.array_equal(made == 0, true == 0)
         octaves_off = np.abs(np.log2(made[true > 0] / true[true > 0].astype(np.float64)))
         assert octaves_off.max() <= (8 * octaves + 3) / 16
 
 
-@pytest.mark.parametrize("codec", [Subspace(), Subspace(step=4.0), Subspace(rank=0), LcCheckpoint(3)])
+@pytest.mark.parametrize("codec", [Subspace(), Subspace(step_size=4.0), Subspace(rank=0), LcCheckpoint(3)])
 def test_errors_do_not_add_up_over_twenty_deltas(codec: DeltaCodec) -> None:
     """Each delta is against what was reconstructed, so that it makes good for the errors before it."""
     states = training((96, 64), 21)
@@ -195,7 +195,7 @@ def test_errors_do_not_add_up_over_twenty_deltas(codec: DeltaCodec) -> None:
         moved = np.linalg.norm(after["fp32"] - before["fp32"])
         relative.append(float(np.linalg.norm(held["fp32"] - after["fp32"]) / moved))
         added_up += there_and_back(codec, StatePair(before, after))["fp32"] - after["fp32"]
-    assert max(relative) < 0.6 * getattr(codec, "step", 2.0)
+    assert max(relative) < 0.6 * getattr(codec, "step_size", 2.0)
     assert np.mean(relative[15:]) < 1.5 * np.mean(relative[5:10])
     assert np.linalg.norm(held["fp32"] - states[-1]["fp32"]) < np.linalg.norm(added_up)
 
@@ -213,7 +213,7 @@ def test_one_scale_serves_the_whole_state() -> None:
     large, small = training((96, 64), 2), training((64, 48), 2, 1)
     still = [{n: a * np.float32(0.01) if n != "exp_avg_sq" else a for n, a in s.items()} for s in small]
     codec = Subspace().survey(((a["fp32"].size, StatePair(b, a)) for b, a in (large, still)), StepInfo())
-    assert codec.scale is not None
+    assert codec.rms is not None
     assert codec.fit(lambda: iter([StatePair(*still)]), StepInfo()) == codec
     made = there_and_back(codec, StatePair(*still))
     assert same({"fp32": made["fp32"]}, {"fp32": still[0]["fp32"]})  # so little of it is worth no bit
@@ -222,7 +222,7 @@ def test_one_scale_serves_the_whole_state() -> None:
 
 def test_first_moments_are_told_from_the_change() -> None:
     change = dict(CHANGES)["adam-(96, 64)"]
-    sizes = {kind: len(Subspace(first=kind).encode(change)) for kind in ("zero", "derived", "coarse", "exact")}
+    sizes = {kind: len(Subspace(first_moments=kind).encode(change)) for kind in ("zero", "derived", "coarse", "exact")}
     assert sizes["zero"] < sizes["derived"] < sizes["zero"] + 8 < sizes["coarse"] < sizes["exact"]
     progress = measure(change, there_and_back(Subspace(), change))["exp_avg"]
     assert progress.error < np.square(change.after["exp_avg"], dtype=np.float64).sum() / 2
@@ -350,23 +350,23 @@ def test_the_search_gives_the_coarsest_step_that_was_tried_and_accepted(limit: f
 
 
 def test_presets_are_codecs_of_growing_steps() -> None:
-    assert PRESETS["resume"].step < PRESETS["balanced"].step < PRESETS["archive"].step
-    assert parse_delta("subspace:step=4") == PRESETS["archive"]
+    assert PRESETS["resume"].step_size < PRESETS["balanced"].step_size < PRESETS["archive"].step_size
+    assert parse_delta("subspace:step_size=4") == PRESETS["archive"]
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"step": 0},
-        {"step": "2"},
+        {"step_size": 0},
+        {"step_size": "2"},
         {"rank": -1},
         {"rank": 1000},
         {"rank": True},
-        {"octaves": 99},
-        {"first": "some"},
+        {"second_octaves": 99},
+        {"first_moments": "some"},
         {"max_abs_err": -1},
         {"rel_error": float("nan")},
-        {"scale": float("inf")},
+        {"rms": float("inf")},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(config: dict[str, object]) -> None:

@@ -26,11 +26,11 @@ EXACT, SAME, FACTORS, WEIGHTS, FIRST_MOMENTS = range(5)
 """The kind of a section: how a chunk stores a state."""
 FIRST_MOMENT_OPTIONS = ("derived", "coarse", "exact", "zero")
 SAMPLES = 4
-"""The chunks of a parameter from which `fit` computes the scale."""
+"""The chunks of a parameter from which `fit` computes the RMS."""
 _GRAIN = 2
 _SMALL_RESIDUAL = 2
 """The step of the factors, and of the residuals of small chunks, in levels of 1/8 octave."""
-SMALL_STEP_SIZE, SMALL_ANCHOR_STEP_SIZE = 1 / 8, 1 / 256
+SMALL_STEP_SIZE, SMALL_BASE_STEP_SIZE = 1 / 8, 1 / 256
 DEAD_ZONE = 0.6
 """Half the width of the bin of zero, in steps."""
 _PREFIX = 256
@@ -42,59 +42,60 @@ MAX_TRIES, STEP_REDUCTION = 40, 0.8
 class Subspace(DeltaCodec):
     """Approximates all float states of a parameter.
 
-    `step`: the step size of the quantizer, in units of the root mean square (RMS) of the true change. `anchor_step`:
-    the same for chunks without a state before, in units of the RMS of the weights. `octaves`: second moments are off by
-    a factor of about 2^(octaves/2) at most; 0 means no bound. `rank`: the rank of the subspace; 0 means none. `first`:
-    the method for first moments, one of `FIRST_MOMENT_OPTIONS`. `max_abs_err`: a bound of the absolute error of every
-    weight. `rel_error`: a bound, for every chunk, of the Euclidean norm of the weights' error over that of their
-    change. `scale`: the RMS in which steps are measured, set by `survey` or `fit`.
+    `step_size`: that of the quantizer, in units of the root mean square (RMS) of the true change. `base_step_size`: the
+    same for chunks without a state before, in units of the RMS of the weights. `second_octaves`: second moments are off
+    by a factor of about 2^(second_octaves/2) at most; 0 means no bound. `rank`: the rank of the subspace; 0 means none.
+    `first_moments`: the method for first moments, one of `FIRST_MOMENT_OPTIONS`. `max_abs_err`: a bound of the absolute
+    error of every weight. `rel_error`: a bound, for every chunk, of the Euclidean norm of the weights' error over that
+    of their change. `rms`: the RMS in which steps are measured, set by `survey` or `fit`.
     """
 
     name: ClassVar[str] = "subspace"
     lossless: ClassVar[bool] = False
 
-    step: float = 2.0
+    step_size: float = 2.0
     rank: int = 32
-    octaves: float = 4.0
-    first: str = "derived"
-    anchor_step: float = 0.25
+    second_octaves: float = 4.0
+    first_moments: str = "derived"
+    base_step_size: float = 0.25
     max_abs_err: float | None = None
     rel_error: float | None = None
-    scale: float | None = None
+    rms: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("step", "anchor_step", "max_abs_err", "rel_error", "scale"):
+        for name in ("step_size", "base_step_size", "max_abs_err", "rel_error", "rms"):
             value = getattr(self, name)
-            if value is None and name in ("max_abs_err", "rel_error", "scale"):
+            if value is None and name in ("max_abs_err", "rel_error", "rms"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
                 raise CodecError(f"{name} must be a number above 0, not {value!r}")
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank <= MAX_RANK:
             raise CodecError(f"rank must be an integer from 0 to {MAX_RANK}, not {self.rank!r}")
-        if not isinstance(self.octaves, int | float) or not 0 <= self.octaves <= 16:
-            raise CodecError(f"octaves must be a number from 0 to 16, not {self.octaves!r}")
-        if self.first not in FIRST_MOMENT_OPTIONS:
-            raise CodecError(f"first must be one of {', '.join(FIRST_MOMENT_OPTIONS)}, not {self.first!r}")
+        if not isinstance(self.second_octaves, int | float) or not 0 <= self.second_octaves <= 16:
+            raise CodecError(f"second_octaves must be a number from 0 to 16, not {self.second_octaves!r}")
+        if self.first_moments not in FIRST_MOMENT_OPTIONS:
+            options = ", ".join(FIRST_MOMENT_OPTIONS)
+            raise CodecError(f"first_moments must be one of {options}, not {self.first_moments!r}")
 
     def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "Subspace":
-        """The same codec with one scale for all parameters.
+        """The same codec with one RMS for all parameters.
 
         `samples`: for each parameter its number of elements, and one of its chunks.
         """
         parts = [(size, *self._energy(change)) for size, change in samples if not state_types.is_small(_shape(change))]
         count = sum(size for size, _, sampled in parts if sampled)
         energy = sum(size * energy / sampled for size, energy, sampled in parts if sampled)
-        return replace(self, scale=sqrt(energy / count)) if energy > 0 else self
+        return replace(self, rms=sqrt(energy / count)) if energy > 0 else self
 
     def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "Subspace":
-        """The same codec with the scale of one parameter, unless the scale is known."""
-        if self.scale is not None:
+        """The same codec with the RMS of one parameter, unless the RMS is known."""
+        if self.rms is not None:
             return self
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
 
-    def at(self, step: float) -> "Subspace":
-        """The same codec with another step size; `anchor_step` changes by the same factor."""
-        return replace(self, step=step, anchor_step=self.anchor_step * step / self.step)
+    def at(self, step_size: float) -> "Subspace":
+        """The same codec with another step size; `base_step_size` changes by the same factor."""
+        return replace(self, step_size=step_size, base_step_size=self.base_step_size * step_size / self.step_size)
 
     def promised(self, state: str, form: StateTypes) -> Mapping[str, float]:
         if state != state_types.weights_of(form):
@@ -164,16 +165,16 @@ class Subspace(DeltaCodec):
         if not true.size:
             raise NotApplicable("there are no values")
         if name in state_types.SECOND_MOMENTS:
-            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else round(8 * self.octaves)
+            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else round(8 * self.second_octaves)
             return FACTORS, factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
         if not state_types.is_finite(true):
             raise NotApplicable("some values are not finite")
         if name == state_types.weights_of(change.after):
             transform = context.weight_transform(name)
             return WEIGHTS, self._encode_weights(true, change.after[name], transform, small)
-        if name in state_types.FIRST_MOMENTS and self.first != "exact":
+        if name in state_types.FIRST_MOMENTS and self.first_moments != "exact":
             moment_context = context.moment_context(change.after)
-            return FIRST_MOMENTS, first_moment.encode(true, moment_context, self.first, small)
+            return FIRST_MOMENTS, first_moment.encode(true, moment_context, self.first_moments, small)
         raise NotApplicable("a state of this name is stored exactly")
 
     def _encode_weights(self, true: Array, state: Array, transform: WeightTransform, small: bool) -> bytes:
@@ -187,12 +188,12 @@ class Subspace(DeltaCodec):
         values, energy = transform.scale(true)
         rms = sqrt(energy / values.size)
         if small:
-            step_size = rms * (SMALL_STEP_SIZE if transform.before is not None else SMALL_ANCHOR_STEP_SIZE)
+            step_size = rms * (SMALL_STEP_SIZE if transform.before is not None else SMALL_BASE_STEP_SIZE)
             zero = 0.5
         elif transform.before is not None:
-            step_size, zero = settled_step(self.step) * (self.scale or rms), DEAD_ZONE
+            step_size, zero = settled_step(self.step_size) * (self.rms or rms), DEAD_ZONE
         else:
-            step_size, zero = self.anchor_step * rms, 0.5
+            step_size, zero = self.base_step_size * rms, 0.5
         if bound is not None:
             step_size, zero = min(2 * bound, step_size) if small else 2 * bound, 0.5
         rotated = transform.rotate(values, rank)
