@@ -246,7 +246,7 @@ class Surveying(Subspace):
         return super().survey(iter(found), step)
 
     def fit(self, changes, step):  # type: ignore[no-untyped-def]
-        self.fitted.append(self.scale)
+        self.fitted.append(self.rms)
         return self
 
 
@@ -272,7 +272,7 @@ def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
     assert Surveying.fitted[0] is not None
     entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
     codecs = [entry.delta.codec for entry in entries if entry.delta and entry.delta.codec["name"] == Surveying.name]
-    assert {codec["scale"] for codec in codecs} == set(Surveying.fitted)
+    assert {codec["rms"] for codec in codecs} == set(Surveying.fitted)
     assert len(codecs) == len(trained)
 
 
@@ -363,7 +363,7 @@ import time
 from pathlib import Path
 import numpy as np
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
+from ckpt_formats.core.tensor import read
 
 def logits(path):
     states = open_checkpoint(Path(path)).parameters
