@@ -32,7 +32,7 @@ def find_factor(values: Array) -> float | None:
 def encode_scaled(values: Array, factor: float, out: Array, level: str = "default") -> Bytes | None:
     """A chunk of multiples of a factor, written to `out` if it has room; None if one bit would not come back.
 
-    `values`: float32, any shape. `out`: uint8, `room(values.nbytes)` bytes. `level`: that of `planes`.
+    `values`: float32, any shape. `out`: uint8, `encode_bound(values.nbytes)` bytes. `level`: that of `planes`.
     """
     bits = as_uints(values)
     numbers = thread_buffer("gradients-bfloat16", 2 * bits.size).view(np.uint16)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk import streams
-from ckpt_codecs.chunk.frame import LEAST, MOST
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, MIN_ELEMENTS
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import ENTRY, SPARSE
@@ -26,7 +26,7 @@ def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array,
 
     `encode` makes a chunk of float32 values in the memory that it is given.
     """
-    if not LEAST <= words.size <= MOST:
+    if not MIN_ELEMENTS <= words.size <= MAX_ELEMENTS:
         return None
     count = kernels.count_words(words)
     if not count or DENSE * count >= words.size:
@@ -76,4 +76,4 @@ def _append_stream(plane: Array, level: str, out: Array) -> int:
     """Put a stream and its entry of a directory after the head; returns where it ends."""
     area, effort = out[HEAD - 1 :], LEVELS[level]
     area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
-    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], area)
+    return HEAD - 1 + lossless.write_streams([plane.size], [effort.max_ratio], [effort.sampled], area)

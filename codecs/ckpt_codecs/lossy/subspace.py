@@ -100,7 +100,7 @@ class Subspace(DeltaCodec):
         said = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
         return {name: value for name, value in said.items() if value is not None}
 
-    def broken(self, change: StatePair, made: States) -> str | None:
+    def broken_promise(self, change: StatePair, made: States) -> str | None:
         name = forms.weights_of(change.after)
         if name is None:
             return None
