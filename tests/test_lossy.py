@@ -152,8 +152,8 @@ def test_a_promise_that_is_broken_is_noticed(codec: Subspace) -> None:
     before, after = training((40, 48), 2, 1)
     change = StatePair(before, after)
     made = there_and_back(codec, change)
-    assert codec.broken(change, made) is None
-    assert codec.broken(change, {**made, "fp32": made["fp32"] + np.abs(made["fp32"]).max()}) is not None
+    assert codec.broken_promise(change, made) is None
+    assert codec.broken_promise(change, {**made, "fp32": made["fp32"] + np.abs(made["fp32"]).max()}) is not None
 
 
 def test_the_loss_of_every_state_is_measured() -> None:
@@ -300,8 +300,8 @@ def test_excp_prunes_moments_where_it_prunes_weights() -> None:
 
 @pytest.mark.parametrize(("beta2", "warned"), [(0.95, False), (0.999, True), (None, True)])
 def test_excp_warns_where_second_moments_live_long(beta2: float | None, warned: bool) -> None:
-    caution = Excp().caution(StepInfo(options={} if beta2 is None else {"betas": [0.9, beta2]}))
-    assert (caution is not None) == warned
+    warning = Excp().warning(StepInfo(options={} if beta2 is None else {"betas": [0.9, beta2]}))
+    assert (warning is not None) == warned
 
 
 # --- measures

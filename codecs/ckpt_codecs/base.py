@@ -37,7 +37,7 @@ class Codec(ABC):
         """Bytes for a block. Raises `NotApplicable` if this codec cannot hold these values."""
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        """The same bytes, where the codec can in `out`: `room(array.nbytes)` bytes, to be used again afterwards."""
+        """The same bytes, where the codec can in `out`: `encode_bound(array.nbytes)` bytes, to be used again afterwards."""
         return self.encode(array, base)
 
     @abstractmethod
@@ -56,6 +56,6 @@ class Codec(ABC):
         return {"name": self.name, **asdict(self)}
 
 
-def room(nbytes: int) -> int:
+def encode_bound(nbytes: int) -> int:
     """Bytes in which a codec of ours can work while it makes a chunk of so many bytes of values."""
     return nbytes + nbytes // 64 + 128

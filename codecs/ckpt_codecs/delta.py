@@ -61,7 +61,7 @@ class DeltaCodec(ABC):
         """
         return self
 
-    def caution(self, step: StepInfo) -> str | None:
+    def warning(self, step: StepInfo) -> str | None:
         """What the user of this codec should know about this run, if anything."""
         return None
 
@@ -86,7 +86,7 @@ class DeltaCodec(ABC):
         """What a manifest says is promised of a state of a parameter with these states: numbers by name."""
         return {}
 
-    def broken(self, change: StatePair, made: States) -> str | None:
+    def broken_promise(self, change: StatePair, made: States) -> str | None:
         """Which promise the states that came out for a chunk do not keep; None if all hold."""
         return None
 

@@ -3,7 +3,7 @@
 # How a stream of bytes is held.
 STORED = 0
 CONSTANT = 1
-SEPTETS = 2
+PACKED7 = 2
 HUFFMAN = 3
 HUF0 = 4
 RUNS = 5
@@ -14,13 +14,13 @@ ENTRY = 5
 
 # How a chunk is held: its first byte.
 RAW = 0
-SAME = 1
+SAME_VALUE = 1
 ZSTD = 2
-PLANES = 3
-EXPECTED = 4
-SCALED = 5
-WORDS = 6
-STEPS = 7
+FLOAT_PLANES = 3
+ROWS_AND_CONTEXT = 4
+ROWS_ONLY = 5
+BYTE_PLANES = 6
+ZIGZAG_PLANES = 7
 # Of chunks of gradients alone.
 MULTIPLES = 8
 SPARSE = 9

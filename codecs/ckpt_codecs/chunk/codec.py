@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, room
+from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, encode_bound
 from ckpt_codecs.chunk.frame import decode_trivial
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
@@ -15,7 +15,7 @@ class ChunkCodec(Codec):
     """What `encode` and `decode` give is the caller's; `encode_into` and `decode_into` take no memory of their own."""
 
     def encode(self, array: Array, base: Array | None = None) -> Bytes:
-        return self.encode_into(array, base, np.empty(room(array.nbytes), np.uint8))
+        return self.encode_into(array, base, np.empty(encode_bound(array.nbytes), np.uint8))
 
     @abstractmethod
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes: ...

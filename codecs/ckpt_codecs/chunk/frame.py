@@ -11,15 +11,15 @@ from ckpt_codecs.chunk import streams
 from ckpt_codecs.chunk.streams import CodingLevel
 from ckpt_codecs.chunk.zstd import expand
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import ENTRY, RAW, SAME, STORED, ZSTD
+from ckpt_codecs.format_ids import ENTRY, RAW, SAME_VALUE, STORED, ZSTD
 from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import thread_buffer
 
-LEAST = 16
+MIN_ELEMENTS = 16
 """Elements of a chunk that is worth a directory."""
-LEAST_FLOATS = 512
+MIN_FLOATS = 512
 """The same of floats, of whose bits a code saves a fifth at best: norms and biases are held raw."""
-MOST = 1 << 28
+MAX_ELEMENTS = 1 << 28
 """Elements of a chunk that is coded at all; larger ones are held raw, since sizes have 32 bits."""
 
 
@@ -49,7 +49,7 @@ def encode_constant(array: Array) -> bytes | None:
     if not bits.size or bits[0] != bits[-1] or bits[0] != bits[bits.size // 2]:
         return None
     differs = np.not_equal(bits, bits[0], out=thread_buffer("differs", bits.size).view(np.bool_))
-    return None if differs.any() else bytes([SAME]) + bits[:1].tobytes()
+    return None if differs.any() else bytes([SAME_VALUE]) + bits[:1].tobytes()
 
 
 def decode_trivial(data: Bytes, out: Array) -> bool:
@@ -61,7 +61,7 @@ def decode_trivial(data: Bytes, out: Array) -> bool:
         if len(data) - 1 != out.nbytes:
             raise CodecError(f"{len(data) - 1} raw bytes are not {out.size} values of {out.dtype}")
         made.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=1)
-    elif data[0] == SAME:
+    elif data[0] == SAME_VALUE:
         value = np.frombuffer(data[1:], np.uint8)
         if value.size != made.itemsize:
             raise CodecError(f"{value.size} bytes are not one value of {out.dtype}")
@@ -102,8 +102,8 @@ class ChunkWriter:
         """Room for the plane of the next stream, to be filled before `data` is asked for. `sure`: coding pays."""
         begin, self._end = self._end, self._end + size
         self._sizes.append(size)
-        self._worths.append(effort.worth)
-        self._looks.append(effort.survey and not sure)
+        self._worths.append(effort.max_ratio)
+        self._looks.append(effort.sampled and not sure)
         return self.out[begin : self._end]
 
     def add(self, plane: Array, effort: CodingLevel, sure: bool = False) -> None:

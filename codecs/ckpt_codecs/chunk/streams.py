@@ -19,20 +19,20 @@ from ckpt_codecs.scratch import thread_buffer
 class CodingLevel:
     """How hard an encoder tries. Bytes mean the same at every level."""
 
-    worth: float
+    max_ratio: float
     """A plane is coded if it shrinks to less than this."""
-    survey: bool = True
+    sampled: bool = True
     """Believe a sample that says that it will not."""
 
 
-LEVELS = {"fast": CodingLevel(0.95), "default": CodingLevel(0.98), "max": CodingLevel(1.0, survey=False)}
+LEVELS = {"fast": CodingLevel(0.95), "default": CodingLevel(0.98), "max": CodingLevel(1.0, sampled=False)}
 
 
 def encode(plane: Array, out: Array, at: int, effort: CodingLevel, sure: bool = False) -> tuple[int, int]:
     """A stream alone, to `out` from `at` on: its kind and size. Of a plane that is to be stored nothing is written."""
     begin = 1 + ENTRY
     made = np.concatenate([np.empty(begin, np.uint8), plane])
-    end = lossless.write_streams([plane.size], [effort.worth], [effort.survey and not sure], made)
+    end = lossless.write_streams([plane.size], [effort.max_ratio], [effort.sampled and not sure], made)
     if made[1] != STORED:
         out[at : at + end - begin] = made[begin:end]
     return int(made[1]), end - begin

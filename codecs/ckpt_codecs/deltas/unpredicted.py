@@ -8,7 +8,7 @@ from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.deltas.format_ids import NOTHING
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import EXPECTED
+from ckpt_codecs.format_ids import ROWS_AND_CONTEXT
 from ckpt_codecs.lossless.candidates import candidate_codecs
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossless.integers import Integers
@@ -34,7 +34,7 @@ def decode_unpredicted(number: int, data: Bytes, shape: Shape, dtype: DType, con
     if number >= len(PLAIN):
         raise CodecError(f"there is no codec of number {number}")
     codec = PLAIN[number]()
-    base = context(codec.context) if codec.context is not None and data[:1] == bytes([EXPECTED]) else None
+    base = context(codec.context) if codec.context is not None and data[:1] == bytes([ROWS_AND_CONTEXT]) else None
     return codec.decode(data, shape, dtype, base)
 
 

@@ -45,7 +45,7 @@ class Int8Gradients(GradientCodec):
         if 2 * stored > scales.size or not bits.size:
             return None
         effort = LEVELS[self.level]
-        at = lossless.write_streams([bits.size], [effort.worth], [effort.survey], out)
+        at = lossless.write_streams([bits.size], [effort.max_ratio], [effort.sampled], out)
         inner = Planes(self.level).encode_into(scales.view(np.float32), None, out[at + 4 :])
         put_number(out, at, len(inner))
         end = append(inner, out, at + 4)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, DType, room
+from ckpt_codecs.base import Array, Bytes, DType, encode_bound
 from ckpt_codecs.chunk.codec import LeveledCodec
-from ckpt_codecs.chunk.frame import MOST
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS
 from ckpt_codecs.errors import CodecError, NotApplicable
 
 FLOAT32 = np.dtype(np.float32)
@@ -19,9 +19,11 @@ class GradientCodec(LeveledCodec):
         Raises:
             NotApplicable: The array has another dtype, or more than 2**28 values.
         """
-        if array.dtype != FLOAT32 or array.size > MOST:
-            raise NotApplicable(f"a chunk of gradients is at most {MOST} float32, not {array.size} {array.dtype}")
-        capacity = room(array.nbytes)
+        if array.dtype != FLOAT32 or array.size > MAX_ELEMENTS:
+            raise NotApplicable(
+                f"a chunk of gradients is at most {MAX_ELEMENTS} float32, not {array.size} {array.dtype}"
+            )
+        capacity = encode_bound(array.nbytes)
         return self._encode(array, out if out.size >= capacity else np.empty(capacity, np.uint8))
 
     def _encode(self, array: Array, out: Array) -> Bytes:

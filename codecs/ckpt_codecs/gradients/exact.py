@@ -6,7 +6,7 @@ from typing import ClassVar
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.frame import as_uints, decode_trivial, encode_constant
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import MAGNITUDES, MULTIPLES, PLANES, RAW, SPARSE
+from ckpt_codecs.format_ids import FLOAT_PLANES, MAGNITUDES, MULTIPLES, RAW, SPARSE
 from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.magnitudes import decode_magnitudes, encode_magnitudes
 from ckpt_codecs.gradients.scaled import decode_scaled, encode_scaled, find_factor
@@ -35,7 +35,7 @@ class ExactGradients(GradientCodec):
     def _encode_values(self, values: Array, out: Array) -> Bytes:
         """The chunk of the values of a sparse chunk. `values`: (n,) float32."""
         chunk = encode_constant(values) or self._dense(values, out)
-        if chunk[0] not in (RAW, PLANES):
+        if chunk[0] not in (RAW, FLOAT_PLANES):
             return chunk
         magnitudes = encode_magnitudes(values, self.level)
         return chunk if magnitudes is None or len(chunk) <= len(magnitudes) else magnitudes
@@ -64,7 +64,7 @@ def _decode_dense(name: str, data: Bytes, out: Array) -> None:
         decode_scaled(data, as_uints(out))
     elif data[0] == MAGNITUDES:
         decode_magnitudes(data, as_uints(out))
-    elif data[0] == PLANES:
+    elif data[0] == FLOAT_PLANES:
         decode_planes(data, out)
     else:
         raise CodecError(f"{name} has no chunks of mode {data[0]}")

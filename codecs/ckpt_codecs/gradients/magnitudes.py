@@ -6,7 +6,7 @@ Inside a binade, smaller magnitudes are more frequent, so the code of the expone
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import LEAST_FLOATS, as_uints
+from ckpt_codecs.chunk.frame import MIN_FLOATS, as_uints
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import MAGNITUDES
@@ -28,7 +28,7 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
     `values`: (n,) float32. The chunk is valid until the next call in this thread.
     """
     bits, effort = as_uints(values), LEVELS[level]
-    if bits.size < LEAST_FLOATS:
+    if bits.size < MIN_FLOATS:
         return None
     rotated = bits << _ONE | bits >> np.uint32(31)
     tops = rotated >> _TOP
@@ -40,7 +40,7 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
     planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
     out = thread_buffer("gradients-magnitudes", HEAD + 20 + planes.nbytes)
     area = out[HEAD - 1 :]
-    end = HEAD - 1 + lossless.write_planes(planes, False, effort.worth, effort.survey, area)
+    end = HEAD - 1 + lossless.write_planes(planes, False, effort.max_ratio, effort.sampled, area)
     out[0] = MAGNITUDES
     out[1:HEAD] = np.frombuffer(int(min_top).to_bytes(2, "little"), np.uint8)
     return out[:end].data

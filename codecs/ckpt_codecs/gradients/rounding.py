@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import LEAST, as_uints, encode_constant, encode_raw
+from ckpt_codecs.chunk.frame import MIN_ELEMENTS, as_uints, encode_constant, encode_raw
 from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.exact import decode_own
 from ckpt_codecs.gradients.scaled import encode_multiples, encode_scaled
@@ -35,7 +35,7 @@ class Bfloat16Gradients(GradientCodec):
         chunk = encode_constant(wide) or encode_sparse(wide, self.level, out, self._encode_values)
         if chunk is not None:
             return chunk
-        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= LEAST else encode_raw(wide, out)
+        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= MIN_ELEMENTS else encode_raw(wide, out)
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:
         return encode_constant(values) or encode_scaled(values, 1.0, out, self.level) or encode_raw(values, out)

@@ -33,7 +33,7 @@ def find_factor(values: Array) -> float | None:
 def encode_scaled(values: Array, factor: float, out: Array, level: str = "default") -> Bytes | None:
     """A chunk of bfloat16 numbers times a factor, in `out` if it is large enough; None if it would not be exact.
 
-    `values`: float32, any shape. `out`: (room(values.nbytes),) uint8. `level`: that of `planes`.
+    `values`: float32, any shape. `out`: (encode_bound(values.nbytes),) uint8. `level`: that of `planes`.
     """
     bits = as_uints(values)
     numbers = thread_buffer("gradients-bfloat16", 2 * bits.size).view(np.uint16)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk import streams
-from ckpt_codecs.chunk.frame import LEAST, MOST
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, MIN_ELEMENTS
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import ENTRY, SPARSE
@@ -27,7 +27,7 @@ def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array,
     `words`: (n,) uint32. `out`: uint8. `encode` returns a chunk of float32 values, which it may write to its second
     argument.
     """
-    if not LEAST <= words.size <= MOST:
+    if not MIN_ELEMENTS <= words.size <= MAX_ELEMENTS:
         return None
     count = kernels.count_words(words)
     if not count or DENSE * count >= words.size:
@@ -77,4 +77,4 @@ def _append_stream(plane: Array, level: str, out: Array) -> int:
     """Write a stream and its entry of a directory after the head; return the offset of its end. `plane`: (n,) uint8."""
     area, effort = out[HEAD - 1 :], LEVELS[level]
     area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
-    return HEAD - 1 + lossless.write_streams([plane.size], [effort.worth], [effort.survey], area)
+    return HEAD - 1 + lossless.write_streams([plane.size], [effort.max_ratio], [effort.sampled], area)

@@ -8,8 +8,8 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.codec import LeveledCodec
 from ckpt_codecs.chunk.frame import (
-    LEAST_FLOATS,
-    MOST,
+    MAX_ELEMENTS,
+    MIN_FLOATS,
     as_uints,
     begin,
     encode_constant,
@@ -18,7 +18,7 @@ from ckpt_codecs.chunk.frame import (
 )
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import PLANES
+from ckpt_codecs.format_ids import FLOAT_PLANES
 from ckpt_codecs.native import lossless
 
 
@@ -31,19 +31,19 @@ class Planes(LeveledCodec):
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         bits = as_uints(array)
-        if not LEAST_FLOATS <= bits.size <= MOST:
+        if not MIN_FLOATS <= bits.size <= MAX_ELEMENTS:
             return encode_constant(array) or encode_raw(array, out)
         return encode_constant(array) or encode_planes(bits, LEVELS[self.level], out) or encode_raw(array, out)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
-        if data[0] != PLANES:
+        if data[0] != FLOAT_PLANES:
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
         decode_planes(data, out)
 
 
 def encode_planes(bits: Array, effort: CodingLevel, out: Array) -> Bytes | None:
     """A chunk of planes; None if it would be larger than the values."""
-    return write_planes(PLANES, bits, True, effort, out)
+    return write_planes(FLOAT_PLANES, bits, True, effort, out)
 
 
 def decode_planes(data: Bytes, out: Array) -> None:
@@ -53,7 +53,7 @@ def decode_planes(data: Bytes, out: Array) -> None:
 def write_planes(mode: int, bits: Array, floats: bool, effort: CodingLevel, out: Array | None) -> Bytes | None:
     """A chunk of a stream for each byte of a word; None if it would be larger than the words."""
     made = begin(mode, bits.itemsize, bits.nbytes, out)
-    end = lossless.write_planes(bits, floats, effort.worth, effort.survey, made)
+    end = lossless.write_planes(bits, floats, effort.max_ratio, effort.sampled, made)
     return made[:end].data if end <= bits.nbytes else None
 
 

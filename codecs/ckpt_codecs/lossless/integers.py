@@ -7,10 +7,10 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.codec import LeveledCodec
-from ckpt_codecs.chunk.frame import LEAST, MOST, as_uints, encode_constant, encode_raw
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, MIN_ELEMENTS, as_uints, encode_constant, encode_raw
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import STEPS, WORDS
+from ckpt_codecs.format_ids import BYTE_PLANES, ZIGZAG_PLANES
 from ckpt_codecs.lossless.float_planes import read_planes, write_planes
 from ckpt_codecs.lossless.zstd import ZSTD_LEVELS, zstd
 
@@ -25,20 +25,20 @@ class Integers(LeveledCodec):
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         bits, effort = as_uints(array), LEVELS[self.level]
         found = encode_constant(array)
-        if found is not None or not LEAST <= bits.size <= MOST:
+        if found is not None or not MIN_ELEMENTS <= bits.size <= MAX_ELEMENTS:
             return found or encode_raw(array, out)
-        tried = [write_planes(WORDS, bits, False, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
+        tried = [write_planes(BYTE_PLANES, bits, False, effort, out), zstd(array, ZSTD_LEVELS[self.level])]
         if bits.itemsize > 1:
-            tried.append(write_planes(STEPS, _steps(bits), False, effort, None))
+            tried.append(write_planes(ZIGZAG_PLANES, _steps(bits), False, effort, None))
         least = min((chunk for chunk in tried if chunk is not None), key=len)
         return least if len(least) <= array.nbytes + 1 else encode_raw(array, out)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
-        if data[0] not in (WORDS, STEPS):
+        if data[0] not in (BYTE_PLANES, ZIGZAG_PLANES):
             raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
         bits = as_uints(out)
         read_planes(data, bits, False)
-        if data[0] == STEPS:
+        if data[0] == ZIGZAG_PLANES:
             bits[:] = _from_steps(bits)
 
 

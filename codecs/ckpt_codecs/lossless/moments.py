@@ -9,8 +9,8 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes, Shape
 from ckpt_codecs.chunk.codec import LeveledCodec
 from ckpt_codecs.chunk.frame import (
-    LEAST_FLOATS,
-    MOST,
+    MAX_ELEMENTS,
+    MIN_FLOATS,
     as_uints,
     begin,
     encode_constant,
@@ -19,7 +19,7 @@ from ckpt_codecs.chunk.frame import (
 )
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import EXPECTED, PLANES, SCALED
+from ckpt_codecs.format_ids import FLOAT_PLANES, ROWS_AND_CONTEXT, ROWS_ONLY
 from ckpt_codecs.lossless.float_planes import decode_planes, encode_planes
 from ckpt_codecs.native import lossless
 
@@ -42,7 +42,7 @@ class SecondMoment(LeveledCodec):
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
         bits, effort = as_uints(array), LEVELS[self.level]
-        if not LEAST_FLOATS <= bits.size <= MOST:
+        if not MIN_FLOATS <= bits.size <= MAX_ELEMENTS:
             return encode_constant(array) or encode_raw(array, out)
         return (
             encode_constant(array)
@@ -59,9 +59,9 @@ class SecondMoment(LeveledCodec):
         if expected is None and columns_of(array.shape) == array.size:
             return None
         columns, rows = columns_of(array.shape), array.size // columns_of(array.shape)
-        mode = SCALED if expected is None else EXPECTED
+        mode = ROWS_ONLY if expected is None else ROWS_AND_CONTEXT
         made = begin(mode, array.itemsize + 3, array.nbytes + 2 + 2 * rows, out)
-        tried = effort.worth, effort.survey, ROWS.worth
+        tried = effort.max_ratio, effort.sampled, ROWS.max_ratio
         end = lossless.write_residuals(as_uints(array), expected, columns, *tried, made)
         return made[:end].data if 0 < end <= array.nbytes else None
 
@@ -70,14 +70,14 @@ class SecondMoment(LeveledCodec):
         return None
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
-        if data[0] == PLANES:
+        if data[0] == FLOAT_PLANES:
             decode_planes(data, out)
             return
         shape, width = out.shape, out.itemsize
-        if data[0] not in (SCALED, EXPECTED) or out.dtype.name not in EIGHT_BITS or not out.size:
+        if data[0] not in (ROWS_ONLY, ROWS_AND_CONTEXT) or out.dtype.name not in EIGHT_BITS or not out.size:
             raise CodecError(f"{self.name} has no chunks of {out.dtype} of mode {data[0]}")
-        expected = None if data[0] == SCALED else self._expected(base, shape)
-        if data[0] == EXPECTED and expected is None:
+        expected = None if data[0] == ROWS_ONLY else self._expected(base, shape)
+        if data[0] == ROWS_AND_CONTEXT and expected is None:
             raise CodecError(f"a chunk of {self.name} needs the state that it was coded against")
         size, columns, bits = out.size, columns_of(shape), as_uints(out)
         if not lossless.read_residuals(np.frombuffer(data, np.uint8), expected, columns, bits):

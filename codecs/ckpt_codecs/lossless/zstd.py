@@ -7,7 +7,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.codec import ChunkCodec
-from ckpt_codecs.chunk.frame import MOST, as_uints, encode_raw
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, as_uints, encode_raw
 from ckpt_codecs.chunk.zstd import compress
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import ZSTD
@@ -35,6 +35,6 @@ class Zstd(ChunkCodec):
 
 def zstd(array: Array, level: int) -> Bytes | None:
     """A chunk of one frame; None if it would be too large."""
-    if array.size > MOST:
+    if array.size > MAX_ELEMENTS:
         return None
     return bytes([ZSTD]) + compress(as_uints(array).view(np.uint8), level)

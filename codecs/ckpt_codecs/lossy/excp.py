@@ -49,7 +49,7 @@ class Excp(DeltaCodec):
         if self.bits not in (2, 4, 8):
             raise CodecError("bits must be 2, 4 or 8")
 
-    def caution(self, step: StepInfo) -> str | None:
+    def warning(self, step: StepInfo) -> str | None:
         """The warning about a run whose `beta2` is unknown or too large; else None."""
         betas = step.options.get("betas")
         beta2 = betas[1] if isinstance(betas, list | tuple) and len(betas) == 2 else None

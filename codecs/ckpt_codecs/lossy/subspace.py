@@ -103,7 +103,7 @@ class Subspace(DeltaCodec):
         bounds = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
         return {name: value for name, value in bounds.items() if value is not None}
 
-    def broken(self, change: StatePair, decoded: States) -> str | None:
+    def broken_promise(self, change: StatePair, decoded: States) -> str | None:
         name = state_types.weights_of(change.after)
         if name is None:
             return None

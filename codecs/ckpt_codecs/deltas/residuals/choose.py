@@ -3,7 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType
-from ckpt_codecs.chunk.frame import MOST, ChunkWriter, read
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, ChunkWriter, read
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.deltas.format_ids import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE, TABLES
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
@@ -14,7 +14,7 @@ from ckpt_codecs.deltas.unpredicted import sampled
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas, lossless
 
-LEAST = 512
+MIN_ELEMENTS = 512
 """Values that are worth tables."""
 LEAST_HALVES = 16
 """Values of 16 bits that are worth a model."""
@@ -33,14 +33,14 @@ def encode_residual(
 ) -> bytes | None:
     """The form that suits; None if the words are stored better as they are."""
     effort, size = LEVELS[level], found.size
-    if size > MOST:
+    if size > MAX_ELEMENTS:
         return None
     if dtype.name in MANTISSA and size >= LEAST_HALVES:
         made = encode_float16(foretold, found, MANTISSA[dtype.name])
         if made is not None:
             return made
     planes = (deltas.zigzag_bits(foretold, found) + 7) // 8
-    if size >= LEAST and planes > FEW_PLANES and dtype.name == "float32":
+    if size >= MIN_ELEMENTS and planes > FEW_PLANES and dtype.name == "float32":
         best = best_shift(foretold, found, source, told)
         if best is not None and best[1] < guess_steps(foretold, found):
             made = encode_grid(foretold, found, source, best[0], contexts, told, effort)
