@@ -114,7 +114,7 @@ class LcCheckpoint(DeltaCodec):
             return bytes([_CONTEXT]) + symbols.encode(plane.astype(np.int32), columns)
         out = thread_buffer("lc", plane.size + 64)
         if self.coder == "packed":
-            kind, held = streams.encode(plane, out, 0, streams.LEVELS["max"], sure=True)
+            kind, held = streams.encode(plane, out, 0, streams.LEVELS["max"], always_try=True)
         else:
             held = lossless.entropy_code(plane, out)
             kind = HUFFMAN if held > 1 else CONSTANT if held else STORED
