@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ckpt_codecs.base import Array, DType, Shape
 
 States = Mapping[str, Array]
-"""A chunk of each state of one parameter by name: `fp32`, `param`, `exp_avg`, `exp_avg_sq`, ... All have one shape."""
+"""A chunk of each state of one parameter by name (`fp32`, `param`, `exp_avg`, ...): one shape, any dtypes."""
 StateTypes = Mapping[str, DType]
 """The dtype of each state of a chunk, by name."""
 

@@ -11,7 +11,7 @@ _DIGITS_PER_BYTE = {2: 8, 3: 5, **dict.fromkeys(range(4, 17), 2)}
 
 
 def expand_inner(kind: int, stream: Array, size: int) -> Array | None:
-    """A stream of runs or digits, with its inner frames of zstd expanded to stored inner streams.
+    """Return a stream of runs or digits, (m,) uint8, with its inner frames of zstd as stored inner streams.
 
     `size`: that of its plane. None if the stream has no such frames, or is damaged. Raises `CodecError` if a frame is.
     """

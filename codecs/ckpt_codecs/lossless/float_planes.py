@@ -42,7 +42,10 @@ class Planes(LeveledCodec):
 
 
 def encode_planes(bits: Array, level: CodingLevel, out: Array) -> Bytes | None:
-    """Return a chunk of mode "float planes"; None if it is larger than the values. Arguments: see `write_planes`."""
+    """Return a chunk of mode "float planes"; None if it is larger than the values.
+
+    `bits`: (n,) uint8, uint16, uint32 or uint64. `out`: (m,) uint8, used if it is large enough.
+    """
     return write_planes(FLOAT_PLANES, bits, True, level, out)
 
 

@@ -18,6 +18,7 @@ ESCAPE = 255
 
 
 def decode_buckets(data: Bytes, predicted: Array, mantissa: int) -> Array:
+    """Return the actual bits, (n,) uint16. `predicted`: (n,) uint16. Raises CodecError if `data` is damaged."""
     if len(data) < HEAD.size:
         raise CodecError("a part of buckets ends in its head")
     form_id, least, many, escaped = HEAD.unpack_from(data)

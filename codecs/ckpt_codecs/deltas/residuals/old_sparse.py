@@ -15,7 +15,7 @@ MOST_BITS = 24
 
 
 def decode(data: Bytes, which: Array, counts: Array, other_sizes: list[int]) -> list[Array]:
-    """The plane, and the others, which have such sizes."""
+    """Return the plane, (n,) uint8, and other planes of these sizes. `which`: (n,) uint8; `counts`: (m,) int64."""
     used = _SIZE.unpack_from(data)[0] if len(data) >= _SIZE.size else which.size + 1
     if used > which.size:
         raise CodecError("a part of rare values ends in its head")
