@@ -1,6 +1,6 @@
-"""Numbers that stand in files. They never change their meaning: docs/codecs.md."""
+"""The numbers of chunk modes and stream kinds in files. A number never changes its meaning: docs/codecs.md."""
 
-# How a stream of bytes is held.
+# The kind of a stream.
 STORED = 0
 CONSTANT = 1
 PACKED7 = 2
@@ -10,9 +10,9 @@ RUNS = 5
 DIGITS = 6
 
 ENTRY = 5
-"""Bytes of a chunk's directory for each stream: its kind, and its size in 4 bytes."""
+"""Bytes of a chunk's directory per stream: 1 for the kind, 4 for the size."""
 
-# How a chunk is held: its first byte.
+# The mode of a chunk: its first byte.
 RAW = 0
 SAME_VALUE = 1
 ZSTD = 2
@@ -21,7 +21,7 @@ ROWS_AND_CONTEXT = 4
 ROWS_ONLY = 5
 BYTE_PLANES = 6
 ZIGZAG_PLANES = 7
-# Of chunks of gradients alone.
+# Modes of chunks of gradients.
 MULTIPLES = 8
 SPARSE = 9
 BLOCKS = 10

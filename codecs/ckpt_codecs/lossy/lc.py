@@ -115,7 +115,7 @@ class LcCheckpoint(DeltaCodec):
             return bytes([_CONTEXT]) + symbol_coder.encode(plane.astype(np.int32), columns)
         out = thread_buffer("lc", plane.size + 64)
         if self.coder == "packed":
-            kind, size = streams.encode(plane, out, 0, streams.LEVELS["max"], sure=True)
+            kind, size = streams.encode(plane, out, 0, streams.LEVELS["max"], always_try=True)
         else:
             size = lossless.entropy_code(plane, out)
             kind = HUFFMAN if size > 1 else CONSTANT if size else STORED
