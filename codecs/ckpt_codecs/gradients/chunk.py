@@ -43,7 +43,7 @@ def check_dtype(dtype: DType) -> None:
 
 
 def append(inner: Bytes, out: Array, at: int) -> int:
-    """Copy bytes to the offset `at` of `out`, uint8, unless they are there already; return the offset of their end."""
+    """Copy bytes to the offset `at` of `out`, (n,) uint8, unless they are there; return the offset of their end."""
     source = np.frombuffer(inner, np.uint8)
     end = at + source.size
     if source.ctypes.data != out.ctypes.data + at:
@@ -59,5 +59,5 @@ def take_number(data: Bytes, at: int) -> int:
 
 
 def put_number(out: Array, at: int, number: int) -> None:
-    """Write an unsigned little-endian number of 4 bytes at an offset of `out`, uint8."""
+    """Write an unsigned little-endian number of 4 bytes at an offset of `out`, (n,) uint8."""
     out[at : at + 4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)

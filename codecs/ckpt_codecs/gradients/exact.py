@@ -52,7 +52,7 @@ class ExactGradients(GradientCodec):
 
 
 def decode_own(name: str, data: Bytes, out: Array) -> None:
-    """Fill `out`, float32, from a chunk of a mode of gradients. Raises `CodecError` if the chunk is damaged."""
+    """Fill `out`, (n,) float32, from a chunk of a mode of gradients. Raises `CodecError` if the chunk is damaged."""
     if data[0] == SPARSE:
         decode_sparse(data, as_uints(out), lambda inner, values: _decode_inner(name, inner, values))
     else:

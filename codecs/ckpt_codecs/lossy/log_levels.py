@@ -19,7 +19,7 @@ FINE = 2.0**-20
 
 @cache
 def powers() -> Array:
-    """2^(i/64), float32, one value for each i from `-2 * HIGH` to `2 * HIGH`."""
+    """2^(i/64) for each i from `-2 * HIGH` to `2 * HIGH`: (4 * HIGH + 1,) float32."""
     i = np.arange(-2 * HIGH, 2 * HIGH + 1)
     mantissa = np.array([_root(64 * 23 + k, 6) for k in range(64)])[i & 63]
     table: Array = (((i >> 6) + 127) << 23 | mantissa & 0x7FFFFF).astype(np.uint32).view(np.float32)
@@ -27,7 +27,7 @@ def powers() -> Array:
 
 
 def power(level: Array) -> Array:
-    """2^(level/64), float32: the eighth root of the value of each level. `level`: integers of any shape."""
+    """2^(level/64), the eighth root of the value of each level: float32. `level`: integers of any shape."""
     values: Array = powers()[np.clip(level, -2 * HIGH, 2 * HIGH) + 2 * HIGH]
     return values
 

@@ -84,7 +84,10 @@ class WeightTransform:
         return values, rank
 
     def encode(self, rotated: tuple[Array, int], quantizer: Quantizer) -> bytes:
-        """The bytes of the result of `rotate`: is it scaled, the rank of the basis, the quantized coefficients."""
+        """The bytes of the result of `rotate`: is it scaled, the rank of the basis, the quantized coefficients.
+
+        `rotated`: the coefficients, (n, m) float32, and the rank.
+        """
         values, rank = rotated
         return bytes([self.factors is not None, rank]) + quantizer.encode(values)
 

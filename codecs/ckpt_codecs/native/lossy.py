@@ -1,7 +1,6 @@
 """The compiled kernels of lossy codecs. `lossy.h` states what each computes; `docs/lossy-codecs.md` specifies it.
 
-Arrays are C-contiguous, and float32 unless another dtype is named. Output arrays are filled in place and share no
-memory with inputs.
+Arrays are C-contiguous. Output arrays are filled in place and share no memory with inputs.
 
 Raises:
     CodecError: An array has another dtype or shape, which is a bug in ckpt.
@@ -90,21 +89,21 @@ def decode_symbols(code: Array, columns: int, shift: int, symbols: Array) -> boo
 
 
 def multiply(a: Array, x: Array, out: Array) -> None:
-    """Compute `out = a @ x`. `a`: (n, m), `x`: (m, k), `out`: (n, k)."""
+    """Compute `out = a @ x`. `a`: (n, m), `x`: (m, k), `out`: (n, k), all float32."""
     (n, m), k = a.shape, x.shape[1]
     _require(x.shape == (m, k) and out.shape == (n, k))
     kernels.multiply(address(a, F32), n, m, address(x, F32), k, address(out, F32, writable=True))
 
 
 def multiply_transposed(a: Array, x: Array, out: Array) -> None:
-    """Compute `out = a.T @ x`. `a`: (n, m), `x`: (n, k), `out`: (m, k)."""
+    """Compute `out = a.T @ x`. `a`: (n, m), `x`: (n, k), `out`: (m, k), all float32."""
     (n, m), k = a.shape, x.shape[1]
     _require(x.shape == (n, k) and out.shape == (m, k))
     kernels.multiply_transposed(address(a, F32), n, m, address(x, F32), k, address(out, F32, writable=True))
 
 
 def subtract_product(y: Array, a: Array, b: Array) -> None:
-    """Compute `y -= a @ b`, product after product. `y`: (n, m), `a`: (n, k), `b`: (k, m)."""
+    """Compute `y -= a @ b`, product after product. `y`: (n, m), `a`: (n, k), `b`: (k, m), all float32."""
     (n, m), k = y.shape, a.shape[1]
     _require(a.shape == (n, k) and b.shape == (k, m))
     memory = scratch(kernels.subtract_product_scratch(k))
@@ -114,7 +113,7 @@ def subtract_product(y: Array, a: Array, b: Array) -> None:
 def decompose_qr(y: Array, w: Array, t: Array) -> None:
     """Fill `w` and `t` with the reflections `1 - w @ t @ w.T` of the QR decomposition of `y`.
 
-    `y` and `w`: (n, k) with n >= k; `t`: (k, k).
+    `y` and `w`: (n, k) with n >= k; `t`: (k, k); all float32.
     """
     n, k = y.shape
     _require(w.shape == (n, k) and t.shape == (k, k))
@@ -123,14 +122,14 @@ def decompose_qr(y: Array, w: Array, t: Array) -> None:
 
 
 def is_finite(values: Array) -> bool:
-    """Are all values finite? `values`: any shape."""
+    """Are all values finite? `values`: any shape, float32."""
     return bool(kernels.is_finite(address(values, F32), values.size))
 
 
 def sum_rows_and_columns(values: Array, rows: Array, columns: Array) -> tuple[int, int]:
     """Fill in the sums of rows and columns; return the smallest and the largest value's bits, as uint32.
 
-    `values`: (n, m); `rows`: (n,) float64; `columns`: (m,) float64.
+    `values`: (n, m) float32; `rows`: (n,) float64; `columns`: (m,) float64.
     """
     _require((rows.size, columns.size) == values.shape)
     extremes = np.empty(2, U32)
@@ -147,7 +146,7 @@ def sum_rows_and_columns(values: Array, rows: Array, columns: Array) -> tuple[in
 def sum_levels(values: Array, rows: Array, columns: Array) -> None:
     """Fill in the sums of the levels (1/8 octave, signs ignored) of rows and columns.
 
-    `values`: (n, m); `rows`: (n,) int64; `columns`: (m,) int64.
+    `values`: (n, m) float32; `rows`: (n,) int64; `columns`: (m,) int64.
     """
     _require((rows.size, columns.size) == values.shape)
     kernels.sum_levels(
@@ -160,7 +159,7 @@ def encode_residuals(
 ) -> int:
     """Fill in the residuals of values against the levels of their row and column; return the sum of their magnitudes.
 
-    A residual is the nearest multiple of `step_size` levels; that of zero is 0. `values`: (n, m), not negative;
+    A residual is the nearest multiple of `step_size` levels; that of zero is 0. `values`: (n, m) float32, not negative;
     `rows`: (n,) int32; `columns`: (m,) int32; `fine_levels`: those of `log_levels`; `residuals`: (n, m) int32.
     """
     _require((rows.size, columns.size) == values.shape == residuals.shape)
@@ -184,7 +183,7 @@ def decode_levels(
     """Fill in values from the levels of their row and column, plus `step_size` levels times the residual.
 
     Where `zeros` is not 0, the value is 0. `rows`: (n,) int32; `columns`: (m,) int32; `residuals` and `zeros`: (n, m)
-    int32; `out`: (n, m).
+    int32; `out`: (n, m) float32.
     """
     _require((rows.size, columns.size) == out.shape)
     _require(all(array is None or array.shape == out.shape for array in (residuals, zeros)))
@@ -202,7 +201,7 @@ def decode_levels(
 def update_direction(first: Array, second: Array, rows: Array, columns: Array, out: Array) -> bool:
     """Fill in the first moment over the root of the second, clipped, times the scales. Is any of it not 0?
 
-    `first`, `second` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales.
+    `first`, `second` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
     """
     _require(first.shape == second.shape == out.shape == (rows.size, columns.size))
     return bool(
@@ -222,7 +221,7 @@ def derive_first_moment(
 ) -> None:
     """Fill in `factor` times the change of the weights, times the root of the second moment if there is one.
 
-    All arrays: (n, m).
+    All arrays: (n, m) float32.
     """
     _require(after.shape == before.shape == out.shape and (second is None or second.shape == out.shape))
     kernels.derive_first_moment(
@@ -236,7 +235,7 @@ def derive_first_moment(
 
 
 def fit_first_moment(after: Array, before: Array, second: Array | None, moment: Array) -> tuple[float, float]:
-    """The sums for fitting the factor of `derive_first_moment`. All arrays: (n, m).
+    """The sums for fitting the factor of `derive_first_moment`. All arrays: (n, m) float32.
 
     For its result with the factor 1: the sum of the squares, and the sum of the products with `moment`.
     """
@@ -257,7 +256,7 @@ def fit_first_moment(after: Array, before: Array, second: Array | None, moment: 
 def scale_change(after: Array, before: Array | None, rows: Array, columns: Array, out: Array) -> float:
     """Fill in the change since `before`, if there is one, times the scales; return the sum of its squares.
 
-    `after`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales.
+    `after`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
     """
     _require(after.shape == out.shape == (rows.size, columns.size) and (before is None or before.shape == out.shape))
     energy = np.empty(1, F64)
@@ -277,7 +276,7 @@ def scale_change(after: Array, before: Array | None, rows: Array, columns: Array
 def unscale_change(values: Array, rows: Array, columns: Array, before: Array | None, out: Array) -> None:
     """Fill in values times the scales, plus `before` if there is one.
 
-    `values`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales.
+    `values`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
     """
     _require(values.shape == out.shape == (rows.size, columns.size) and (before is None or before.shape == out.shape))
     kernels.unscale_change(
@@ -295,9 +294,9 @@ def quantize(
 ) -> bool:
     """Fill in the codes of values: |value| / step_size + `offset`, rounded down, with the value's sign.
 
-    Returns False, and fills in nothing, if a value is too large for the step size or not finite. `values`: any shape;
-    `codes`: the same, int32; `counts`: (4,) int64, the sum of all magnitudes, then the counts of the magnitudes 1, 2
-    and 3; `sums`: (4,) float64, the sums of the values with these magnitudes, in steps.
+    Returns False, and fills in nothing, if a value is too large for the step size or not finite. `values`: any shape,
+    float32; `codes`: the same shape, int32; `counts`: (4,) int64, the sum of all magnitudes, then the counts of the
+    magnitudes 1, 2 and 3; `sums`: (4,) float64, the sums of the values with these magnitudes, in steps.
     """
     _require(values.shape == codes.shape and sums.size == counts.size == 4)
     return bool(
@@ -316,7 +315,7 @@ def quantize(
 def dequantize(codes: Array, small_values: Array, step_size: float | np.floating, out: Array) -> None:
     """Fill in the values of codes: for magnitudes of 0 to 3 those of `small_values`, else the multiple of the step.
 
-    `codes`: any shape, int32; `small_values`: (4,); `out`: the shape of `codes`.
+    `codes`: any shape, int32; `small_values`: (4,) float32; `out`: the shape of `codes`, float32.
     """
     _require(codes.shape == out.shape and small_values.size == 4)
     kernels.dequantize(
