@@ -44,8 +44,8 @@ class Int8Gradients(GradientCodec):
         stored = kernels.quantise_blocks(bits, scales, out[HEAD : HEAD + bits.size])
         if 2 * stored > scales.size or not bits.size:
             return None
-        effort = LEVELS[self.level]
-        at = lossless.write_streams([bits.size], [effort.max_ratio], [effort.sampled], out)
+        coding = LEVELS[self.level]
+        at = lossless.write_streams([bits.size], [coding.max_ratio], [coding.sampled], out)
         inner = Planes(self.level).encode_into(scales.view(np.float32), None, out[at + 4 :])
         put_number(out, at, len(inner))
         end = append(inner, out, at + 4)

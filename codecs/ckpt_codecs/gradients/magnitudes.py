@@ -27,7 +27,7 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
 
     `values`: (n,) float32. The chunk is valid until the next call in this thread.
     """
-    bits, effort = as_uints(values), LEVELS[level]
+    bits, coding = as_uints(values), LEVELS[level]
     if bits.size < MIN_FLOATS:
         return None
     rotated = bits << _ONE | bits >> np.uint32(31)
@@ -40,7 +40,7 @@ def encode_magnitudes(values: Array, level: str) -> Bytes | None:
     planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
     out = thread_buffer("gradients-magnitudes", HEAD + 20 + planes.nbytes)
     area = out[HEAD - 1 :]
-    end = HEAD - 1 + lossless.write_planes(planes, False, effort.max_ratio, effort.sampled, area)
+    end = HEAD - 1 + lossless.write_planes(planes, False, coding.max_ratio, coding.sampled, area)
     out[0] = MAGNITUDES
     out[1:HEAD] = np.frombuffer(int(min_top).to_bytes(2, "little"), np.uint8)
     return out[:end].data

@@ -75,6 +75,6 @@ def shift_of(mean: int) -> int:
 
 def _append_stream(plane: Array, level: str, out: Array) -> int:
     """Write a stream and its entry of a directory after the head; return the offset of its end. `plane`: (n,) uint8."""
-    area, effort = out[HEAD - 1 :], LEVELS[level]
+    area, coding = out[HEAD - 1 :], LEVELS[level]
     area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
-    return HEAD - 1 + lossless.write_streams([plane.size], [effort.max_ratio], [effort.sampled], area)
+    return HEAD - 1 + lossless.write_streams([plane.size], [coding.max_ratio], [coding.sampled], area)
