@@ -232,7 +232,7 @@ class Recorder:
 
     def _wrap_step(self, engine: Any, name: str) -> None:
         """Wrap the step method of an engine, to record its notes after each step."""
-        method, own = getattr(engine, name), vars(engine).get(name)
+        method, instance_attribute = getattr(engine, name), vars(engine).get(name)
 
         def step(*arguments: Any, **named: Any) -> Any:
             before, counted = self.step, self._run.counted
@@ -249,10 +249,10 @@ class Recorder:
         def unwrap() -> None:
             if vars(engine).get(name) is not step:
                 return  # somebody has wrapped it again: `step` has no effect from now on
-            if own is None:
+            if instance_attribute is None:
                 delattr(engine, name)
             else:
-                setattr(engine, name, own)
+                setattr(engine, name, instance_attribute)
 
         setattr(engine, name, step)
         self._unwrap = unwrap
@@ -396,4 +396,6 @@ def _plain(item: Any) -> Any:
         return type(item)(_plain(value) for value in item) if type(item) in (list, tuple) else list(map(_plain, item))
     if isinstance(item, (np.ndarray, np.generic, str, int, float, bool, bytes, type(None), complex, set, frozenset)):
         return item
-    raise TypeError(f"note() takes plain values, tensors, arrays and what has a state_dict, not {type(item).__name__}")
+    raise TypeError(
+        f"note() takes plain values, tensors, arrays and objects with a state_dict, not {type(item).__name__}"
+    )

@@ -179,11 +179,11 @@ def _symbols(table: tuple[tuple[int, float], ...]) -> Array:
     """
     symbols = np.zeros(512, np.uint8)
     for sign in (0, 256):
-        own = sorted((key, symbol) for symbol, (key, _) in enumerate(table, 1) if key & 256 == sign)
-        for key, symbol in own:
+        entries = sorted((key, symbol) for symbol, (key, _) in enumerate(table, 1) if key & 256 == sign)
+        for key, symbol in entries:
             symbols[key] = symbol
-        if own:
-            symbols[own[-1][0] : sign + 256] = own[-1][1]
+        if entries:
+            symbols[entries[-1][0] : sign + 256] = entries[-1][1]
     return symbols
 
 

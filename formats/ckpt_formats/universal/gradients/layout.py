@@ -279,8 +279,8 @@ def _part_json(part: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
     return row
 
 
-def _naturals(row: Any, count: int, check: FieldReader, what: str) -> list[int]:
-    check.true(isinstance(row, list) and len(row) >= count and all(map(is_natural, row[:count])), what)
+def _naturals(row: Any, count: int, check: FieldReader, field_name: str) -> list[int]:
+    check.true(isinstance(row, list) and len(row) >= count and all(map(is_natural, row[:count])), field_name)
     return list(row[:count])
 
 

@@ -152,8 +152,8 @@ def record_parts(
         *(RECORD_MAGIC, kind, 0, step, len(text), len(chunks), nbytes + len(padding)),
         *(index.intdigest(), body.intdigest(), previous, 0),
     )
-    own = _hash(head[:56])
-    return [head[:56] + own.to_bytes(8, "little"), text, directory.tobytes(), *chunks, padding], own
+    own_hash = _hash(head[:56])
+    return [head[:56] + own_hash.to_bytes(8, "little"), text, directory.tobytes(), *chunks, padding], own_hash
 
 
 def _hash(data: Bytes) -> int:
@@ -238,8 +238,8 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
     raw = os.pread(file, HEAD.size, at)
     if len(raw) < HEAD.size:
         raise _TornRecord("it ends inside the head of a record")
-    magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own = HEAD.unpack(raw)
-    if magic != RECORD_MAGIC or _hash(raw[:56]) != own or flags or kind not in KINDS:
+    magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own_hash = HEAD.unpack(raw)
+    if magic != RECORD_MAGIC or _hash(raw[:56]) != own_hash or flags or kind not in KINDS:
         raise _TornRecord("the head of a record is damaged")
     if before != previous:
         raise _TornRecord("a record does not follow the one before it")
@@ -262,7 +262,7 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
         *(Kind(kind), step, {key: value for key, value in meta.items() if key not in LARGE}),
         *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),
     )
-    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, own)
+    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, own_hash)
 
 
 def _body_hash(file: int, begin: int, nbytes: int) -> int:

@@ -243,12 +243,12 @@ class SegmentReplay:
             return
         digests = record.meta.get("digests")
         for name, values in states.items():
-            listed = digests.get(name) if isinstance(digests, dict) else None
-            if listed is None:
+            expected = digests.get(name) if isinstance(digests, dict) else None
+            if expected is None:
                 continue
-            if not isinstance(listed, list) or len(listed) != self.segment.layout.ranks[rank].chunk_count:
+            if not isinstance(expected, list) or len(expected) != self.segment.layout.ranks[rank].chunk_count:
                 raise Corrupt(f"step {step}: the fingerprint belongs to another layout", where=self.segment.path(rank))
-            if listed[index] != hash_values(values):
+            if expected[index] != hash_values(values):
                 raise self._difference_error(step, name, ranges)
 
     def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
