@@ -80,7 +80,10 @@ def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> Ran
 
 
 def without_copies(shares: Sequence[RankPart]) -> list[RankPart]:
-    """The contributions with each block in only one of them. Ranks with equal blocks take turns."""
+    """The contributions with each block in only one of them. Ranks with equal blocks take turns.
+
+    Raises `Unsupported` if ranks have different weights in the same block.
+    """
     holders: dict[Block, list[int]] = {}
     for rank, share in enumerate(shares):
         for block, digest in share.shards.items():
