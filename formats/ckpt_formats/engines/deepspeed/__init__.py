@@ -29,7 +29,7 @@ from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_fold
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards, source_files
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.weights import tied_layers
 from ckpt_formats.engines.deepspeed.write_layout import LayoutOptions, resolve_layout
 from ckpt_formats.engines.deepspeed.write_parts import parts
