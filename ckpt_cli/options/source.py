@@ -47,10 +47,11 @@ def read_options(command: F) -> F:
     return cast(F, _with(gathered, _READER))
 
 
-def source(*names: str, accept_suspicious: bool = False, optional: str | None = None) -> Callable[[F], F]:
+def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
-    With `accept_suspicious`, suspicions can be accepted. The argument `optional` may be left out: it is None then.
+    With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
+    again: the command gets a tuple.
     """
 
     def decorate(command: F) -> F:
@@ -59,15 +60,19 @@ def source(*names: str, accept_suspicious: bool = False, optional: str | None = 
             from ckpt_cli.reading import open_source
 
             for name in names:
-                if others[name] is not None:
-                    others[name] = open_source(others[name], options, accept_suspicious)
+                paths = others[name]
+                if isinstance(paths, tuple):
+                    others[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
+                else:
+                    others[name] = open_source(paths, options, accept_suspicious)
             return command(*args, **others)
 
         decorated: Any = read_options(opened)
         if accept_suspicious:
             decorated = _accept_suspicious(decorated)
+        more: dict[str, Any] = {} if several is None else {"nargs": -1, "required": True, "metavar": several}
         for name in reversed(names):
-            decorated = click.argument(name, type=CheckpointPath(), required=name != optional)(decorated)
+            decorated = click.argument(name, type=CheckpointPath(), **more)(decorated)
         return cast(F, decorated)
 
     return decorate

@@ -1,5 +1,6 @@
 """Types of values on the command line."""
 
+import math
 import re
 from typing import Any
 
@@ -91,3 +92,20 @@ class NumbersType(click.ParamType[tuple[int, ...]]):
         if not re.fullmatch(r"\d+(,\d+)*", str(value)):
             self.fail(f"{value!r} is not a list of numbers like 0,4,8", param, ctx)
         return tuple(map(int, str(value).split(",")))
+
+
+class WeightsType(click.ParamType[tuple[float, ...]]):
+    """Finite numbers with commas between them."""
+
+    name = "weights"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r:.60} is not a list of numbers like 1,2,1", param, ctx)
+        return numbers

@@ -28,6 +28,14 @@ def run(label: str, job: Job, resources: Resources) -> Result:
         return job.run(resources, progress)
 
 
+def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
+    """Run a job with a bar and show what it wrote; or, with `dry_run`, show what it would write."""
+    if dry_run:
+        show_plan(job.source, job.plan(), Path(job.target), job.format.name, as_json)
+    else:
+        show_result(run(label, job, resources), as_json)
+
+
 def note_plan(plan: Plan, format_name: str) -> None:
     """Note what the format has no place for, and what else the user should know of the result."""
     for dropped in plan.dropped:
