@@ -74,7 +74,7 @@ FAULT = 70
 """Our own, or of a machine without memory. (sysexits.h: EX_SOFTWARE.)"""
 INTERRUPTED = 130
 
-_MOST_SAID = 1000
+_MAX_LENGTH = 1000
 """Characters: names in files may be as long as they like."""
 
 
@@ -128,9 +128,9 @@ def run() -> None:
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
     except click.exceptions.Abort:
-        code = _say_interrupted()
+        code = _report_interrupt()
     except KeyboardInterrupt:
-        code = _say_interrupted()
+        code = _report_interrupt()
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -176,11 +176,11 @@ def _fault(what: str, hint: str) -> int:
 
 def _of_system(error: OSError) -> CkptError:
     """What reaches `run` is an output stream that fails, or a file that was there a moment ago."""
-    said = error.strerror or str(error)
+    message = error.strerror or str(error)
     if error.filename is not None:
-        return NotFound(f"cannot be read: {said}", where=os.fsdecode(error.filename))
+        return NotFound(f"cannot be read: {message}", where=os.fsdecode(error.filename))
     _drop_stdout()
-    return OutputError(f"standard output cannot be written: {said}")
+    return OutputError(f"standard output cannot be written: {message}")
 
 
 def _drop_stdout() -> None:
@@ -205,16 +205,16 @@ def _print_json(code: int, kind: str, what: str, where: str | None, hint: str | 
     if "--json" in _options():
         import json
 
-        said = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
+        fields = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
         with suppress(OSError):  # nobody may be listening
-            click.echo(json.dumps({"error": said, "notes": notes.to_json()}))
+            click.echo(json.dumps({"error": fields, "notes": notes.to_json()}))
 
 
 def exit_code(error: CkptError) -> int:
     return next(code for kind, (code, _) in EXIT_CODES.items() if isinstance(error, kind))
 
 
-def _say_interrupted() -> int:
+def _report_interrupt() -> int:
     what = "nothing half-written looks whole; run the same command again to go on"
     click.echo(f"interrupted: {what}", err=True)
     _print_json(INTERRUPTED, "interrupted", what, None, None)
@@ -223,4 +223,4 @@ def _say_interrupted() -> int:
 
 def _clean(text: str) -> str:
     shown = printable(text)
-    return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"
+    return shown if len(shown) <= _MAX_LENGTH else f"{shown[:_MAX_LENGTH]}…"

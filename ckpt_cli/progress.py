@@ -73,7 +73,7 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
+def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
     """Within, print a line on stderr once so many seconds have gone and `when` says so; asked again and again."""
     done = threading.Event()
 
@@ -83,7 +83,7 @@ def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
                 click.echo(text, err=True)
                 return
 
-    threading.Thread(target=wait, name="ckpt-spoken", daemon=True).start()
+    threading.Thread(target=wait, name="ckpt-announced", daemon=True).start()
     try:
         yield
     finally:
@@ -95,17 +95,17 @@ class _Lines:
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
-        self._began = self._said = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            if now - self._said < _EVERY:
+            if now - self._printed < _EVERY:
                 return
-            self._said = now
-            rate = self._done / (now - self._began)
+            self._printed = now
+            rate = self._done / (now - self._started)
         left = max(self._total - self._done, 0) / max(rate, 1)
         share = 100 * self._done // max(self._total, 1)
         print(f"{self._what}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)

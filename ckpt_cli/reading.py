@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_cli import notes
-from ckpt_cli.progress import on_terminal, spoken
+from ckpt_cli.progress import announced, on_terminal
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.files import read_whole
@@ -39,7 +39,7 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:
     """Prints what is done, on a terminal, if it takes a while."""
-    return spoken(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
+    return announced(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
 
 
 def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: str | None) -> ReadOptions:

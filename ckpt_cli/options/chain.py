@@ -29,12 +29,12 @@ def retention(command: F) -> F:
     """`--keep`, `--gradients` and `--upto`; the command gets them as one `Retention`."""
 
     @wraps(command)
-    def gathered(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **others: Any) -> Any:
+    def wrapper(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **arguments: Any) -> Any:
         from ckpt.chains.compact import Retention
 
-        return command(*args, retention=Retention(keep, gradients, upto), **others)
+        return command(*args, retention=Retention(keep, gradients, upto), **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
         click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
         click.option(
@@ -64,14 +64,14 @@ def bases(command: F) -> F:
     """`--base-every` and `--base`; they go into the command's `DeltaPolicy`."""
 
     @wraps(command)
-    def gathered(*args: Any, policy: Any, base_every: int | None, base: str, **others: Any) -> Any:
+    def wrapper(*args: Any, policy: Any, base_every: int | None, base: str, **arguments: Any) -> Any:
         from dataclasses import replace
 
         if policy.base == "coded" and (base_every is not None or base != "exact"):
             raise click.UsageError("--preset standalone stores each state alone: --base and --base-every do not apply.")
         if policy.base == "exact":
             policy = replace(policy, base_every=base_every, base=base)
-        return command(*args, policy=policy, **others)
+        return command(*args, policy=policy, **arguments)
 
     option = click.option(
         "--base",
@@ -80,4 +80,4 @@ def bases(command: F) -> F:
         show_default=True,
         help="Store bases without loss, or with the codec of the deltas.",
     )
-    return cast(F, base_every(option(gathered)))
+    return cast(F, base_every(option(wrapper)))

@@ -1,4 +1,4 @@
-"""Checkpoints that are computed from several others: their arguments, and how they are combined."""
+"""Checkpoints that are computed from several arguments: their arguments, and how they are combined."""
 
 import math
 from collections.abc import Callable
@@ -48,13 +48,13 @@ def averaged(command: F) -> F:
         ema: float | None,
         only: tuple[str, ...],
         skip: tuple[str, ...],
-        **others: Any,
+        **arguments: Any,
     ) -> Any:
         from ckpt.combine import average
 
         numbers = _weights(len(checkpoints), weights, ema)
         selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
-        return command(*args, source=_noted(average(selected, numbers)), **others)
+        return command(*args, source=_noted(average(selected, numbers)), **arguments)
 
     decorated: Any = combined
     for option in (skip, only, _EMA, _WEIGHTS):
@@ -66,12 +66,12 @@ def merged_lora(command: F) -> F:
     """`MODEL`, `ADAPTER` and `--scale`; the command gets the merged model as `source`."""
 
     @wraps(command)
-    def combined(*args: Any, model: "Checkpoint", adapter: "Checkpoint", scale: float, **others: Any) -> Any:
+    def combined(*args: Any, model: "Checkpoint", adapter: "Checkpoint", scale: float, **arguments: Any) -> Any:
         from ckpt.combine import merge_lora
 
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
-        return command(*args, source=_noted(merge_lora(model, adapter, scale)), **others)
+        return command(*args, source=_noted(merge_lora(model, adapter, scale)), **arguments)
 
     return cast(F, source("model", "adapter")(_SCALE(combined)))
 

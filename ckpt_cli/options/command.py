@@ -37,10 +37,10 @@ def resources(locks: bool = True) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @wraps(function)
-        def gathered(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **others: Any) -> Any:
+        def wrapper(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **arguments: Any) -> Any:
             from ckpt.pipeline import Resources
 
-            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **others)
+            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **arguments)
 
         options = [
             click.option(
@@ -65,7 +65,7 @@ def resources(locks: bool = True) -> Callable[[F], F]:
                     help="Go on where the file system cannot lock files: nobody else may write TARGET.",
                 )
             )
-        decorated: Any = gathered
+        decorated: Any = wrapper
         for option in options:
             decorated = option(decorated)
         return cast(F, decorated)

@@ -130,21 +130,21 @@ def delta_policy(command: F) -> F:
     """The options of the codec; the command gets them as one `DeltaPolicy`. `--preset standalone` is among them."""
 
     @wraps(command)
-    def gathered(*args: Any, **others: Any) -> Any:
-        own = {name: others.pop(name) for name in LossOptions.__dataclass_fields__}
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        own = {name: arguments.pop(name) for name in LossOptions.__dataclass_fields__}
         options = LossOptions(**own)
         _check(options)
         policy = options.policy()
         if options.preset == STANDALONE:
             policy = replace(policy, base_every=1, base="coded")
-        return command(*args, policy=policy, **others)
+        return command(*args, policy=policy, **arguments)
 
     preset = click.option(
         "--preset",
         type=click.Choice([*_PRESETS, STANDALONE]),
         help=f"{_PRESET_HELP} {STANDALONE}: each state without a parent.",
     )
-    return cast(F, _with(gathered, (*_LOSS, preset, _CODEC)))
+    return cast(F, _with(wrapper, (*_LOSS, preset, _CODEC)))
 
 
 def delta_file(command: F) -> F:
@@ -154,18 +154,18 @@ def delta_file(command: F) -> F:
     """
 
     @wraps(command)
-    def gathered(*args: Any, output: str | None, step: int | None, dry_run: bool, **others: Any) -> Any:
+    def wrapper(*args: Any, output: str | None, step: int | None, dry_run: bool, **arguments: Any) -> Any:
         from ckpt_cli.options.report import ReportOptions
 
-        own = {name: others.pop(name) for name in LossOptions.__dataclass_fields__}
+        own = {name: arguments.pop(name) for name in LossOptions.__dataclass_fields__}
         if output is None:
             _refuse_given((*LossOptions.__dataclass_fields__, "step", "dry_run"), "is for deltas: it goes with -o.")
-            return command(*args, delta=None, **others)
+            return command(*args, delta=None, **arguments)
         report = (*ReportOptions.__dataclass_fields__, "only", "skip")
         _refuse_given(report, "is for the report: it does not go with -o.")
         options = LossOptions(**own)
         _check(options)
-        return command(*args, delta=DeltaFile(output, step, options.policy(), dry_run), **others)
+        return command(*args, delta=DeltaFile(output, step, options.policy(), dry_run), **arguments)
 
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what a delta takes, write nothing."
@@ -174,7 +174,7 @@ def delta_file(command: F) -> F:
         "-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
     )
     preset = click.option("--preset", type=click.Choice(_PRESETS), help=_PRESET_HELP)
-    return cast(F, _with(gathered, (dry_run, step, *_LOSS, preset, _CODEC, output)))
+    return cast(F, _with(wrapper, (dry_run, step, *_LOSS, preset, _CODEC, output)))
 
 
 def _check(options: LossOptions) -> None:

@@ -15,10 +15,10 @@ def encoding(command: F) -> F:
     """`--codec`, `--level` and `--no-check`; the command gets them as fields of the universal format."""
 
     @wraps(command)
-    def gathered(*args: Any, codec: str, level: str, no_check: bool, **others: Any) -> Any:
-        return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **others)
+    def wrapper(*args: Any, codec: str, level: str, no_check: bool, **arguments: Any) -> Any:
+        return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
         click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded."),
         click.option(

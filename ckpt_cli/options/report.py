@@ -26,11 +26,11 @@ def report_options(command: F) -> F:
     """The options of the report; the command gets them as one `ReportOptions`."""
 
     @wraps(command)
-    def gathered(*args: Any, **others: Any) -> Any:
-        own = {field.name: others.pop(field.name) for field in fields(ReportOptions)}
-        return command(*args, report=ReportOptions(**own), **others)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        own = {field.name: arguments.pop(field.name) for field in fields(ReportOptions)}
+        return command(*args, report=ReportOptions(**own), **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
         click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
         click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 for all."),

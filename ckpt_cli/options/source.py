@@ -37,14 +37,16 @@ def read_options(command: F) -> F:
     """`--rules`, `--param-order` and `--shapes`; the command gets them as one `ReadOptions`."""
 
     @wraps(command)
-    def gathered(*args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **others: Any) -> Any:
+    def wrapper(
+        *args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **arguments: Any
+    ) -> Any:
         from ckpt_cli.reading import parse_read_options
 
         options = parse_read_options(rules, param_order, shapes)
         click.get_current_context().meta["ckpt.rules"] = options.rules
-        return command(*args, options=options, **others)
+        return command(*args, options=options, **arguments)
 
-    return cast(F, _with(gathered, _READER))
+    return cast(F, _with(wrapper, _READER))
 
 
 def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
@@ -56,16 +58,16 @@ def source(*names: str, accept_suspicious: bool = False, several: str | None = N
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **others: Any) -> Any:
+        def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **arguments: Any) -> Any:
             from ckpt_cli.reading import open_source
 
             for name in names:
-                paths = others[name]
+                paths = arguments[name]
                 if isinstance(paths, tuple):
-                    others[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
+                    arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
-                    others[name] = open_source(paths, options, accept_suspicious)
-            return command(*args, **others)
+                    arguments[name] = open_source(paths, options, accept_suspicious)
+            return command(*args, **arguments)
 
         decorated: Any = read_options(opened)
         if accept_suspicious:
@@ -117,7 +119,7 @@ def edits(command: F) -> F:
         model_only: bool,
         dtype: str | None,
         names: Any,
-        **others: Any,
+        **arguments: Any,
     ) -> Any:
         from pathlib import Path
 
@@ -132,7 +134,7 @@ def edits(command: F) -> F:
             source = use_names(source, names, Path(config) if config else None)
         if dtype:
             source = source.cast(dtype)
-        return command(*args, source=source, **others)
+        return command(*args, source=source, **arguments)
 
     return cast(F, _with(edited, _EDITS))
 

@@ -120,12 +120,12 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def gathered(*args: Any, target: str, format_name: str | None, **others: Any) -> Any:
-            options = {name: others.pop(name) for name in FORMAT_OPTIONS}
+        def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
+            options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            return command(*args, target=Target(Path(target), format_name, given), **others)
+            return command(*args, target=Target(Path(target), format_name, given), **arguments)
 
-        decorated: Any = gathered
+        decorated: Any = wrapper
         for name, option in reversed(FORMAT_OPTIONS.items()):
             help = f"{', '.join(option.formats)}: {option.help}"
             decorated = click.option(option.flag, name, type=option.type, help=help)(decorated)

@@ -15,7 +15,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 _BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS = 80
+_MAX_BARS = 80
 
 
 def show_log(run: Path, as_json: bool) -> None:
@@ -94,14 +94,14 @@ def accuracy(member: Member) -> str:
     """Is a state exact, or how far is the worst of its tensors from what was saved?"""
     if member.exact:
         return "exact"
-    measured = [("rel", _most(member, "rel")), ("max", _most(member, "max_abs"))]
+    measured = [("rel", _largest(member, "rel")), ("max", _largest(member, "max_abs"))]
     figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
     return f"approximate: {figures}" if figures else "approximate"
 
 
 def sparkline(values: Sequence[int]) -> str:
     """Sizes as bars, on a scale from 0; of many, the largest of each few."""
-    each = -(-len(values) // _MOST_BARS)
+    each = -(-len(values) // _MAX_BARS)
     shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
     top = max(*shown, 1)
     return "".join(_BARS[min(len(_BARS) - 1, value * len(_BARS) // top)] for value in shown)
@@ -125,7 +125,7 @@ def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
     }
 
 
-def _most(member: Member, key: str) -> float | None:
+def _largest(member: Member, key: str) -> float | None:
     """The largest of a figure; None if no state has it."""
     values = (loss.get(key) for loss in member.losses.values())
     return max((float(value) for value in values if isinstance(value, (int, float))), default=None)

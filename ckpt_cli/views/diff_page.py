@@ -46,22 +46,22 @@ def check_place(target: Path) -> None:
         raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
 
 
-def page_of(first: Checkpoint, second: Checkpoint, found: Diff) -> str:
+def page_of(first: Checkpoint, second: Checkpoint, diff: Diff) -> str:
     """The page, of ASCII characters only. The same differences make the same page."""
     style = _resource("page.css")
     body = "\n".join(_resource(f"{name}.js") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{body}}})();\n'
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
-    parts = {"policy": policy, "style": style, "script": script, "facts": _inert(drawn(first, second, found))}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
+    parts = {"policy": policy, "style": style, "script": script, "facts": _inert(page_facts(first, second, diff))}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
 
 
-def drawn(first: Checkpoint, second: Checkpoint, found: Diff) -> dict[str, Any]:
+def page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, Any]:
     """What `--json` says, and the groups of which there are pictures. Of single tensors none shows a histogram."""
-    said = facts(first, second, found)
-    for row in said["tensors"]:
+    fields = facts(first, second, diff)
+    for row in fields["tensors"]:
         del row["histogram"]
-    return said | {name: totals(found, by) for name, by in _DRAWN.items()}
+    return fields | {name: totals(diff, by) for name, by in _DRAWN.items()}
 
 
 def write(page: str, target: Path) -> None:
@@ -99,7 +99,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _inert(said: dict[str, Any]) -> str:
+def _inert(fields: dict[str, Any]) -> str:
     """JSON that no parser of HTML sees anything in."""
-    text = json.dumps(said, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

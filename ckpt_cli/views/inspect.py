@@ -22,9 +22,9 @@ from ckpt_formats.registry import detect
 from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48
-_MOST_FILES = 40
-_MOST_VALUE = 70
-_MANY = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+_MAX_FILES = 40
+_MAX_VALUE = 70
+_PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
 def print_json(checkpoint: Checkpoint) -> None:
@@ -77,8 +77,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         roles.setdefault(parameter.role, []).append(parameter)
     for role, members in roles.items():
         count = sum(parameter.weight.size for parameter in members)
-        held = format_nbytes(sum(parameter.nbytes for parameter in members))
-        click.echo(f"{_MANY[role]:<11} {_tensors(len(members))}, {count:,} elements, {held} with all states")
+        nbytes = format_nbytes(sum(parameter.nbytes for parameter in members))
+        click.echo(f"{_PLURALS[role]:<11} {_tensors(len(members))}, {count:,} elements, {nbytes} with all states")
     if uses_codecs(checkpoint):
         click.echo("\nstored")
         for line in table(savings.rows(checkpoint)):
@@ -96,7 +96,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
-            click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
+            click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MAX_VALUE))}")
     if any(shard.rank for shard in checkpoint.files):
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
@@ -110,9 +110,9 @@ def print_ranks(
     if as_json:
         rows = []
         for part in parts:
-            kept, moved = moves(checkpoint, part)
-            said = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
-            rows.append(said | {"kept_nbytes": kept, "moved_nbytes": moved})
+            local, remote = moves(checkpoint, part)
+            row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
+            rows.append(row | {"kept_nbytes": local, "moved_nbytes": remote})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
         return
     click.echo("before")
@@ -135,11 +135,12 @@ def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Itera
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
     """A row for each file: which of the parameters, laid end to end, it holds a part of."""
-    held: dict[Path, set[int]] = {}
+    columns: dict[Path, set[int]] = {}
     for path, _, _, first, last in _ranges(checkpoint):
-        held.setdefault(path, set()).update(range(first, last + 1))
+        columns.setdefault(path, set()).update(range(first, last + 1))
     rows = [
-        (_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), format_nbytes(s.nbytes)) for s in checkpoint.files
+        (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
+        for s in checkpoint.files
     ]
     return _rows(rows)
 
@@ -158,13 +159,13 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
                 if low < high:
                     a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
                     cells.update(range(a, b + 1))
-        kept, moved = moves(checkpoint, part)
+        local, remote = moves(checkpoint, part)
         rows.append(
             (
                 _rank(part.rank, part.file),
                 part.role,
                 cells,
-                f"{format_nbytes(kept + moved)}, {format_nbytes(moved)} from other ranks",
+                f"{format_nbytes(local + remote)}, {format_nbytes(remote)} from other ranks",
             )
         )
     return _rows(rows)
@@ -173,15 +174,15 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
 def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
     """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
     ranks = {shard.path: shard.rank for shard in checkpoint.files}
-    kept = moved = 0
+    local = remote = 0
     for raw in sources(part):
         nbytes = prod(raw.shape) * raw.dtype.itemsize
         old = ranks.get(raw.path, {})
         if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
-            kept += nbytes
+            local += nbytes
         else:
-            moved += nbytes
-    return kept, moved
+            remote += nbytes
+    return local, remote
 
 
 def sources(part: FilePlan) -> Iterator[FileBlob]:
@@ -214,11 +215,11 @@ def _coded(tensor: Tensor) -> dict[str, Any]:
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
-    for rank, role, held, said in rows[:_MOST_FILES]:
-        cells = "".join("█" if i in held else "·" for i in range(_COLUMNS))
-        yield f"{rank:<22} {role:<9} {cells} {said:>10}"
-    if len(rows) > _MOST_FILES:
-        yield f"and {len(rows) - _MOST_FILES} more files"
+    for rank, role, columns, note in rows[:_MAX_FILES]:
+        cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
+        yield f"{rank:<22} {role:<9} {cells} {note:>10}"
+    if len(rows) > _MAX_FILES:
+        yield f"and {len(rows) - _MAX_FILES} more files"
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -227,9 +228,9 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _rank(rank: Mapping[str, int], file: str) -> str:
-    said = " ".join(f"{axis} {number}" for axis, number in rank.items())
+    axes = " ".join(f"{axis} {number}" for axis, number in rank.items())
     name = printable(file.rpartition("/")[2])
-    return said or (name if len(name) <= 22 else f"{name[:21]}…")
+    return axes or (name if len(name) <= 22 else f"{name[:21]}…")
 
 
 Nested = dict[str, Any]
@@ -297,16 +298,16 @@ def _is_number(label: str) -> bool:
 
 def _form(node: Any) -> Any:
     if isinstance(node, Parameter):
-        return _said(node)
+        return _summary(node)
     return [(label, _form(child)) for label, child in node.items()]
 
 
 def _leaf(parameter: Parameter) -> str:
     blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
-    return _said(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
+    return _summary(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
 
 
-def _said(parameter: Parameter) -> str:
+def _summary(parameter: Parameter) -> str:
     weight = parameter.weight
     states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
     values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())

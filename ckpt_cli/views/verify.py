@@ -44,8 +44,8 @@ def _verify(path: Path, options: ReadOptions, resources: Resources, as_json: boo
         load_kernels()
     started = time.monotonic()
     with progress_bar("verifying") as progress:
-        moved = count_to(nbytes_to_read(checkpoint), progress)
-        findings = [*find_problems(checkpoint, resources, moved), *changed(checkpoint)]
+        count_bytes = count_to(nbytes_to_read(checkpoint), progress)
+        findings = [*find_problems(checkpoint, resources, count_bytes), *changed(checkpoint)]
     report.findings(checkpoint, findings, time.monotonic() - started, as_json)
     return not findings
 
@@ -62,8 +62,8 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
     report.print_findings(result.findings)
     if result.findings:
         steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
-        lost = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
-        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost}")
+        lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
+        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost_steps}")
         return False
     members = result.chain.members
     facts = [f"{len(members)} states whole, {result.checksums} checksums hold"] if members else []

@@ -146,8 +146,8 @@ def _model_of(source: Checkpoint) -> Checkpoint:
         if key.startswith(_HF) and not is_training_file(key.removeprefix(_HF))
     }
     named = {value.name for value in files.values() if isinstance(value, TensorName)}
-    held = {name: source.parameters[name] for name in named & source.parameters.keys()}
-    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **held})
+    tensors = {name: source.parameters[name] for name in named & source.parameters.keys()}
+    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **tensors})
 
 
 def _checked_weights(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:

@@ -28,8 +28,8 @@ def estimate(checkpoint: Checkpoint, coding: EncodingOptions, chunks: int = CHUN
             kinds.setdefault((row_name(parameter, state), tensor.dtype.name), []).append((parameter, state))
     with Reader(check=False) as reader:
         transfer = Transfer(reader)
-        found = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
-    return sorted(found, key=lambda row: -row.raw)
+        sizes = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
+    return sorted(sizes, key=lambda row: -row.raw)
 
 
 def _row(
@@ -37,13 +37,13 @@ def _row(
 ) -> StateSizes:
     tensors = [parameter.states[name] for parameter, name in members]
     elements, raw = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
-    seen = kept = 0
+    seen = stored = 0
     codecs: dict[str, None] = {}
     for (parameter, name), indices in _spread(members, elements, chunks):
-        nbytes, codec, taken = _look(parameter, name, indices, coding, transfer)
-        seen, kept = seen + nbytes, kept + taken
+        nbytes, codec, taken = _sample(parameter, name, indices, coding, transfer)
+        seen, stored = seen + nbytes, stored + taken
         codecs[codec] = None
-    return StateSizes(state, dtype, elements, raw, round(raw * kept / seen), tuple(codecs))
+    return StateSizes(state, dtype, elements, raw, round(raw * stored / seen), tuple(codecs))
 
 
 def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple[Member, list[int]]]:
@@ -60,7 +60,7 @@ def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple
         yield members[which], list(indices)
 
 
-def _look(
+def _sample(
     parameter: Parameter, state: str, indices: list[int], coding: EncodingOptions, transfer: Transfer
 ) -> tuple[int, str, int]:
     """Bytes of some chunks, the codec for them, and what they take in the file."""

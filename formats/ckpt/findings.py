@@ -48,10 +48,10 @@ def nbytes_to_read(checkpoint: Checkpoint) -> int:
 
 
 def find_problems(
-    checkpoint: Checkpoint, resources: Resources, moved: CountBytes = lambda nbytes: None
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes = lambda nbytes: None
 ) -> list[Finding]:
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
-    with interruptible(moved) as count:
+    with interruptible(count_bytes) as count:
         return _examine(checkpoint, resources, count)
 
 
@@ -60,28 +60,28 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, resources: Resources, moved: CountBytes) -> list[Finding]:
+def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
-        partial(_seal, seal, touched.get(seal, ()), moved) for seal in checkpoint.seals
+        partial(_seal, seal, touched.get(seal, ()), count_bytes) for seal in checkpoint.seals
     ]
     work += [
-        partial(_agreement, parameter, resources.slab, moved)
+        partial(_agreement, parameter, resources.slab, count_bytes)
         for parameter in checkpoint.parameters.values()
         if _compared(parameter) and (parameter.name,) not in damaged
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], digests, resources.slab, moved)
+        partial(_values, checkpoint.parameters[name], digests, resources.slab, count_bytes)
         for name, digests in _together(checkpoint)
     ]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-        found = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
-    broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
+        results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
+    broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
     # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
-    findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
+    findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
 
 
@@ -91,10 +91,10 @@ def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     for parameter, state, tensor in checkpoint.tensors():
-        for flaw in tensor.problems():
-            yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
-    for name, said in checkpoint.dangling_names():
-        yield Finding("coverage", said, str(checkpoint.path), (name,))
+        for problem in tensor.problems():
+            yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
+    for name, message in checkpoint.dangling_names():
+        yield Finding("coverage", message, str(checkpoint.path), (name,))
 
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
@@ -104,35 +104,35 @@ def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
         for raw in tensor.sources():
             if raw.seal is not None:
                 names.setdefault(raw.seal, {})[parameter.name] = None
-    return {seal: tuple(found) for seal, found in names.items()}
+    return {seal: tuple(own) for seal, own in names.items()}
 
 
-def _seal(seal: Seal, tensors: tuple[str, ...], moved: CountBytes) -> list[Finding]:
+def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list[Finding]:
     with Reader(check=False) as reader:
         try:
-            whole = seal_is_valid(seal, reader)
+            is_valid = seal_is_valid(seal, reader)
         except CkptError as error:
             return [Finding("unreadable", error.what, str(seal.path), tensors)]
-    moved(seal.nbytes)
+    count_bytes(seal.nbytes)
     what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
-    return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
+    return [] if is_valid else [Finding("checksum", what, str(seal.path), tensors)]
 
 
 def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
     """The checksums of values, by parameter: of states that are decoded together, all at once."""
-    found: dict[tuple[str, object], dict[str, int]] = {}
+    groups: dict[tuple[str, object], dict[str, int]] = {}
     for (name, state), digest in checkpoint.digests.items():
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
         key = id(blob.replay) if isinstance(blob, DeltaBlob) else state
-        found.setdefault((name, key), {})[state] = digest
-    return ((name, digests) for (name, _), digests in found.items())
+        groups.setdefault((name, key), {})[state] = digest
+    return ((name, digests) for (name, _), digests in groups.items())
 
 
-def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: CountBytes) -> list[Finding]:
+def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, count_bytes: CountBytes) -> list[Finding]:
     """Is what comes out of a codec what the checkpoint says went in?"""
     name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
     with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, moved)
+        transfer = Transfer(reader, slab, count_bytes)
         try:
             for state, values in _blocks(parameter, digests, transfer):
                 hashes[state].update(as_bytes(values).data)
@@ -184,24 +184,24 @@ def _stored(tensor: Tensor) -> bool:
     return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
 
 
-def _agreement(parameter: Parameter, slab: int, moved: CountBytes) -> list[Finding]:
-    name, found = parameter.name, []
+def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list[Finding]:
+    name, findings = parameter.name, list[Finding]()
     with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, moved)
+        transfer = Transfer(reader, slab, count_bytes)
         for state, tensor in parameter.states.items():
             if tensor.replicas:
                 try:
                     for _ in transfer.slabs(tensor):
                         pass
                 except CkptError as error:
-                    found.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
+                    findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is not None and copy is not None and _is_copy(copy, master):
             try:
-                found += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+                findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
             except CkptError as error:
-                found.append(Finding("unreadable", error.what, error.where or name, (name,)))
-    return found
+                findings.append(Finding("unreadable", error.what, error.where or name, (name,)))
+    return findings
 
 
 def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
@@ -225,5 +225,5 @@ def verify(source: Checkpoint, resources: Resources | None = None, progress: Pro
     """
     if uses_codecs(source):
         load_kernels()
-    moved = count_to(nbytes_to_read(source), progress)
-    return [*find_problems(source, resources or Resources(), moved), *changed(source)]
+    count_bytes = count_to(nbytes_to_read(source), progress)
+    return [*find_problems(source, resources or Resources(), count_bytes), *changed(source)]

@@ -16,7 +16,7 @@ from ckpt_formats.universal.delta_format import Delta
 from ckpt_formats.universal.encoded import uses_codecs
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that were moved so far, and the bytes in all; from any thread, one call at a time."""
+"""Called with the bytes that were count_bytes so far, and the bytes in all; from any thread, one call at a time."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Job:
         """
         if self.needs_kernels:
             load_kernels()
-        moved = count_to(self._plan.nbytes, progress)
-        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, moved)
+        count_bytes = count_to(self._plan.nbytes, progress)
+        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, count_bytes)
 
     @property
     def needs_kernels(self) -> bool:

@@ -24,7 +24,7 @@ from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 
 CountBytes = Callable[[int], None]
-"""Called with the bytes that were moved since the last call, from any thread."""
+"""Called with the bytes that were count_bytes since the last call, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def write(
     target: Path,
     format: WritableFormat,
     resources: Resources,
-    moved: CountBytes,
+    count_bytes: CountBytes,
 ) -> Result:
     """Write what is planned. The target appears when it is complete.
 
@@ -106,8 +106,8 @@ def write(
             done = {receipt.file: receipt for receipt in stage.receipts()}
             todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
             resumed = len(done)
-            moved(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, resources, identities, stop, moved):
+            count_bytes(sum(part.nbytes for part in parts if part.file in done))
+            for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 points.reached("journalled")
@@ -153,9 +153,11 @@ def _files_of(path: Path) -> list[Path]:
 def check_complete(source: Checkpoint) -> None:
     """Every tensor is there and covered exactly once. Raises `Incomplete`, naming the first that are not."""
     problems = [
-        f"`{printable(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.problems()
+        f"`{printable(p.name)}` {state}: {problem}"
+        for p, state, tensor in source.tensors()
+        for problem in tensor.problems()
     ]
-    problems += [f"`{printable(name)}` is {printable(said)}" for name, said in source.dangling_names()]
+    problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise Incomplete("; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
@@ -174,10 +176,10 @@ def check_not_suspicious(source: Checkpoint) -> None:
 
 def space_needed(parts: Iterable[FilePlan]) -> int:
     """A lower bound of the bytes that parts will take: a model's copy may turn out to be only its master, rounded."""
-    return sum(_least(part) if part.size is None else part.size for part in parts)
+    return sum(_min_nbytes(part) if part.size is None else part.size for part in parts)
 
 
-def _least(part: FilePlan) -> int:
+def _min_nbytes(part: FilePlan) -> int:
     copies = (p.states[MODEL].nbytes for p in part.parameters if {MODEL, MASTER} <= p.states.keys())
     return part.nbytes - sum(copies)
 
@@ -189,11 +191,11 @@ def _write_all(
     resources: Resources,
     identities: Identities,
     stop: threading.Event,
-    moved: CountBytes,
+    count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
-        moved(nbytes)
+        count_bytes(nbytes)
 
     def write(part: FilePlan) -> Receipt:
         with (

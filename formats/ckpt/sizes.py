@@ -64,14 +64,14 @@ def written_rows(entries: Iterable[ParameterEntry]) -> list[StateSizes]:
     return merged(
         StateSizes(
             state if entry.role == "parameter" else entry.role,
-            made.dtype,
-            prod(made.shape),
-            prod(made.shape) * DTYPES[made.dtype].itemsize,
-            made.nbytes,
-            (PLAIN if made.codec is None else str(made.codec["name"]),),
+            stored_state.dtype,
+            prod(stored_state.shape),
+            prod(stored_state.shape) * DTYPES[stored_state.dtype].itemsize,
+            stored_state.nbytes,
+            (PLAIN if stored_state.codec is None else str(stored_state.codec["name"]),),
         )
         for entry in entries
-        for state, made in entry.states.items()
+        for state, stored_state in entry.states.items()
     )
 
 

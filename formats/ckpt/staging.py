@@ -240,11 +240,11 @@ def _seal_json(seal: Seal) -> list[Any]:
     return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label]
 
 
-def _receipt(said: Mapping[str, Any]) -> Receipt:
-    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in said["evidence"])
-    return Receipt(said["file"], said["nbytes"], tuple(map(_seal, said["seals"])), said["entry"], evidence)
+def _receipt(fields: Mapping[str, Any]) -> Receipt:
+    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in fields["evidence"])
+    return Receipt(fields["file"], fields["nbytes"], tuple(map(_seal, fields["seals"])), fields["entry"], evidence)
 
 
-def _seal(said: list[Any]) -> Seal:
-    path, offset, nbytes, kind, digest, label = said
+def _seal(fields: list[Any]) -> Seal:
+    path, offset, nbytes, kind, digest, label = fields
     return Seal(Path(path), offset, nbytes, kind, int(digest), label)

@@ -20,21 +20,21 @@ from ckpt_formats.core.files import Reader, open_regular, read_whole, seal_is_va
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 
-_MOST_FILES = 1 << 20
-_MOST_JSON = 1 << 26
+_MAX_FILES = 1 << 20
+_MAX_JSON = 1 << 26
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SEALED = (manifest.NAME, index.NAME)
 
 
 def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
     """Why a checkpoint cannot be opened, and what is wrong with its files, each once."""
-    found = [Finding("unreadable", error.what, error.where or str(path))]
+    findings = [Finding("unreadable", error.what, error.where or str(path))]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * resources.workers):
-            found += several
-    first = found[0].where
-    others = [one for one in found[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
-    return [found[0], *sorted(others, key=lambda finding: finding.where)]
+            findings += several
+    first = findings[0].where
+    others = [one for one in findings[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
+    return [findings[0], *sorted(others, key=lambda finding: finding.where)]
 
 
 def _root(path: Path, error: CkptError) -> Path:
@@ -51,7 +51,7 @@ def _files(root: Path) -> Iterator[Path]:
         yield root
         return
     for number, path in enumerate(sorted(root.rglob("*"))):
-        if number < _MOST_FILES and path.is_file():
+        if number < _MAX_FILES and path.is_file():
             yield path
 
 
@@ -85,7 +85,7 @@ def _safetensors(path: Path) -> Iterator[Finding]:
 
 def _json(path: Path) -> Iterator[Finding]:
     if path.name in _SEALED:
-        sealed_json.load(path, _MOST_JSON, "what its name says")
+        sealed_json.load(path, _MAX_JSON, "what its name says")
     else:
         _parse(path)
     return iter(())
@@ -93,7 +93,7 @@ def _json(path: Path) -> Iterator[Finding]:
 
 def _parse(path: Path) -> None:
     try:
-        json.loads(read_whole(path, _MOST_JSON))
+        json.loads(read_whole(path, _MAX_JSON))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON: {error}", where=path) from None
 

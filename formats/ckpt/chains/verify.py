@@ -45,8 +45,8 @@ def verify_chain(
     chain = index.read(run)
     opened, findings = open_all(run, chain)
     load_kernels()
-    moved = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
-    findings += examine(opened, resources, moved)
+    count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
+    findings += examine(opened, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
     if replay:
@@ -66,9 +66,9 @@ def _of_segments(views: list[SegmentView]) -> list[Finding]:
             assert view.error is not None
             findings.append(Finding("unreadable", view.error.what, view.error.where or view.logged.folder))
         elif view.logged.step is not None and view.segment.last < view.logged.step:
-            lost = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
+            lost_steps = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in view.segment.torn.items())
-            findings.append(Finding("log", f"{lost}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
+            findings.append(Finding("log", f"{lost_steps}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
     return findings
 
 
@@ -85,8 +85,8 @@ def _replay_findings(run: Path, chain: ChainIndex, resources: Resources, progres
         courses = list(replay_check.courses(run, chain))
     except CkptError as error:
         return [Finding("replay", error.what, error.where or str(run))]
-    moved = count_to(sum(course.nbytes for course in courses), progress)
-    return [finding for course in courses for finding in replay_check.check(course, resources, moved)]
+    count_bytes = count_to(sum(course.nbytes for course in courses), progress)
+    return [finding for course in courses for finding in replay_check.check(course, resources, count_bytes)]
 
 
 def _approximate(chain: ChainIndex) -> Iterator[Notice]:
@@ -116,12 +116,12 @@ def open_all(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Findi
     return opened, findings
 
 
-def examine(opened: list[Checkpoint], resources: Resources, moved: CountBytes) -> list[Finding]:
+def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBytes) -> list[Finding]:
     """Everything that is wrong with them, each thing once."""
-    found = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, resources, moved))
-    broken = {finding.where for finding in found if finding.kind == "checksum"}
+    findings = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, resources, count_bytes))
+    broken = {finding.where for finding in findings if finding.kind == "checksum"}
     # What cannot be decoded since its bytes, or those of an ancestor, are damaged is no finding of its own.
-    return [f for f in found if f.kind != "values" or not broken & set(f.where.split(", "))]
+    return [f for f in findings if f.kind != "values" or not broken & set(f.where.split(", "))]
 
 
 def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place]) -> Checkpoint:

@@ -24,8 +24,8 @@ class Selection:
     def takes(self, name: str, role: str) -> bool:
         if role == "extra":
             return self.extras
-        kept = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
-        return kept and not any(re.search(pattern, name) for pattern in self.drop)
+        is_chosen = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
+        return is_chosen and not any(re.search(pattern, name) for pattern in self.drop)
 
 
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
@@ -40,7 +40,7 @@ def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tup
 
 def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
     """Of tied names, the first that is chosen holds the values, though in the source another may."""
-    kept: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     aliases: dict[str, str] = {}
     holders: dict[str, str] = {}
     for name, owner in {**{name: name for name in source.parameters}, **source.aliases}.items():
@@ -49,12 +49,12 @@ def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
             continue
         if parameter is not None and owner not in holders:
             holders[owner] = name
-            kept[name] = replace(parameter, name=name)
+            parameters[name] = replace(parameter, name=name)
         else:
             aliases[name] = holders.get(owner, owner)
     return replace(
         source,
-        parameters=kept,
+        parameters=parameters,
         aliases=aliases,
         groups=tuple(Group(g.options, tuple(holders[n] for n in g.names if n in holders)) for g in source.groups),
         errors={(holders[name], state): loss for (name, state), loss in source.errors.items() if name in holders},

@@ -9,7 +9,7 @@ from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import as_bytes
 
-_PIECE = 1 << 13
+_BLOCK = 1 << 13
 """Elements compared at once. What is computed of them stays in a core's cache, and OpenBLAS, which gives longer vectors
 to threads of its own, leaves the threads to us."""
 _BIAS, _EXPONENTS = 1023, 2048
@@ -89,12 +89,12 @@ def diff_sums(a: Array, b: Array) -> DiffSums:
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
     total, counts = DiffSums(), np.zeros(_EXPONENTS, np.int64)
     with np.errstate(over="ignore", invalid="ignore"):
-        for at in range(0, a.size, _PIECE):
-            total += _sums_of(a[at : at + _PIECE], b[at : at + _PIECE], counts)
-    held = np.flatnonzero(counts)
-    if not held.size:
+        for at in range(0, a.size, _BLOCK):
+            total += _sums_of(a[at : at + _BLOCK], b[at : at + _BLOCK], counts)
+    exponents = np.flatnonzero(counts)
+    if not exponents.size:
         return total
-    lowest, highest = int(held[0]), int(held[-1])
+    lowest, highest = int(exponents[0]), int(exponents[-1])
     return replace(total, histogram=Histogram(lowest - _BIAS, tuple(counts[lowest : highest + 1].tolist())))
 
 

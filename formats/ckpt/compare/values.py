@@ -21,30 +21,30 @@ def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 
 def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
     """What is kept of single parameters beside tensors, such as the steps that they have seen."""
-    ours, theirs = _kept(first), _kept(second)
+    a, b = _numbers_of(first), _numbers_of(second)
     apart: dict[str, list[str]] = {}
-    for name in ours.keys() & theirs.keys():
-        for key in ours[name].keys() & theirs[name].keys():
-            if encode(ours[name][key]) != encode(theirs[name][key]):
+    for name in a.keys() & b.keys():
+        for key in a[name].keys() & b[name].keys():
+            if encode(a[name][key]) != encode(b[name][key]):
                 apart.setdefault(key, []).append(name)
     for key, names in sorted(apart.items()):
         name = min(names)
-        values = f"{brief(encode(ours[name][key]))} -> {brief(encode(theirs[name][key]))}"
+        values = f"{brief(encode(a[name][key]))} -> {brief(encode(b[name][key]))}"
         yield f"{key} of {len(names)} parameters, such as `{name}`: {values}"
 
 
-def _kept(source: Checkpoint) -> dict[str, dict[str, Value]]:
+def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
     """By parameter. A `step` is a number, whether a tensor tells or a number."""
-    found: dict[str, dict[str, Value]] = {}
+    numbers: dict[str, dict[str, Value]] = {}
     with Reader(check=False) as reader:
         for name, parameter in source.parameters.items():
-            kept = found[name] = dict(parameter.values)
-            step, tensor = kept.get("step"), parameter.states.get("step")
+            own = numbers[name] = dict(parameter.values)
+            step, tensor = own.get("step"), parameter.states.get("step")
             if tensor is not None and tensor.shape == ():
-                kept["step"] = _plain(float(read(tensor, reader)))
+                own["step"] = _plain(float(read(tensor, reader)))
             elif isinstance(step, (int, float)):
-                kept["step"] = _plain(step)
-    return found
+                own["step"] = _plain(step)
+    return numbers
 
 
 def _plain(step: float) -> float:
@@ -54,14 +54,16 @@ def _plain(step: float) -> float:
 
 def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
     """Options of the groups that parameters are in, since groups have no names."""
-    ours, theirs = ({name: group.options for group in c.groups for name in group.names} for c in (first, second))
-    said: dict[str, list[str]] = {}
-    for name in ours.keys() & theirs.keys():
-        for key in sorted(ours[name].keys() & theirs[name].keys()):
-            a, b = encode(ours[name][key]), encode(theirs[name][key])
+    first_options, second_options = (
+        {name: group.options for group in c.groups for name in group.names} for c in (first, second)
+    )
+    changes: dict[str, list[str]] = {}
+    for name in first_options.keys() & second_options.keys():
+        for key in sorted(first_options[name].keys() & second_options[name].keys()):
+            a, b = encode(first_options[name][key]), encode(second_options[name][key])
             if a != b and _listed(a) != _listed(b):
-                said.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
-    for what, names in sorted(said.items()):
+                changes.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
+    for what, names in sorted(changes.items()):
         yield f"option of the optimizer for {len(names)} parameters, {what}"
 
 
