@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_cli import notes
 from ckpt_cli.progress import announced, on_terminal
@@ -18,6 +19,9 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry import open_checkpoint
+
+if TYPE_CHECKING:
+    from ckpt.chains.restore import ChainState
 
 _MAX_ORDER = 1 << 28
 """Bytes of a file of names."""
@@ -35,6 +39,16 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
     notes.note(*checkpoint.notices)
     return checkpoint
+
+
+def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "ChainState":
+    """The state of a step of a chain; its notices become notes."""
+    from ckpt.chains.restore import open_step
+
+    with reading_headers(chain):
+        state = open_step(Path(chain), step, options)
+    notes.note(*state.checkpoint.notices)
+    return state
 
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:

@@ -3,11 +3,15 @@
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.types import SegmentsType
+from ckpt_cli.options.source import read_options
+from ckpt_cli.options.types import CheckpointPath, SegmentsType
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.format import ReadOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +62,19 @@ def retention(command: F) -> F:
     ):
         decorated = option(decorated)
     return cast(F, decorated)
+
+
+def chain_state(command: F) -> F:
+    """`CHAIN`, `--step` and the options of readers; the command gets the state as one `ChainState`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, chain: str, step: int | None, options: "ReadOptions", **arguments: Any) -> Any:
+        from ckpt_cli.reading import open_chain_state
+
+        return command(*args, state=open_chain_state(chain, step, options), **arguments)
+
+    option = click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
+    return cast(F, click.argument("chain", type=CheckpointPath())(option(read_options(wrapper))))
 
 
 def bases(command: F) -> F:

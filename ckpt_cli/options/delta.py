@@ -21,7 +21,7 @@ _DEFAULT = "balanced"
 """The preset where only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-step = click.option(
+_STEP = click.option(
     "--step", type=click.IntRange(0, 1 << 62), help="The step, if not the one that the checkpoint states."
 )
 
@@ -80,6 +80,15 @@ class LossOptions:
                 "--max-loss-increase searches the step size, which max_abs_err states", hint="Leave out one of them."
             )
         return bounded
+
+
+@dataclass(frozen=True)
+class AppendOptions:
+    """How a state is appended to a chain."""
+
+    policy: "DeltaPolicy"
+    step: int | None
+    dry_run: bool
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,19 @@ def delta_policy(command: F) -> F:
     return cast(F, _with(wrapper, (*_LOSS, preset, _CODEC)))
 
 
+def append_options(command: F) -> F:
+    """`--step` and `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, policy: "DeltaPolicy", step: int | None, dry_run: bool, **arguments: Any) -> Any:
+        return command(*args, options=AppendOptions(policy, step, dry_run), **arguments)
+
+    dry_run = click.option(
+        "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
+    )
+    return cast(F, _with(wrapper, (dry_run, _STEP)))
+
+
 def delta_file(command: F) -> F:
     """`-o` and what goes with it; the command gets them as one `DeltaFile`, or None.
 
@@ -161,8 +183,7 @@ def delta_file(command: F) -> F:
         if output is None:
             _refuse_given((*LossOptions.__dataclass_fields__, "step", "dry_run"), "is for deltas: it goes with -o.")
             return command(*args, delta=None, **arguments)
-        report = (*ReportOptions.__dataclass_fields__, "only", "skip")
-        _refuse_given(report, "is for the report: it does not go with -o.")
+        _refuse_given(ReportOptions.__dataclass_fields__, "is for the report: it does not go with -o.")
         options = LossOptions(**own)
         _check(options)
         return command(*args, delta=DeltaFile(output, step, options.policy(), dry_run), **arguments)
@@ -174,7 +195,7 @@ def delta_file(command: F) -> F:
         "-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
     )
     preset = click.option("--preset", type=click.Choice(_PRESETS), help=_PRESET_HELP)
-    return cast(F, _with(wrapper, (dry_run, step, *_LOSS, preset, _CODEC, output)))
+    return cast(F, _with(wrapper, (dry_run, _STEP, *_LOSS, preset, _CODEC, output)))
 
 
 def _check(options: LossOptions) -> None:

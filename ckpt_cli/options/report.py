@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.source import only, skip
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -14,6 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class ReportOptions:
     """Which tensors are compared, and how the differences are shown."""
 
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
     states: tuple[str, ...]
     tensors_only: bool
     sort: str
@@ -51,6 +55,8 @@ def report_options(command: F) -> F:
         click.option(
             "--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ..."
         ),
+        skip,
+        only,
     ):
         decorated = option(decorated)
     return cast(F, decorated)

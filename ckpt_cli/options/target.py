@@ -92,24 +92,28 @@ class Target:
     format_name: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def format(self, default: str, **more: Any) -> "WritableFormat":
+    def format(self, default: str) -> "WritableFormat":
         """The format with its options; `default` is taken if the user named none. Raises `Unsupported`."""
-        from dataclasses import fields
-
-        from ckpt_formats.core.errors import Unsupported
         from ckpt_formats.registry import writable
 
-        name = self.format_name or default
-        known = {field.name for field in fields(writable(name))}
+        return self.with_options(writable(self.format_name or default))
+
+    def with_options(self, format: "WritableFormat") -> "WritableFormat":
+        """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
+        from dataclasses import fields, replace
+
+        from ckpt_formats.core.errors import Unsupported
+
+        known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
-            flags = [option.flag for name_, option in FORMAT_OPTIONS.items() if name_ in known]
+            flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
             raise Unsupported(
-                f"format {name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
+                f"format {format.name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
                 hint=f"Its options: {', '.join(flags) or 'none'}.",
             )
         rules = click.get_current_context().meta.get("ckpt.rules", ())
         own = {"rules": rules} if rules and "rules" in known else {}
-        return writable(name, **own, **self.options, **more)
+        return replace(format, **own, **self.options)
 
 
 def target(default: str | None = None, without: str = "") -> Callable[[F], F]:

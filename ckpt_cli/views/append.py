@@ -13,7 +13,7 @@ from ckpt.chains.write import AppendResult, DeltaPolicy, parent_folder
 from ckpt.chains.write import write_delta as write_delta_file
 from ckpt.pipeline import Resources, plan
 from ckpt_cli import notes
-from ckpt_cli.options.delta import DeltaFile
+from ckpt_cli.options.delta import AppendOptions, DeltaFile
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
@@ -22,21 +22,19 @@ from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.universal import Universal
 
 
-def append(
-    chain: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, resources: Resources, as_json: bool
-) -> None:
+def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
     """Append to a chain, or begin one, with a bar; show what was written."""
     notes.flush()
     with progress_bar("appending") as progress:
-        result = chain_append.append(chain, source, step, _with_trials(policy), resources, progress)
+        policy = _with_trials(options.policy)
+        result = chain_append.append(chain, source, options.step, policy, resources, progress)
     _show(result, chain, as_json)
 
 
-def show_plan(
-    chain: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, resources: Resources, as_json: bool
-) -> None:
+def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
     """Show what would be appended, and about what it would take."""
-    step, kind, earlier, notices = chain_append.plan_append(chain, source, step, policy)
+    policy = options.policy
+    step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy)
     notes.note(*notices)
     costs = _estimate(policy, source, earlier, policy.base == "coded", resources)
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)

@@ -36,8 +36,6 @@ _MAX_VALUES = 20
 def show(
     first: Checkpoint,
     second: Checkpoint,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
     options: ReportOptions,
     resources: Resources,
     as_json: bool,
@@ -47,7 +45,7 @@ def show(
         diff_page.check_place(Path(options.html))
     if first.path.resolve() == second.path.resolve():
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
-    a, b = select_both(first, second, Selection(only, skip, extras=not options.tensors_only))
+    a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
     with progress_bar("comparing") as progress:
         result = diff_selected(a, b, options.states, options.tensors_only, resources, progress)
     if options.html:
