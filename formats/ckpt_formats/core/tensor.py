@@ -17,9 +17,10 @@ import numpy as np
 from ckpt_codecs import Codec
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps
+from ckpt_formats.core.indexing import block_of_key
 
 Array = np.ndarray[Any, DType]
 
@@ -308,6 +309,21 @@ class Tensor:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def __getitem__(self, key: Any) -> Array:
+        """The values of a block, as NumPy's basic indexing selects them. Only this block is read.
+
+        Raises `IndexError`; `CkptError` for what cannot be read, or is not as it was when the checkpoint was opened.
+        """
+        box, remainder = block_of_key(key, self.shape)
+        return checked_read(self.crop(box))[remainder]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """All values, read into memory: `np.asarray(tensor)`."""
+        if copy is False:
+            raise ValueError("the values are read from files, so they cannot be used without a copy")
+        values = checked_read(self)
+        return values if dtype is None else values.astype(dtype, copy=False)
+
     def crop(self, box: Box) -> "Tensor":
         kept = (fragment.crop(box) for fragment in self.fragments)
         return Tensor(
@@ -375,6 +391,16 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
         with Reader(check=False) as own:
             blob.read_into(out, own)
     return out
+
+
+def checked_read(tensor: Tensor) -> Array:
+    """All values of a tensor, in memory. Raises `Incomplete` if blocks of it are missing, `Corrupt` if it is damaged.
+
+    Checksums that cover more than the tensor's own bytes are not verified; `ckpt verify` does that.
+    """
+    for problem in tensor.problems():
+        raise Incomplete(problem)
+    return read(tensor)
 
 
 def replicas_differ(tensor: Tensor, replica: Tensor) -> Corrupt:
