@@ -21,7 +21,7 @@ from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 
-MOST_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 """Bytes: the limit of the reference implementation."""
 
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -65,7 +65,7 @@ def read_header(path: Path) -> SafetensorsFile:
         with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
-            if not 2 <= length <= min(nbytes - 8, MOST_HEADER):
+            if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)
             raw = file.read(length)
     except OSError as error:

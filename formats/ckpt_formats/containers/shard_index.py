@@ -15,7 +15,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 INDEX_SUFFIX = ".index.json"
-_MOST_INDEX = 1 << 30
+_MAX_INDEX = 1 << 30
 _NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
 
 
@@ -61,7 +61,7 @@ class ShardIndex:
 
 def read_index(path: Path) -> ShardIndex:
     """An index whose names are all names of files beside it. Raises `Corrupt` or `Unsafe`."""
-    said = parse_json_object(read_whole(path, _MOST_INDEX), path)
+    said = parse_json_object(read_whole(path, _MAX_INDEX), path)
     where, metadata = said.get("weight_map"), said.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
@@ -127,13 +127,13 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
 _USUAL = ("model", "adapter_model", "diffusion_pytorch_model", "pytorch_model", "consolidated")
 """What libraries call the files of the model that they load, in the order in which it counts."""
 _OF_A_RANK = re.compile(r"shard-\d+-model")
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 def _shown(sets: Collection[Path | list[Path]]) -> str:
     names = [printable((one if isinstance(one, Path) else one[0]).name) for one in sets]
-    more = f" and {len(names) - _MOST_SHOWN:,} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(names[:_MOST_SHOWN]) + more
+    more = f" and {len(names) - _MAX_SHOWN:,} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def all_numbered(files: Sequence[Path]) -> list[Path]:

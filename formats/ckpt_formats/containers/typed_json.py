@@ -26,11 +26,11 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
-_MOST_WRITTEN = 32_000_000
+_MAX_WRITTEN = 32_000_000
 """Values, of which a text or an array counts one more for every 32 bytes."""
-_MOST_AGAIN = 400_000
+_MAX_AGAIN = 400_000
 """The same, of what has been written before, being shared by several places."""
-_MOST_DEPTH = 150
+_MAX_DEPTH = 150
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
@@ -65,7 +65,7 @@ class _Encoder:
 
     def encode(self, value: Value, depth: int) -> Any:
         self._count(value)
-        if depth > _MOST_DEPTH or self._written > _MOST_WRITTEN or self._again > _MOST_AGAIN:
+        if depth > _MAX_DEPTH or self._written > _MAX_WRITTEN or self._again > _MAX_AGAIN:
             raise Unsafe("a value that contains itself, or is nested or repeated without end")
         if value is None or isinstance(value, bool):
             return value
@@ -193,7 +193,7 @@ _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
 
 
 def _decode(said: Any, depth: int) -> Value:
-    if depth > _MOST_DEPTH:
+    if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(said, list):
         return [_decode(item, depth + 1) for item in said]

@@ -21,9 +21,9 @@ POINTERS = (
     "last_checkpoint",
     "latest_checkpoint.txt",
 )
-_MOST_FOLDERS = 2_000
-_MOST_NAMED = 8
-_MOST_POINTER = 4096
+_MAX_FOLDERS = 2_000
+_MAX_NAMED = 8
+_MAX_POINTER = 4096
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,15})")
 _NUMBERS = re.compile(r"\d{1,15}")
 
@@ -72,7 +72,7 @@ def _folders(path: Path) -> list[Path]:
             found = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []
-    return [path / name for name in sorted(found)[:_MOST_FOLDERS]]
+    return [path / name for name in sorted(found)[:_MAX_FOLDERS]]
 
 
 def _named_by_pointer(path: Path) -> tuple[str, str] | None:
@@ -82,7 +82,7 @@ def _named_by_pointer(path: Path) -> tuple[str, str] | None:
         if not (path / pointer).exists():
             continue
         with open_regular(path / pointer) as file:
-            name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
+            name = file.read(_MAX_POINTER).decode("utf-8", "replace").strip()
         return pointer, Path(name).name
     return None
 
@@ -102,5 +102,5 @@ def _age(folder: Path) -> tuple[list[int], float, str]:
 
 def _listed(folders: Sequence[Path]) -> str:
     names = [printable(folder.name) for folder in sorted(folders, key=_age)]
-    more = f"{len(names) - _MOST_NAMED:,} others, " if len(names) > _MOST_NAMED else ""
-    return more + ", ".join(names[-_MOST_NAMED:])
+    more = f"{len(names) - _MAX_NAMED:,} others, " if len(names) > _MAX_NAMED else ""
+    return more + ", ".join(names[-_MAX_NAMED:])

@@ -21,7 +21,7 @@ _OF_A_RANK = (
 _META = re.compile(r"consolidated\.(\d\d)\.pth")
 _RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
-_MOST_INDICES = 16
+_MAX_INDICES = 16
 
 
 def check_alone(path: Path) -> None:
@@ -71,7 +71,7 @@ def parts_unread(path: Path) -> Iterator[Notice]:
         text = f"this is file {number.place} of {number.count} of a model: the tensors of the others are not read"
         yield Notice(f"{text}. Name the folder, or its index, to read all", weight=Weight.LOST)
         return
-    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MOST_INDICES]:
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MAX_INDICES]:
         try:
             files = set(read_index(index).where.values())
         except CkptError:

@@ -19,10 +19,10 @@ from ckpt_formats.core.text import printable
 
 Names = Collection[str]
 
-MOST_NAMES = 200_000
+MAX_NAMES = 200_000
 """Entries of a folder that are looked at."""
-_MOST_FOLDERS = 64
-_MOST_JSON = 1 << 16
+_MAX_FOLDERS = 64
+_MAX_JSON = 1 << 16
 _OF_DEEPSPEED = re.compile(
     r"layer_\d+-model_\d+-model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
     r"|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
@@ -76,7 +76,7 @@ def names_in(path: Path) -> list[str]:
     """What a folder holds, up to a bound; nothing, if it cannot be read."""
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False))
+            return sorted(entry.name for entry, _ in zip(entries, range(MAX_NAMES), strict=False))
     except OSError:
         return []
 
@@ -91,7 +91,7 @@ def _universal(path: Path, names: Names) -> str | None:
 def _deepspeed_universal(path: Path, names: Names) -> str | None:
     if "zero" not in names or (path / "zero" / "optimizer_state.pt").is_file():
         return None
-    folders = names_in(path / "zero")[:_MOST_FOLDERS]
+    folders = names_in(path / "zero")[:_MAX_FOLDERS]
     held = any((path / "zero" / name / "fp32.pt").is_file() for name in folders)
     return "zero/optimizer_state.pt is missing" if held else None
 
@@ -109,7 +109,7 @@ def _says_backend(path: Path) -> bool:
     """Does Megatron core's file say how the shards are stored?"""
     try:
         with open_regular(path) as file:
-            said = json.loads(file.read(_MOST_JSON))
+            said = json.loads(file.read(_MAX_JSON))
     except (CkptError, OSError, ValueError, RecursionError):
         return False
     return isinstance(said, dict) and "sharded_backend" in said
@@ -117,7 +117,7 @@ def _says_backend(path: Path) -> bool:
 
 def _megatron_legacy(path: Path, names: Names) -> str | None:
     ranks = [name for name in sorted(names) if _RANK_OF_MEGATRON.fullmatch(name) and (path / name).is_dir()]
-    lacking = [name for name in ranks[:_MOST_FOLDERS] if not (path / name / "model_optim_rng.pt").is_file()]
+    lacking = [name for name in ranks[:_MAX_FOLDERS] if not (path / name / "model_optim_rng.pt").is_file()]
     return f"{lacking[0]}/model_optim_rng.pt is missing" if lacking else None
 
 

@@ -18,9 +18,9 @@ _HARMLESS = re.compile(
 )
 """Texts, pictures, logs, locks, hidden files, and what points to a checkpoint: nothing is lost with them."""
 _NUMBER = re.compile(r"\d+")
-_MOST_ENTRIES = 500_000
+_MAX_ENTRIES = 500_000
 """Entries of folders that are looked at."""
-_MOST_UNREAD = 10_000
+_MAX_UNREAD = 10_000
 """Names that are remembered."""
 
 
@@ -45,7 +45,7 @@ def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> It
             continue
         if parts[-1] in known or "/".join(parts) in known or _is_empty(path.joinpath(*parts)):
             continue
-        if len(others) + len(beside) == _MOST_UNREAD:
+        if len(others) + len(beside) == _MAX_UNREAD:
             break
         name = "/".join(parts) + ("/" if is_folder else "")
         (others if is_folder and _is_another(parts, around) else beside).append(name)
@@ -78,7 +78,7 @@ def _entries(path: Path, around: Collection[tuple[str, ...]]) -> Iterator[tuple[
         try:
             with os.scandir(path.joinpath(*parts)) as entries:
                 here = sorted(
-                    (entry.name, entry.is_dir()) for entry, _ in zip(entries, range(_MOST_ENTRIES - seen), strict=False)
+                    (entry.name, entry.is_dir()) for entry, _ in zip(entries, range(_MAX_ENTRIES - seen), strict=False)
                 )
         except OSError:
             continue  # the reader read what it needs

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import MOST_HEADER, is_natural, read_header
+from ckpt_formats.containers.safetensors import MAX_HEADER, is_natural, read_header
 from ckpt_formats.containers.safetensors_shards import (
     SAFETENSORS_INDEX,
     SUFFIX,
@@ -80,7 +80,7 @@ class Safetensors(WritableFormat):
         form = _form_of(source)
         header = form.get("header", 0)
         return tuple(
-            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MOST_HEADER) else 0)
+            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MAX_HEADER) else 0)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
 

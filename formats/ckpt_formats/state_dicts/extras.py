@@ -12,8 +12,8 @@ from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
-_MOST_DEPTH = 150
-_MOST_SHOWN = 40
+_MAX_DEPTH = 150
+_MAX_SHOWN = 40
 _PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
 
 
@@ -70,7 +70,7 @@ class _Visitor:
     def walk(self, value: Value, name: str, depth: int) -> Value:
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise Unsafe(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
         made = self._rebuilt(value, name, depth + 1)
         if made is not value:
@@ -116,7 +116,7 @@ class _Visitor:
             if isinstance(key, _PLAIN_KEYS):
                 yield key, inner(item, key)
             else:
-                shown = brief(key, _MOST_SHOWN)
+                shown = brief(key, _MAX_SHOWN)
                 yield inner(key, f"{shown} (key)"), inner(item, shown)
 
 

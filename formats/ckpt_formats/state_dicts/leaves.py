@@ -11,7 +11,7 @@ from ckpt_formats.core.values import Value
 Leaf: TypeAlias = TensorRef | Tensor
 """A tensor of one file, or one that was put together from several."""
 
-_MOST_DEPTH = 50
+_MAX_DEPTH = 50
 
 
 def tensor_leaf(leaf: Leaf) -> Tensor:
@@ -39,7 +39,7 @@ def is_extra_state(name: str) -> bool:
 
 def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:
     """Tensors by dotted names. Raises `Corrupt` if they are nested without end."""
-    if depth > _MOST_DEPTH:
+    if depth > _MAX_DEPTH:
         raise Corrupt("dicts are nested too deeply to be a model")
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -13,7 +13,7 @@ from ckpt_formats.core.values import Record, Value
 _TENSORS, _MODULES = ("_parameters", "_buffers"), "_modules"
 _NOT_SAVED = "_non_persistent_buffers_set"
 _INTERNAL = {*_TENSORS, _MODULES, _NOT_SAVED, "training", "_is_full_backward_hook", "_version", "_backend"}
-_MOST_NAMES = 500_000
+_MAX_NAMES = 500_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def read_module(record: Record, where: str) -> Module:
                 kept.setdefault("_buffers", {})[key] = value
             elif value is not None:
                 found.tensors[f"{prefix}{key}"] = value
-        if len(found.tensors) > _MOST_NAMES:
-            raise Unsafe(f"a pickled module calls its tensors by more than {_MOST_NAMES:,} names", where=where)
+        if len(found.tensors) > _MAX_NAMES:
+            raise Unsafe(f"a pickled module calls its tensors by more than {_MAX_NAMES:,} names", where=where)
         kept.update((key, value) for key, value in _attributes(module).items() if key not in _INTERNAL and value != {})
         found.attributes[name] = Record(module.cls, state=kept or None)
     return found
@@ -66,8 +66,8 @@ def _modules(record: Record, where: str) -> Iterator[tuple[str, Record]]:
     while waiting:
         name, module, above = waiting.pop()
         count += 1
-        if count > _MOST_NAMES:
-            raise Unsafe(f"a pickled module holds more than {_MOST_NAMES:,} others", where=where)
+        if count > _MAX_NAMES:
+            raise Unsafe(f"a pickled module holds more than {_MAX_NAMES:,} others", where=where)
         yield name, module
         prefix, path = f"{name}." if name else "", (*above, id(module))
         waiting += [

@@ -17,7 +17,7 @@ from ckpt_formats.state_dicts.parameter_order import (
 )
 
 Titles = dict[Value, str]
-_MOST_PARTS = 5
+_MAX_PARTS = 5
 """Submodules and optimizers whose every pairing is tried."""
 
 
@@ -76,7 +76,7 @@ def _by_submodule(
     parts: dict[str, list[NamedTensor]] = {}
     for one in trainable:
         parts.setdefault(one.name.partition(".")[0], []).append(one)
-    if not len(optimizers) <= len(parts) <= _MOST_PARTS:
+    if not len(optimizers) <= len(parts) <= _MAX_PARTS:
         return None
     fitting: dict[tuple[int, str], Titles] = {}
     for i, own in optimizers.items():

@@ -27,7 +27,7 @@ from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, HasNoData, array_tensor, class_of, is_tensor, tensor_parts
-from ckpt_formats.state_dicts.walk import MOST_DEPTH, holds_tensor, look
+from ckpt_formats.state_dicts.walk import MAX_DEPTH, holds_tensor, look
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
@@ -127,7 +127,7 @@ class _Opening:
             return value
         if isinstance(value, np.ndarray):
             self.arrays = True
-        if depth > MOST_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
+        if depth > MAX_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = value, value
@@ -298,7 +298,7 @@ def _names(root: Mapping[str, Value]) -> dict[Any, str]:
 
 
 def _arrays_as_tensors(value: Value, depth: int) -> Value:
-    if isinstance(value, dict) and depth <= MOST_DEPTH:
+    if isinstance(value, dict) and depth <= MAX_DEPTH:
         return _dict_like(value, {key: _arrays_as_tensors(item, depth + 1) for key, item in value.items()})
     tensor = array_tensor(value)
     return value if tensor is None else tensor

@@ -28,7 +28,7 @@ Groups: TypeAlias = Sequence[Mapping[str, Value]]
 
 _STATE, _GROUPS = "state", "param_groups"
 _PREFIXES = ("", "optimizer.", "optim.")
-_MOST_DEPTH = 50
+_MAX_DEPTH = 50
 _FULL = r"exp_avg(_sq|_diff|_slow|_fast)?(_row|_col)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta"
 FULL = re.compile(_FULL)
 """States that have the shape of their parameter, or are means of such over its rows or columns."""
@@ -84,7 +84,7 @@ def optimizers_in(tree: Value) -> list[Optimizer]:
     waiting: list[tuple[Place, Value]] = [((), tree)]
     while waiting:
         place, value = waiting.pop()
-        if id(value) in seen or len(place) > _MOST_DEPTH or not isinstance(value, (dict, list, tuple)):
+        if id(value) in seen or len(place) > _MAX_DEPTH or not isinstance(value, (dict, list, tuple)):
             continue
         seen.add(id(value))
         own = _form(value, place) if isinstance(value, dict) else None

@@ -28,7 +28,7 @@ BY_ORDER = (
 )
 """What is said where order alone decided."""
 _LOOK = 64
-_MOST_STEPS = 2_000_000
+_MAX_STEPS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def only_assignment(
     choices = len(runs) + skips
     steps = 0
     with Reader(check=False) as reader:
-        while stack and len(ways) < 2 and steps < _MOST_STEPS:
+        while stack and len(ways) < 2 and steps < _MAX_STEPS:
             place, choice, known = stack.pop()
             i, at = place
             steps += 1
@@ -141,7 +141,7 @@ def only_assignment(
             elif (end := runs[choice].after(at[choice], module[i].tensor, reader)) is not None:
                 path.append(Assignment(choice, at[choice], end, module[i].name))
                 stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(ways)))
-    return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
+    return ways[0] if len(ways) == 1 and steps < _MAX_STEPS else None
 
 
 def has_equals(names: Iterable[str], trainable: Sequence[NamedTensor]) -> bool:

@@ -31,7 +31,7 @@ from ckpt_formats.state_dicts.unused_values import not_weights
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that other things must not have, since they would be taken for the model or the optimizer."""
-_MOST_NAMES = 500_000
+_MAX_NAMES = 500_000
 
 
 def training_state(
@@ -207,6 +207,6 @@ def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
         if name in found:
             raise Corrupt(f"two tensors are called `{printable(name)}`", where=where)
         found[name] = leaf
-        if len(found) > _MOST_NAMES:
-            raise Unsafe(f"the file calls its tensors by more than {_MOST_NAMES:,} names", where=where)
+        if len(found) > _MAX_NAMES:
+            raise Unsafe(f"the file calls its tensors by more than {_MAX_NAMES:,} names", where=where)
     return found

@@ -11,7 +11,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
 MIXED = "Files of several steps or runs were mixed: copy all files of one step again."
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ def step_in_name(folder: Path, pattern: re.Pattern[str], what: str = "the step")
 
 
 def _short(value: Value) -> str:
-    return printable(str(value)[:_MOST_SHOWN])
+    return printable(str(value)[:_MAX_SHOWN])

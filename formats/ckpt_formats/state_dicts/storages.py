@@ -22,7 +22,7 @@ from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Fragment, Tensor, 
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import permuted
 
-_MOST_TURNED = 8 << 20
+_MAX_TURNED = 8 << 20
 """Bytes of a tensor that may lie with another axis first: all of it is read for each slab of such a one."""
 
 Place = tuple[int, Shape, Shape, DType]
@@ -168,7 +168,7 @@ def _is_turned(at: Place) -> bool:
     _, shape, strides, dtype = at
     order = _order(strides)
     turned = tuple(shape[axis] for axis in order)
-    small = prod(shape) * dtype.itemsize <= _MOST_TURNED
+    small = prod(shape) * dtype.itemsize <= _MAX_TURNED
     return tuple(strides[axis] for axis in order) == c_strides(turned, dtype.itemsize) and (small or order[0] == 0)
 
 

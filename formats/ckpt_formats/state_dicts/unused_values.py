@@ -12,7 +12,7 @@ from ckpt_formats.state_dicts.tensor_parts import OBJECT
 from ckpt_formats.state_dicts.walk import holds_tensor
 
 _OBJECT = f".{OBJECT}"
-_LEAST_FILE = 16
+_MIN_FILE = 16
 
 
 def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tuple[Notice, ...]:
@@ -58,6 +58,6 @@ def _is_file(value: Value) -> bool:
     if isinstance(value, Record) and value.cls.name == "BytesIO":
         parts = value.state if isinstance(value.state, tuple) else value.args
         value = parts[0] if parts else None
-    if not isinstance(value, (bytes, bytearray)) or len(value) < _LEAST_FILE:
+    if not isinstance(value, (bytes, bytearray)) or len(value) < _MIN_FILE:
         return False
     return bytes(value[:4]) == b"PK\3\4" or (value[0] == 0x80 and value[1] <= 5 and value[-1:] == b".")

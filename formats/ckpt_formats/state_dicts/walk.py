@@ -7,7 +7,7 @@ from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import Leaf
 
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 """Containers in each other, in what is carried."""
 
 
@@ -35,7 +35,7 @@ def look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
             done.add(stack.pop()[0])
         elif id(part) in own:
             return "own"
-        elif len(stack) > MOST_DEPTH:
+        elif len(stack) > MAX_DEPTH:
             return "endless"
         elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
             stack.append((id(part), iter(_parts(part))))

@@ -11,7 +11,7 @@ from typing import TypeGuard
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import (
     BUILTINS,
-    MOST_NAME,
+    MAX_NAME,
     NOTHING_RAN,
     NUMPY_CORE,
     class_like,
@@ -19,8 +19,8 @@ from ckpt_formats.containers.torchfile.allow_list import (
 )
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.storages import (
-    MOST_AXES,
-    MOST_ELEMENTS,
+    MAX_AXES,
+    MAX_ELEMENTS,
     Storage,
     StorageSlice,
     TensorRef,
@@ -186,7 +186,7 @@ def build_nested(cls: Global, args: Args, where: str) -> Value:
 
 
 def _is_member(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("__") and len(name) <= MOST_NAME
+    return name.isidentifier() and not name.startswith("__") and len(name) <= MAX_NAME
 
 
 def build_old_object(cls: Global, args: Args, where: str) -> Value:
@@ -257,7 +257,7 @@ BUILDERS: dict[tuple[str, str], Builder] = {
 
 def _tensor(cls: Global, args: Args, dtype: DType, where: str) -> TensorRef:
     offset, shape, strides = args[1:4]
-    if type(offset) is not int or not 0 <= offset < MOST_ELEMENTS or not _is_shape(shape) or not _is_shape(strides):
+    if type(offset) is not int or not 0 <= offset < MAX_ELEMENTS or not _is_shape(shape) or not _is_shape(strides):
         raise _malformed(cls, where)
     if len(shape) != len(strides):
         raise _malformed(cls, where)
@@ -265,10 +265,10 @@ def _tensor(cls: Global, args: Args, dtype: DType, where: str) -> TensorRef:
 
 
 def _is_shape(value: Value) -> TypeGuard[Shape]:
-    if not isinstance(value, (tuple, list)) or len(value) > MOST_AXES:
+    if not isinstance(value, (tuple, list)) or len(value) > MAX_AXES:
         return False
     for n in value:  # noqa: SIM110  (a loop is twice as fast as all() here, and this runs for every tensor)
-        if type(n) is not int or not 0 <= n < MOST_ELEMENTS:
+        if type(n) is not int or not 0 <= n < MAX_ELEMENTS:
             return False
     return True
 

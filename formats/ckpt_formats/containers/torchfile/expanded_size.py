@@ -14,7 +14,7 @@ from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, Te
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, opaque
 
-MOST_REPEATED = 400_000
+MAX_REPEATED = 400_000
 """Containers, and long texts and arrays by 32 bytes, that a value may repeat."""
 _PER_BYTE = 4
 """The same for each byte of the pickle: a large file may share more."""
@@ -61,7 +61,7 @@ def repeated(value: Value) -> int:
 
 def check_repeated(value: Value, where: str, nbytes: int = 0) -> None:
     """Raises `Unsafe` for a value that repeats its parts out of all proportion to its `nbytes` in a file."""
-    if repeated(value) > max(MOST_REPEATED, _PER_BYTE * nbytes):
+    if repeated(value) > max(MAX_REPEATED, _PER_BYTE * nbytes):
         raise Unsafe(
             "refers to its own parts again and again: written out, it would exhaust memory",
             where=where,

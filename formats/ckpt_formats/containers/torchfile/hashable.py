@@ -12,9 +12,9 @@ from ckpt_formats.containers.torchfile.storages import Storage, TensorRef
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
 
-MOST_DEPTH = 6
-MOST_PARTS = 256
-_MOST_INT = 1 << 64  # hashes of longer integers can be made to collide at will
+MAX_DEPTH = 6
+MAX_PARTS = 256
+_MAX_INT = 1 << 64  # hashes of longer integers can be made to collide at will
 
 _ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
 _BY_IDENTITY = frozenset({Record, TensorRef, Storage})
@@ -34,10 +34,10 @@ def _count(key: Value, depth: int, parts: int, where: str) -> int:
     if kind in _ATOMS or kind in _BY_IDENTITY:
         return parts + 1
     if kind is int:
-        if -_MOST_INT < key < _MOST_INT:
+        if -_MAX_INT < key < _MAX_INT:
             return parts + 1
     elif kind in (tuple, frozenset, Size):
-        if depth < MOST_DEPTH and parts + len(key) <= MOST_PARTS:
+        if depth < MAX_DEPTH and parts + len(key) <= MAX_PARTS:
             for part in key:
                 parts = _count(part, depth + 1, parts, where)
             return parts + 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile.file_window import Window
-from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, Interpreter, Truncated
+from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, Interpreter, Truncated
 from ckpt_formats.containers.torchfile.storages import Storage
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal
@@ -63,7 +63,7 @@ class Pickles:
                 if have == self.window.length or self._from + error.needs > self.window.length:
                     raise
                 nbytes = max(2 * (have - self.at), self._from + error.needs - self.at)
-                if nbytes > MOST_BYTES:
+                if nbytes > MAX_BYTES:
                     raise Unsafe("the pickle would exhaust memory", where=self.window.path) from None
                 continue
             self.at = self._from + end

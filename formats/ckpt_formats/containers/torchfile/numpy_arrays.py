@@ -24,7 +24,7 @@ RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 
 _CODE = re.compile(r"[<>=|]?([biufcSUV?])(\d{0,9})\Z")
 _ORDERS = ("<", ">", "=", "|")
-_MOST_AXES = 32  # NumPy 1 has no more
+_MAX_AXES = 32  # NumPy 1 has no more
 
 
 def dtype_of(record: Value, where: str) -> DType:
@@ -126,7 +126,7 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
 def _checked(shape: Value, where: str) -> Shape:
     if (
         not isinstance(shape, tuple)
-        or len(shape) > _MOST_AXES
+        or len(shape) > _MAX_AXES
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
     ):
         raise Corrupt("a NumPy array of impossible shape", where=where)

@@ -30,16 +30,16 @@ from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher,
 from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """No pickle of a checkpoint is longer; a million tensors take some 150 MB."""
-MOST_OPS = 1 << 26
-MOST_STACK = 1 << 20
-MOST_MARKS = 1 << 16
-MOST_MEMO = 1 << 25
-MOST_GLOBALS = 4096
-MOST_INT_BYTES = 1024
-_MOST_DIGITS = 2467  # decimal digits of an integer of that many bytes
-_MOST_LINE = 4096
+MAX_OPS = 1 << 26
+MAX_STACK = 1 << 20
+MAX_MARKS = 1 << 16
+MAX_MEMO = 1 << 25
+MAX_GLOBALS = 4096
+MAX_INT_BYTES = 1024
+_MAX_DIGITS = 2467  # decimal digits of an integer of that many bytes
+_MAX_LINE = 4096
 _BETWEEN_CHECKS = 4096
 
 PAD = b"\0" * 16
@@ -82,7 +82,7 @@ class Truncated(Corrupt):
     needs = 0
 
 
-class _Respelled(Exception):
+class _NeedsPlainRead(Exception):
     """A pickle refers to a part of a formed object, or numbers its memo itself: read it without forms."""
 
 
@@ -90,7 +90,7 @@ class _NumberedMemo(list[Value]):
     """A memo that numbers what it is given, as MEMOIZE has it: a tenth of a dict's size."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise _Respelled
+        raise _NeedsPlainRead
 
 
 class Interpreter:
@@ -132,7 +132,7 @@ class Interpreter:
             made = self._run()
             check_repeated(made, self.where, self._pos - start)
             return made, self._pos
-        except _Respelled:
+        except _NeedsPlainRead:
             pass
         except (
             IndexError,
@@ -183,7 +183,7 @@ class Interpreter:
                         pos += 1
                         known = memo[data[pos - 1]]
                         if known is SKIPPED:
-                            raise _Respelled
+                            raise _NeedsPlainRead
                         push(known)
                     elif op == TUPLE:
                         made = tuple(stack)
@@ -221,7 +221,7 @@ class Interpreter:
                         pos += 4
                         known = memo[_u4(data, pos - 4)[0]]
                         if known is SKIPPED:
-                            raise _Respelled
+                            raise _NeedsPlainRead
                         push(known)
                     elif op == TUPLE2:
                         second = stack.pop()
@@ -301,7 +301,7 @@ class Interpreter:
             stack.append(found[0])
             pos = found[1]
             begin = pos + (6 if data[pos] == LONG_BINGET else 3)
-            former = self._former(data[pos:begin], memo) if len(stack) < MOST_STACK else None
+            former = self._former(data[pos:begin], memo) if len(stack) < MAX_STACK else None
             found = None if former is None else former.match(data, begin, memo)
         return pos
 
@@ -316,7 +316,7 @@ class Interpreter:
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS
         height = len(self._stack) + sum(map(len, self._below[-2:]))
-        if self._ops > MOST_OPS or height > MOST_STACK or len(self._below) > MOST_MARKS or len(self._memo) > MOST_MEMO:
+        if self._ops > MAX_OPS or height > MAX_STACK or len(self._below) > MAX_MARKS or len(self._memo) > MAX_MEMO:
             raise self.unsafe("the pickle is larger than that of any checkpoint: it would exhaust memory")
 
     # What several opcodes need.
@@ -328,7 +328,7 @@ class Interpreter:
         self._pos = end
         return self._data[begin:end]
 
-    def line(self, most: int = _MOST_LINE) -> bytes:
+    def line(self, most: int = _MAX_LINE) -> bytes:
         end = self._data.find(b"\n", self._pos, min(self._size, self._pos + most + 1))
         if end < 0:
             if self._size <= self._pos + most:
@@ -364,7 +364,7 @@ class Interpreter:
     def _named(self, made: Global) -> Global:
         key = (made.module, made.name)
         if key not in self.globals:
-            if len(self.globals) >= MOST_GLOBALS:
+            if len(self.globals) >= MAX_GLOBALS:
                 raise self.unsafe("the pickle names more classes than any checkpoint has")
             self.globals[key] = made
             if build := BUILDERS.get(key):
@@ -455,7 +455,7 @@ def _long1(m: Interpreter) -> None:
 
 def _long4(m: Interpreter) -> None:
     (length,) = _i4(m.take(4))
-    if not 0 <= length <= MOST_INT_BYTES:
+    if not 0 <= length <= MAX_INT_BYTES:
         raise m.unsafe(f"the pickle has an integer of {length} bytes")
     m.push(int.from_bytes(m.take(length), "little", signed=True))
 
@@ -470,7 +470,7 @@ def _long(m: Interpreter) -> None:
 
 
 def _decimal(m: Interpreter, text: bytes) -> int:
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise m.unsafe(f"the pickle has an integer of {len(text)} digits")
     if not _DECIMAL.match(text):
         raise m.corrupt("malformed: an integer has other characters")
@@ -485,7 +485,7 @@ def _float(m: Interpreter) -> None:
 
 
 def _string(m: Interpreter) -> None:
-    text = m.line(MOST_BYTES)
+    text = m.line(MAX_BYTES)
     if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
         raise m.corrupt("malformed: a string without quotes")
     if b"\\" in _ESCAPE.sub(b"", text):
@@ -499,12 +499,12 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _unicode(m: Interpreter) -> None:
-    m.push(m.line(MOST_BYTES).decode("raw-unicode-escape"))
+    m.push(m.line(MAX_BYTES).decode("raw-unicode-escape"))
 
 
 def _get(m: Interpreter) -> None:
     if isinstance(m._memo, _NumberedMemo):
-        raise _Respelled
+        raise _NeedsPlainRead
     m.push(m._memo[_decimal(m, m.line())])
 
 

@@ -99,7 +99,7 @@ class _Emitter:
             self._out += struct.pack("<Bi", op.BININT, value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) > op.MOST_INT_BYTES:
+            if len(data) > op.MAX_INT_BYTES:
                 raise Unsupported(f"an integer of {len(data)} bytes cannot be written")
             head = bytes((op.LONG1, len(data))) if len(data) < 256 else struct.pack("<Bi", op.LONG4, len(data))
             self._out += head + data

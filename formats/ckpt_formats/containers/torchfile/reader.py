@@ -7,11 +7,11 @@ from typing import Literal
 
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, PROTO, Interpreter
+from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, PROTO, Interpreter
 from ckpt_formats.containers.torchfile.record_forms import RecordForm
 from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate, parse_template
 from ckpt_formats.containers.torchfile.storages import (
-    MOST_ELEMENTS,
+    MAX_ELEMENTS,
     Storage,
     StorageOffsets,
     StorageSlice,
@@ -94,7 +94,7 @@ def open_item(window: ByteSource) -> TorchFile:
         raise Corrupt("is not an archive of torch.save", where=window.path)
     file = _open_archive(window)
     assert file._archive is not None
-    file._archive.check(window, MOST_BYTES)
+    file._archive.check(window, MAX_BYTES)
     return file
 
 
@@ -117,7 +117,7 @@ def _open_archive(window: ByteSource) -> TorchFile:
             raise Unsupported("was written by a big-endian machine", where=window.path)
         if order != b"little":
             raise window.corrupt(f"unknown byte order {order!r:.20}")
-    data = archive.read("data.pkl", window, MOST_BYTES)
+    data = archive.read("data.pkl", window, MAX_BYTES)
     where = f"{window.path} ({archive.stem}/data.pkl)"
     table = _Table(where, archive, archive)
     interpreter = Interpreter(where, table.resolve)
@@ -210,7 +210,7 @@ class _Table:
 
     def _storage(self, cls: Value, key: str, location: str, numel: int, known: Storage | None) -> Storage:
         kind = storage_class(cls) if type(cls) is Global else None
-        if kind is None or not 0 <= numel < MOST_ELEMENTS:
+        if kind is None or not 0 <= numel < MAX_ELEMENTS:
             raise self._malformed()
         dtype, itemsize = kind
         nbytes = numel * itemsize

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Literal
 
-from ckpt_formats.containers.torchfile.storages import MOST_AXES, MOST_ELEMENTS
+from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.values import Global, Size, Value
 
 Kind = Literal["text", "int", "size"]
@@ -181,9 +181,9 @@ def _size(spelled: bytes) -> Size:
         lengths.append(int.from_bytes(spelled[start : start + width], "little", signed=kind != _SHORT and width > 1))
         at = start + width
     # The interpreter refuses these; it shall say why.
-    if len(lengths) != _TUPLES.get(kind, len(lengths)) or len(lengths) > MOST_AXES:
+    if len(lengths) != _TUPLES.get(kind, len(lengths)) or len(lengths) > MAX_AXES:
         raise _NotThisForm
-    if not all(0 <= length < MOST_ELEMENTS for length in lengths):
+    if not all(0 <= length < MAX_ELEMENTS for length in lengths):
         raise _NotThisForm
     return Size(lengths)
 

@@ -13,7 +13,7 @@ from ckpt_formats.containers.torchfile.zip_archive import Archive, ZipMember, ce
 from ckpt_formats.core.files import crc32
 from ckpt_formats.core.tensor import FileBlob
 
-_MOST_EDGE = 4096
+_MAX_EDGE = 4096
 _CRC = slice(16, 20)
 """In an entry of the directory."""
 _ID = ".data/serialization_id"
@@ -57,7 +57,7 @@ def parse_template(archive: Archive, key: str, raw: FileBlob, window: ByteSource
     storage = archive.member(f"data/{key}")
     start = archive.start(storage) - window.base
     stop = start + storage.nbytes
-    if not archive.sealed or max(start, window.length - stop) > _MOST_EDGE:
+    if not archive.sealed or max(start, window.length - stop) > _MAX_EDGE:
         return None
     entries = dict(central_entries(window))
 

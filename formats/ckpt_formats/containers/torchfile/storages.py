@@ -18,12 +18,12 @@ from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 
 # torch stores no more axes than this, and no more elements than fit its int64.
-MOST_AXES = 64
-MOST_ELEMENTS = 1 << 62
+MAX_AXES = 64
+MAX_ELEMENTS = 1 << 62
 
 # An expanded tensor shows one stored element in many places. Small ones occur,
 # as masks and such; a large one would become terabytes when it is copied.
-MOST_EXPANDED_BYTES = 16 << 20
+MAX_EXPANDED_BYTES = 16 << 20
 
 STORAGE_CLASSES: dict[str, tuple[str | None, int]] = {
     "BoolStorage": ("bool", 1),
@@ -152,7 +152,7 @@ def tensor_ref(
             f"which has {stored}",
             where=where,
         )
-    if size > stored and size * dtype.itemsize > MOST_EXPANDED_BYTES:
+    if size > stored and size * dtype.itemsize > MAX_EXPANDED_BYTES:
         raise Unsafe(
             f"a tensor of shape {list(shape)} is expanded from {stored} stored elements to {size}: "
             "it would exhaust memory or disk",

@@ -21,8 +21,8 @@ from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal, crc32
 
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
-MOST_MEMBERS = 1 << 22
-MOST_DIRECTORY = 512 << 20
+MAX_MEMBERS = 1 << 22
+MAX_DIRECTORY = 512 << 20
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -33,7 +33,7 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _ENCRYPTED, _DESCRIPTOR, _PATCHED, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 _FORBIDDEN = _ENCRYPTED | _STRONG | _MASKED | _PATCHED
 _DESCRIPTOR_SIZES = (12, 16, 20, 24)  # with or without a signature, with sizes of 32 or 64 bits
-_MOST_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
+_MAX_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 
 # Parts between slashes, none of them empty, "." or "..".
@@ -219,7 +219,7 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
         raise window.corrupt("the archive's directory does not reach to its end record")
     if count * _CENTRAL.size > nbytes:
         raise window.corrupt(f"the archive's directory cannot hold {count} entries in {nbytes} bytes")
-    if count > MOST_MEMBERS or nbytes > MOST_DIRECTORY:
+    if count > MAX_MEMBERS or nbytes > MAX_DIRECTORY:
         raise Unsafe("the archive's directory would exhaust memory", where=window.path)
     return start, stop, count
 
@@ -278,7 +278,7 @@ def _members(window: ByteSource, directory: bytes, end: int, count: int) -> tupl
         slack = room - _LOCAL.size - name_length - nbytes
         if slack < 0:
             raise Corrupt("overlaps with what follows it in the archive", where=f"{window.path} ({name})")
-        if slack > _MOST_SLACK:
+        if slack > _MAX_SLACK:
             raise Corrupt("there are bytes behind it that belong to nothing", where=f"{window.path} ({name})")
         members.append(ZipMember(name, header, room, nbytes, crc, flags))
     return tuple(members)
