@@ -224,7 +224,7 @@ def test_numbered_files_of_two_models_are_not_joined(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", **{name: {str(i): torch.ones(2)} for i, name in enumerate(names)})
     done = ckpt("verify", folder)
     assert done.code == BROKEN
-    assert "two ways to cut a model" in done.err
+    assert "two different counts of files" in done.err
 
 
 # Files of torch in a folder

@@ -68,12 +68,12 @@ def parts_unread(path: Path) -> Iterator[Notice]:
     """What to tell of a file that can be read alone, though there are others of the same checkpoint."""
     number = number_of(path.name)
     if number is not None and number.count > 1:
-        text = f"this is file {number.place} of {number.count} of a model: the tensors of the others are not read"
+        text = f"this is file {number.number} of {number.count} of a model: the tensors of the others are not read"
         yield Notice(f"{text}. Name the folder, or its index, to read all", weight=Weight.LOST)
         return
     for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MAX_INDICES]:
         try:
-            files = set(read_index(index).where.values())
+            files = set(read_index(index).file_of.values())
         except CkptError:
             continue  # the index is not what was asked for
         if path.name in files and len(files) > 1:

@@ -8,10 +8,10 @@ from ckpt_formats.containers.safetensors import MAX_HEADER, is_natural, read_hea
 from ckpt_formats.containers.safetensors_shards import (
     SAFETENSORS_INDEX,
     SUFFIX,
-    cut,
     lost_states,
     read_weights,
     shard_paths,
+    split_weights,
     weights_part,
     write_last,
     write_weights,
@@ -51,7 +51,7 @@ class Safetensors(WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         found = read_weights(*shard_paths(path))
         single = path.name.endswith(SUFFIX) and path.is_file()
-        if single and found.cut:
+        if single and found.has_blocks:
             raise Unsupported(
                 "holds blocks of tensors, as one rank of several writes them",
                 where=path,
@@ -76,7 +76,7 @@ class Safetensors(WritableFormat):
 
     def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
-        groups = cut(weights, goal.shard_nbytes if self.product(goal.target) is None else None)
+        groups = split_weights(weights, goal.shard_nbytes if self.product(goal.target) is None else None)
         form = _form_of(source)
         header = form.get("header", 0)
         return tuple(

@@ -17,7 +17,7 @@ from typing import get_args
 
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile.reader import STARTS
-from ckpt_formats.containers.torchfile_tree import apart, tree_part, write_tree
+from ckpt_formats.containers.torchfile_tree import tree_part, unshare_states, write_tree
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import (
     MASTER,
@@ -105,7 +105,7 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
             continue
         model[name] = _weight(parameter)
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
-        others = apart({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        others = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
         if meeting := sorted(parameter.values.keys() & (masters.keys() | others.keys())):
             raise Unsupported(
                 f"`{printable(name)}` has a state and a value that are both called `{printable(meeting[0])}`"

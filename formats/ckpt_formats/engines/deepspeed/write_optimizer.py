@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ckpt_formats.containers.torchfile_tree import apart
+from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
@@ -113,7 +113,7 @@ def stage0_entry(target: WriteLayout, local: Local) -> dict[str, Value]:
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
         for one in members:
-            states = apart({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
+            states = unshare_states({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
             if kept := {**states, **one.values}:
                 state[number] = kept
             number += 1
@@ -233,7 +233,7 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
             odd = next((one for one in members if read(one.states[state], reader).tobytes() != value), None)
             if odd is not None:
                 raise Unsupported(f"`{first.name}` and `{odd.name}` are in one group, but their `{state}` differs")
-    return {**apart({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
+    return {**unshare_states({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
 def _flat(members: Sequence[Parameter], state: str, begins: Sequence[int], low: int, high: int) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ckpt_formats.containers.torchfile_tree import apart
+from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
@@ -224,7 +224,7 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
             step = one.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
             states = {s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}
-            if kept := {**apart(states), **counted, **values}:
+            if kept := {**unshare_states(states), **counted, **values}:
                 state[number] = kept
             number += 1
         listed.append({**group.options, **({"step": steps.pop()} if steps else {}), "params": list(numbers)})
