@@ -1,8 +1,8 @@
 """Which values may be keys of a dict or elements of a set.
 
-Hashing is the one thing Python does with a key by itself, and it recurses in
-C: a tuple nested deeply enough overflows the stack and kills the process,
-and one that holds itself many times over takes for ever.
+Python hashes keys, and hashing recurses in C: a tuple that is nested deeply
+enough overflows the stack and kills the process, and one that repeats its
+parts often enough takes forever.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
 
 MAX_DEPTH = 6
 MAX_PARTS = 256
-_MAX_INT = 1 << 64  # hashes of longer integers can be made to collide at will
+_MAX_INT = 1 << 64  # an attacker can construct longer integers whose hashes collide
 
 _ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
 _BY_IDENTITY = frozenset({Record, TensorRef, Storage})
@@ -22,7 +22,7 @@ _FLAT = frozenset({str, CompactRecord})
 
 
 def hashable(key: Value, where: str) -> Value:
-    """The same key, if it can be hashed in no time. Raises `Unsafe` if not."""
+    """The same key. Raises `Unsafe` if it cannot be hashed, or not quickly."""
     if type(key) not in _FLAT:
         _count(key, 0, 0, where)
     return key
