@@ -126,7 +126,7 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     if isinstance(value, TensorRef):
         return tensor_of(value)
     storage, start, numel = (
-        (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+        (value, 0, value.numel) if isinstance(value, Storage) else (value.storage, value.start, value.numel)
     )
     offset = storage.offset + start * storage.itemsize
     if storage.dtype is None:  # NumPy has no such type: the bytes as they are

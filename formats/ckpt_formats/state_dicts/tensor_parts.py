@@ -105,7 +105,7 @@ def _quantised(args: Sequence[Value], where: str) -> Parts:
     storage, offset, shape, strides, (_, *numbers) = args[:5]
     names = ("scale", "zero_point") if len(numbers) == 2 else ("scales", "zero_points", "axis")
     said = {name: _number(part) for name, part in zip(names, numbers, strict=True)}
-    whole = storage.whole if isinstance(storage, StorageSlice) else storage
+    whole = storage.storage if isinstance(storage, StorageSlice) else storage
     dtype = _INTEGERS.get(whole.cls.name)
     if dtype is None:  # several numbers in a byte
         return {"packed_as_uint8": _bytes(whole, where), "size": _number(shape), **said}
@@ -120,7 +120,7 @@ def _viewed(args: Sequence[Value], where: str) -> Parts:
     """`_rebuild_tensor_v2` and v3 of what is no plain view: of another type, or changed whenever it is read."""
     typed = len(args) > 6 and isinstance(args[6], Global)
     storage, metadata = args[0], args[7:] if typed else args[6:]
-    whole = storage.whole if isinstance(storage, StorageSlice) else storage
+    whole = storage.storage if isinstance(storage, StorageSlice) else storage
     dtype = TORCH_DTYPES.get(args[6].name) if typed else whole.dtype
     if dtype is None:
         name = args[6].name if typed else whole.cls.name.removesuffix("Storage").lower()

@@ -63,7 +63,7 @@ def build_tensor(cls: Global, args: Args, where: str) -> Value:
     if type(storage) is Storage:
         dtype = storage.dtype
     elif type(storage) is StorageSlice:
-        dtype = storage.whole.dtype
+        dtype = storage.storage.dtype
     else:
         raise _malformed(cls, where)
     if dtype is None:

@@ -91,14 +91,14 @@ class ItemReader:
             if isinstance(window, Frame):
                 window.check(file.seals())
                 return DecompressedBlob(window, replace(raw, seal=None))
-            if (found := file.alike(window)) is not None and len(self._forms) < _MOST_FORMS:
+            if (found := file.as_template(window)) is not None and len(self._forms) < _MOST_FORMS:
                 self._forms[form] = found
             return raw if raw.seal is None else replace(raw, seal=replace(raw.seal, label=block.label))
 
 
 def _placed(known: ParsedTemplate, crc: int, window: Window, block: "ItemBlob") -> FileBlob:
     """The values of an item that is like another."""
-    raw, base = known.raw, window.base
+    raw, base = known.blob, window.base
     seal = Seal(window.path, base + known.start, known.stop - known.start, "crc32", crc, block.label)
     return FileBlob(window.path, base + raw.offset, raw.shape, raw.dtype, raw.strides, seal)
 
