@@ -24,7 +24,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.detection.traces import names_in
 from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
 from ckpt_formats.engines.torch_save import PlainTorch
-from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
+from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
 from ckpt_formats.state_dicts.steps import step_of
@@ -87,7 +87,7 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
         found = _with_optimizers(model.file, optimizers, options)
     parameters, extras = dict(found.parameters), dict(found.extras)
     for one in others:
-        key = next(key for key in numbered(_key(one.path)) if key not in extras)
+        key = next(key for key in candidate_names(_key(one.path)) if key not in extras)
         extras[key] = names_for_tensors(one.file.root, key, parameters)
     beside, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_BESIDE))
     for name, value in beside.items():
@@ -132,7 +132,9 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
         root[key] = inner = _inner(one.file.root)
         if inner is not one.file.root:  # what else the file holds, such as a seed
             rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
-            root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
+            root |= {
+                next(free for free in candidate_names(name) if free not in root): value for name, value in rest.items()
+            }
     found = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(
         model.path.parent,

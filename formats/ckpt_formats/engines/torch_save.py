@@ -263,7 +263,7 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
     carried = attributes_of(file.root)
-    found = training_state(root, file.path, options.order, options.orders, carried=carried)
+    found = training_state(root, file.path, options.order, options.orders, further_extras=carried)
     if not found.parameters:
         said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
         raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)

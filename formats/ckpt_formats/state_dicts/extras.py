@@ -35,12 +35,12 @@ def tensors_for_names(value: Value, parameters: Mapping[str, Parameter]) -> Valu
     return _Visitor(leaf).walk(value, "", 0)
 
 
-def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
+def map_leaves(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with what `leaf` makes of everything in it that is no container."""
     return _Visitor(lambda found, name: leaf(found)).walk(value, "", 0)
 
 
-def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
+def map_leaves_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
     """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
     return _Visitor(leaf).walk(value, name, 0)
 
@@ -54,7 +54,7 @@ class _Extraction:
         if not isinstance(value, (TensorRef, Tensor, Storage, StorageSlice)):
             return value
         if id(value) not in self._names:
-            free = next(n for n in numbered(name) if n not in self._parameters)
+            free = next(n for n in candidate_names(name) if n not in self._parameters)
             self._parameters[free] = Parameter(free, "extra", {MODEL: _tensor(value)})
             self._names[id(value)] = (value, free)  # the value is kept, so that its id stays its own
         return TensorName(self._names[id(value)][1])
@@ -136,7 +136,7 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     return Tensor.of(FileBlob.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 
-def numbered(name: str) -> Iterator[str]:
+def candidate_names(name: str) -> Iterator[str]:
     """The name, then the name with a number, and so on: for the first that is free."""
     yield name
     yield from (f"{name}~{i}" for i in count(1))

@@ -51,13 +51,13 @@ def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) 
             yield from named_leaves(value, f"{name}.", depth + 1)
 
 
-def between(tree: Mapping[Value, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
+def non_tensor_items(tree: Mapping[Value, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:
     """What lies between the tensors and is none."""
     for key, value in tree.items():
         if is_extra_state(f"{prefix}{key}"):
             yield f"{prefix}{key}", value
         elif isinstance(value, dict) and has_tensor(value):
-            yield from between(value, f"{prefix}{key}.")
+            yield from non_tensor_items(value, f"{prefix}{key}.")
         elif not isinstance(value, Leaf):
             yield f"{prefix}{key}", value
 
@@ -69,7 +69,7 @@ def place(leaf: Leaf) -> tuple[object, ...]:
     return (id(leaf),)
 
 
-def ties(found: Mapping[str, Leaf]) -> dict[str, str]:
+def find_ties(found: Mapping[str, Leaf]) -> dict[str, str]:
     """Names of the same elements of one storage, or of the same `Tensor`, as an earlier name."""
     first: dict[tuple[object, ...], str] = {}
     aliases = {}

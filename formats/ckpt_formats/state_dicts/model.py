@@ -50,7 +50,7 @@ class ModelTree:
         return place[: len(self.place)] == self.place
 
 
-def beside(root: Mapping[Value, Value], model: ModelTree) -> dict[Value, Value]:
+def without_model(root: Mapping[Value, Value], model: ModelTree) -> dict[Value, Value]:
     """The top level without the model."""
     if model.place is None:
         return {key: value for key, value in root.items() if key not in model.tree}

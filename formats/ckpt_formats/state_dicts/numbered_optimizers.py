@@ -33,7 +33,7 @@ class Numbered:
         return sum(map(len, self.members))
 
 
-def number(optimizers: Mapping[int, Numbered], trainable: Sequence[NamedTensor]) -> dict[int, Titles | None]:
+def match_numbers(optimizers: Mapping[int, Numbered], trainable: Sequence[NamedTensor]) -> dict[int, Titles | None]:
     """The tensors behind the numbers of each optimizer; None where there are none, or several ways.
 
     Optimizers mostly share a model without overlap: so all together are tried first, then each with one submodule

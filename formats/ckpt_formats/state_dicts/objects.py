@@ -20,14 +20,14 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, StdDict, Value, kind_of
-from ckpt_formats.state_dicts.extras import numbered
+from ckpt_formats.state_dicts.extras import candidate_names
 from ckpt_formats.state_dicts.leaves import named_leaves, place
 from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
-from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
+from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, HasNoData, array_tensor, class_of, is_tensor, tensor_parts
-from ckpt_formats.state_dicts.walk import MAX_DEPTH, holds_tensor, look
+from ckpt_formats.state_dicts.walk import MAX_DEPTH, check_contents, holds_tensor
 
 OBJECTS = "objects"
 """The extra that holds what objects have beside tensors."""
@@ -90,7 +90,9 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
         if unnamed:
             opening.objects[f"{one.path}.params"] = unnamed
     beside = {OBJECTS: opening.objects, ATTRIBUTES: opening.attributes}
-    extras = {next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra}
+    extras = {
+        next(free for free in candidate_names(key) if free not in made): extra for key, extra in beside.items() if extra
+    }
     return Opened(made, extras, tuple(opening.said()))
 
 
@@ -222,7 +224,7 @@ class _Opening:
             self.attributes[path] = attrs
 
     def _can_be_carried(self, value: Value, own: set[int], path: str) -> bool:
-        seen = look(value, own)
+        seen = check_contents(value, own)
         if seen == "own":
             self._derived.append(path)
         elif seen == "endless":
@@ -235,7 +237,7 @@ class _Opening:
         for one in self.optimizers:
             if id(one.record) not in placed:
                 placed.add(id(one.record))
-                root[next(free for free in numbered("optimizer") if free not in root)] = one.state_dict
+                root[next(free for free in candidate_names("optimizer") if free not in root)] = one.state_dict
                 one.is_placed = True
         self.optimizers = [one for one in self.optimizers if one.is_placed]
         for one in self.optimizers:
@@ -290,7 +292,7 @@ def _joined(name: str, parts: Mapping[str, Value]) -> Iterator[tuple[str, Value]
 
 def _names(root: Mapping[str, Value]) -> dict[Any, str]:
     """Names of the model's tensors by their places."""
-    model = find_model(without(root, optimizers_in(root)), beside_optimizer=True)
+    model = find_model(without_optimizers(root, optimizers_in(root)), beside_optimizer=True)
     names: dict[Any, str] = {}
     for name, leaf in named_leaves(model.tree):
         names.setdefault(place(leaf), name)

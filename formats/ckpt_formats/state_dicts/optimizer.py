@@ -18,7 +18,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.numbered_optimizers import Numbered, number
+from ckpt_formats.state_dicts.numbered_optimizers import Numbered, match_numbers
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_equals, is_state_of
 
@@ -88,7 +88,7 @@ class _KeyedStates:
         return any(not isinstance(key, str) for key in self.keys) and _stated(self.groups, self.members) is None
 
 
-def match(
+def match_optimizers(
     optimizers: Sequence[Optimizer],
     names: Sequence[str],
     trainable: Sequence[NamedTensor],
@@ -193,7 +193,7 @@ def _titles(
     taken = {aliases.get(name, name) for own in titled.values() for name in own.values()}
     free = [one for one in trainable if one.name not in taken]
     slots = {i: Numbered(one.members if one.groups else [one.keys], one.states) for i, one in open_.items()}
-    for i, numbers in number(slots, free).items():
+    for i, numbers in match_numbers(slots, free).items():
         if numbers is None:
             found.notices.append(_unmatched(open_[i].optimizer, ""))
             continue

@@ -97,7 +97,7 @@ def optimizers_in(tree: Value) -> list[Optimizer]:
     return found
 
 
-def without(tree: Value, optimizers: Sequence[Optimizer]) -> Value:
+def without_optimizers(tree: Value, optimizers: Sequence[Optimizer]) -> Value:
     """The tree without these. What held nothing else goes, too; in lists, None stands in the place."""
     kept = _without(tree, [(one.place, one.keys) for one in optimizers])
     return {} if kept is _NOTHING else kept

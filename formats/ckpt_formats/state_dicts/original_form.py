@@ -23,8 +23,8 @@ from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, Corrupt, flaw
 from ckpt_formats.core.values import TensorName, Value
-from ckpt_formats.state_dicts.extras import rebuilt, tensors_for_names
-from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, names, place, shared
+from ckpt_formats.state_dicts.extras import map_leaves, tensors_for_names
+from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, find_shared, names_by_place, place
 
 
 def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
@@ -36,23 +36,23 @@ def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mappin
 
 
 def _noted(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
-    known, twins = names(parameters.values())
+    known, twins = names_by_place(parameters.values())
     found: dict[int, tuple[TensorRef, Place]] = {}
     others: list[Value] = []
 
     def note(value: Value) -> Value:
         if isinstance(value, TensorRef) and id(value) not in found:
             found[id(value)] = value, place(tensor_of(value))
-            rebuilt(value.attrs, note)
+            map_leaves(value.attrs, note)
         elif isinstance(value, (Storage, StorageSlice)):
             others.append(value)
         return value
 
-    rebuilt(file.root, note)
+    map_leaves(file.root, note)
     if others or not all(at in known for _, at in found.values()):
         return None
     usual = _most(ref.storage.location for ref, _ in found.values())
-    runs, lying = shared({at: known[at] for _, at in found.values()})
+    runs, lying = find_shared({at: known[at] for _, at in found.values()})
     views: list[dict[str, Value]] = []
     done: dict[int, TensorName] = {}
 
@@ -63,12 +63,12 @@ def _noted(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping
             _, at = found[id(value)]
             view = {**lying.get(at, {}), **_beyond(value, usual)}
             if value.attrs:
-                view["attrs"] = rebuilt(value.attrs, leaf)
+                view["attrs"] = map_leaves(value.attrs, leaf)
             done[id(value)] = TensorName(f"/{len(views)}" if view else known[at])
             views.extend([{"tensor": known[at], **view}] if view else [])
         return done[id(value)]
 
-    tree, twice = rebuilt(file.root, leaf), []
+    tree, twice = map_leaves(file.root, leaf), []
     if isinstance(tree, dict):
         twice = [key for key in tree if isinstance(key, str) and key in extras and same(tree[key], extras[key])]
         tree.update(dict.fromkeys(twice))
@@ -99,11 +99,11 @@ def _grown(form: Mapping[str, Value], source: Checkpoint) -> Value:
             return value
         if value.name not in done:
             view = {"tensor": value.name} if value.name[:1] != "/" else dict(form["views"][int(value.name[1:])])
-            attrs = rebuilt(view.pop("attrs", None), leaf)
+            attrs = map_leaves(view.pop("attrs", None), leaf)
             done[value.name] = laid.view(**{"device": form["device"], **view}, attrs=attrs)
         return done[value.name]
 
-    tree = rebuilt(form["tree"], leaf)
+    tree = map_leaves(form["tree"], leaf)
     for key in form["extras"]:
         if key not in source.extras:
             return None
@@ -128,4 +128,4 @@ def _beyond(ref: TensorRef, usual: str) -> dict[str, Value]:
 
 def _check_names(values: Value, where: Path) -> None:
     """Read what would be written as strictly as any file of a stranger: the note may be one's."""
-    load_pickle(emit(rebuilt(values, lambda leaf: None if isinstance(leaf, TensorName) else leaf)), str(where))
+    load_pickle(emit(map_leaves(values, lambda leaf: None if isinstance(leaf, TensorName) else leaf)), str(where))

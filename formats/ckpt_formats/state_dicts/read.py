@@ -15,13 +15,13 @@ from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
-from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
+from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.keys import StateKeys
-from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
-from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, beside, find_model
+from ckpt_formats.state_dicts.leaves import Leaf, find_ties, has_tensor, named_leaves, non_tensor_items, tensor_leaf
+from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, find_model, without_model
 from ckpt_formats.state_dicts.objects import open_objects
-from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match
-from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
+from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match_optimizers
+from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.parameter_order import NamedTensor
 from ckpt_formats.state_dicts.partial_model import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
@@ -40,25 +40,25 @@ def training_state(
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     *,
-    carried: Mapping[str, Value] | None = None,
+    further_extras: Mapping[str, Value] | None = None,
     in_order: bool = False,
 ) -> TrainingState:
     """Sort a tree whose tensors are `TensorRef`s or `Tensor`s.
 
     `order` names the parameters of the one optimizer that numbers them, `orders` those of optimizers by their
-    places. `carried` are further entries that are extras whatever they look like. `in_order`: the model's names
+    places. `further_extras` are entries that become extras, whatever they look like. `in_order`: the model's names
     are known to be in the order in which it registers them. Raises
     `Corrupt` if two tensors have one name, `BadRules` for orders that cannot be.
     """
     if has_record(root):
         rest = {key: value for key, value in root.items() if key != KEY}
-        return with_record(training_state(rest, where, order, orders, carried=carried), root[KEY], where)
+        return with_record(training_state(rest, where, order, orders, further_extras=further_extras), root[KEY], where)
     opened = open_objects(root, str(where))
     root = opened.root
     optimizers = optimizers_in(root)
-    model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
+    model = find_model(without_optimizers(root, optimizers), beside_optimizer=bool(optimizers))
     found = _by_name(model.tree, where)
-    aliases = ties(found)
+    aliases = find_ties(found)
     named = [NamedTensor(name, tensor_leaf(leaf)) for name, leaf in found.items()]
     matched = _match(optimizers, named, aliases, ParameterOrders(order, orders or {}), in_order)
     aliases = {alias: name for alias, name in aliases.items() if alias not in matched.untied}
@@ -72,13 +72,13 @@ def training_state(
     )
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
-    stated = {**root, **(carried or {})}
+    stated = {**root, **(further_extras or {})}
     extras = {key: names_for_tensors(value, key, parameters) for key, value in rest.items()}
-    for key, value in (*opened.extras.items(), *(carried or {}).items()):
-        free = next(name for name in numbered(key) if name not in extras)
+    for key, value in (*opened.extras.items(), *(further_extras or {}).items()):
+        free = next(name for name in candidate_names(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
-    for key, value in between(model.tree):
-        free = next(name for name in numbered(key) if name not in extras)
+    for key, value in non_tensor_items(model.tree):
+        free = next(name for name in candidate_names(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
     notices = (
         *opened.notices,
@@ -124,10 +124,10 @@ def _match(
     names = [one.name for one in named]
     trainable = [one for one in named if role_of(one) != "buffer"]
     once = [one for one in trainable if one.name not in aliases]
-    matched = match(optimizers, names, once, aliases, orders, in_order=in_order)
+    matched = match_optimizers(optimizers, names, once, aliases, orders, in_order=in_order)
     if len(matched.optimizers) == len(optimizers) or not aliases or orders.any:
         return matched
-    twice = match(optimizers, names, trainable, aliases, orders, in_order=in_order)
+    twice = match_optimizers(optimizers, names, trainable, aliases, orders, in_order=in_order)
     return twice if len(twice.optimizers) == len(optimizers) else matched
 
 
@@ -156,10 +156,10 @@ def _rest(
     root: Mapping[str, Value], model: ModelTree, matched: Sequence[Optimizer], unmatched: Sequence[Optimizer]
 ) -> dict[str, Value]:
     """All that is neither the model nor an optimizer whose states have found their parameters."""
-    rest = {str(key): value for key, value in beside(without(root, matched), model).items()}
+    rest = {str(key): value for key, value in without_model(without_optimizers(root, matched), model).items()}
     for one in unmatched:
         if one.place and model.holds(one.place):
-            free = next(name for name in numbered(one.title) if name not in rest)
+            free = next(name for name in candidate_names(one.title) if name not in rest)
             rest[free] = {key: one.inside[key] for key in one.keys}
     return rest
 

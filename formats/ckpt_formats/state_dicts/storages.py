@@ -43,7 +43,7 @@ def place(tensor: Tensor) -> Place:
     return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, FileBlob) else NOWHERE
 
 
-def names(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
+def names_by_place(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
     """States of parameters by their places, called `state/parameter`, and those that lie where another does."""
     found: dict[Place, str] = {}
     twins: list[str] = []
@@ -65,7 +65,7 @@ class _StorageRun:
     names: list[str]
 
 
-def shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dict[str, Value]]]:
+def find_shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dict[str, Value]]]:
     """The runs in which several tensors lie, and of each tensor how it lies, where that is not in C order and alone."""
     runs = _runs(named)
     starts = [run.start for run in runs]

@@ -23,7 +23,7 @@ from ckpt_formats.containers.torchfile.storages import tensor_ref
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Value
-from ckpt_formats.state_dicts.extras import rebuilt_by_name
+from ckpt_formats.state_dicts.extras import map_leaves_by_name
 from ckpt_formats.state_dicts.leaves import Leaf
 
 OBJECT = "object"
@@ -166,7 +166,7 @@ def _with_state(inner: Parts | Leaf | None, state: Value) -> Parts | Leaf | None
             return name
         return value
 
-    rest = {key: rebuilt_by_name(value, str(key), leaf) for key, value in attributes.items()}
+    rest = {key: map_leaves_by_name(value, str(key), leaf) for key, value in attributes.items()}
     if isinstance(inner, TensorRef) and not found:
         return TensorRef(
             inner.storage,

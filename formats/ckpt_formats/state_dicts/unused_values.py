@@ -7,7 +7,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile import Storage, StorageSlice
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.values import Record, Value
-from ckpt_formats.state_dicts.leaves import Leaf, between, is_extra_state
+from ckpt_formats.state_dicts.leaves import Leaf, is_extra_state, non_tensor_items
 from ckpt_formats.state_dicts.tensor_parts import OBJECT
 from ckpt_formats.state_dicts.walk import holds_tensor
 
@@ -20,7 +20,9 @@ def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tupl
 
     `rest` is empty where the model has a dict of its own: then nothing but tensors should be in that.
     """
-    inside = [(key, value) for key, value in between(model) if not is_extra_state(key) and not key.endswith(_OBJECT)]
+    inside = [
+        (key, value) for key, value in non_tensor_items(model) if not is_extra_state(key) and not key.endswith(_OBJECT)
+    ]
     odd = (Record, Storage, StorageSlice) if rest else (Record, Storage, StorageSlice, np.ndarray)
     lost = [(key, value) for key, value in inside if isinstance(value, odd) or holds_tensor(value)]
     lost += [

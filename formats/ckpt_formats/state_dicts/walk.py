@@ -25,7 +25,7 @@ def holds_tensor(value: Value) -> bool:
     return False
 
 
-def look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
+def check_contents(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
     """Is something in it that is `own`, or that holds itself or is nested too deeply?"""
     done: set[int] = set()
     stack: list[tuple[int, Any]] = [(0, iter((value,)))]

@@ -106,7 +106,9 @@ def _with_model(
         else:
             extras[key] = optimizer.root
             notices = (Notice(UNTOLD, weight=Weight.LOST),)
-    found = training_state(root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None)
+    found = training_state(
+        root, folder.path, options.order, options.orders, further_extras=extras, in_order=order is not None
+    )
     if optimizer is not None and "optimizer" in found.extras:
         found.extras[key] = found.extras.pop("optimizer")
     metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}
