@@ -665,7 +665,7 @@ _add_all(
             ("a range behind the file", header(lambda said: _first(said).update(data_offsets=[1 << 40, 1 << 41])), BROKEN, ("within the file",)),
             ("a range of negative numbers", header(lambda said: _first(said).update(data_offsets=[-8, 0])), BROKEN, ("not a range",)),
             ("two ranges that overlap", header(lambda said: said.update(again=dict(_first(said)))), BROKEN, ("overlap",)),
-            ("a hole", header(lambda said: said.pop(next(k for k in said if k != "__metadata__"))), BROKEN, ("hole",)),
+            ("a hole", header(lambda said: said.pop(next(k for k in said if k != "__metadata__"))), BROKEN, ("gap",)),
             ("metadata that is a list", header(lambda said: said.update(__metadata__=[1])), BROKEN, ("__metadata__",)),
         ]
     ],

@@ -129,7 +129,7 @@ def test_numbered_files_without_an_index_are_one_model_and_a_note_says_so(tmp_pa
         first, second = (f"{stem}-0000{i}-of-00002__{suffix}" for i in (1, 2))
         folder = put(tmp_path / suffix, **{first: WEIGHTS, second: OTHER})
         holds(folder, WEIGHTS | OTHER)
-        assert "index that says which tensor is where" in ckpt("verify", folder).err
+        assert "index that states the file of each tensor" in ckpt("verify", folder).err
         (folder / second.replace("__", ".")).unlink()
         done = ckpt("verify", folder)
         assert done.code == BROKEN
@@ -146,7 +146,7 @@ def indexed(folder: Path, total: int = 68) -> Path:
 
 def test_an_index_that_says_another_size_is_spoken_of(tmp_path: Path) -> None:
     assert "bytes" not in ckpt("inspect", indexed(tmp_path / "good")).err
-    assert "says that the tensors take 99 bytes, but they take 68" in ckpt("inspect", indexed(tmp_path / "m", 99)).err
+    assert "states 99 bytes for all tensors, but they have 68" in ckpt("inspect", indexed(tmp_path / "m", 99)).err
 
 
 def test_a_file_that_the_index_does_not_name_is_named(tmp_path: Path) -> None:

@@ -185,5 +185,7 @@ def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBl
         )
     start, stop = offsets
     if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
-        raise Corrupt(f"range {start}:{stop} is not that of shape {shape} of {dtype.name} inside the file", where=where)
+        raise Corrupt(
+            f"range {start}:{stop} does not match shape {shape} of {dtype.name}, or is not within the file", where=where
+        )
     return FileBlob.packed(path, base + start, tuple(shape), dtype)
