@@ -117,7 +117,7 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
     standard = next((name for name in _STANDARD_STEMS if name in sets), None)
     if len(sets) > 1 and standard is None:
         raise NotFound(
-            f"holds {len(sets)} models, and no index says which files belong together: {_list_models(sets.values())}",
+            f"holds {len(sets)} models, and no index states which files belong together: {_list_models(sets.values())}",
             where=folder,
             hint="Name one of the files, or put each model into a folder of its own.",
         )

@@ -18,7 +18,7 @@ _MAX_SHOWN = 60
 class Statement:
     """The value that one place, such as "`global_steps` in a.pt", states for a fact, such as "the step"."""
 
-    what: str
+    fact: str
     where: str
     value: Value
     """None: this place states no value."""
@@ -30,10 +30,10 @@ def check_agreement(statements: Iterable[Statement], folder: Path, hint: str = M
     for one in statements:
         if one.value is None:
             continue
-        other = first.setdefault(one.what, one)
+        other = first.setdefault(one.fact, one)
         if other.value != one.value:
             raise Corrupt(
-                f"{one.what} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
+                f"{one.fact} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
                 where=folder,
                 hint=hint,
             )
@@ -44,11 +44,11 @@ def whole(value: Value) -> int | None:
     return int(value) if is_natural(value) else None
 
 
-def step_in_name(folder: Path, pattern: re.Pattern[str], what: str = "the step") -> Statement:
+def step_in_name(folder: Path, pattern: re.Pattern[str], fact: str = "the step") -> Statement:
     """The step in the name of a folder. Group 1 of `pattern`, which must match the full name, is the number."""
     match = pattern.fullmatch(folder.absolute().name)
     return Statement(
-        what, f"the name of the folder {printable(folder.absolute().name)}", int(match[1]) if match else None
+        fact, f"the name of the folder {printable(folder.absolute().name)}", int(match[1]) if match else None
     )
 
 

@@ -20,11 +20,11 @@ def step_of(root: Mapping[str, Value]) -> int | None:
 def contradictions(root: Mapping[str, Value]) -> tuple[Notice, ...]:
     """Notices if a tree states two different steps or epochs."""
     notices = []
-    for what, keys in (("step", _STEP_KEYS), ("epoch", _COUNTS)):
+    for counter, keys in (("step", _STEP_KEYS), ("epoch", _COUNTS)):
         stated = dict(_stated(root, keys))
         if len(set(stated.values())) > 1:
             first = next(iter(stated))
-            text = f"the file states more than one {what}; the value of `{first}` is used"
+            text = f"the file states more than one {counter}; the value of `{first}` is used"
             values = tuple(f"{place} {count}" for place, count in stated.items())
             notices.append(Notice(text, values, Weight.UNSURE))
     return tuple(notices)

@@ -46,7 +46,7 @@ _STANDARD_LIBRARY = {
     *_names("uuid", "UUID SafeUUID"),
 }
 
-# `getattr` stands for a nested class, which protocol 2 cannot name otherwise; see builders.py.
+# Protocol 2 writes a nested class as a call of `getattr`; see builders.py.
 _BUILTINS = {
     pair
     for module in BUILTINS
