@@ -53,6 +53,7 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -26,6 +26,7 @@ class StateKeys:
     flat: bool = False
 
     def to_json(self) -> dict[str, Value]:
+        """The keys as a JSON object, which `keys_of` reads."""
         return asdict(self)
 
 

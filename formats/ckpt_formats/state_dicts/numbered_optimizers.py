@@ -30,6 +30,7 @@ class Numbered:
 
     @property
     def count(self) -> int:
+        """Number of parameters."""
         return sum(map(len, self.members))
 
 

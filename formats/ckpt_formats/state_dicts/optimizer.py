@@ -39,6 +39,7 @@ class ParameterOrders:
 
     @property
     def any(self) -> bool:
+        """Whether the user gave an order."""
         return bool(self.only or self.by_place)
 
 

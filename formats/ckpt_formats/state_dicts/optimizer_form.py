@@ -50,10 +50,12 @@ class Optimizer:
 
     @property
     def title(self) -> str:
+        """Its place as text."""
         return title(self.place)
 
     @property
     def flat(self) -> bool:
+        """Whether it is flat: one level of keys with dots."""
         return self.prefix is not None
 
     def content(self, names: Collection[str]) -> tuple[States, Groups] | None:

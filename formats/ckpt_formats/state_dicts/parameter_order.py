@@ -47,6 +47,7 @@ class NumberedParameter:
     state_shapes: Mapping[str, Shape]
 
     def fits(self, tensor: Tensor, reader: Reader) -> bool:
+        """Whether it can be this tensor: by the first values of its master, else by the shapes of its states."""
         if self.master is not None:
             return _first_values_match(self.master, tensor, reader)
         return all(is_state_of(name, shape, tensor.shape) for name, shape in self.state_shapes.items())

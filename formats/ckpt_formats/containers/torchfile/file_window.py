@@ -16,8 +16,11 @@ class ByteSource(Protocol):
     base: int
     length: int
 
-    def at(self, offset: int, nbytes: int) -> bytes: ...
-    def corrupt(self, message: str) -> Corrupt: ...
+    def at(self, offset: int, nbytes: int) -> bytes:
+        """The `nbytes` bytes from `offset` on. Raises `Corrupt` if there are fewer."""
+
+    def corrupt(self, message: str) -> Corrupt:
+        """An error about this source."""
 
 
 class Window:
@@ -55,6 +58,7 @@ class Window:
         self.close()
 
     def close(self) -> None:
+        """Close the file. `at` must not be called afterwards."""
         os.close(self._file)
 
     def at(self, offset: int, nbytes: int) -> bytes:
@@ -81,4 +85,5 @@ class Window:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def corrupt(self, message: str) -> Corrupt:
+        """An error about this file."""
         return Corrupt(message, where=self.path)

@@ -31,6 +31,7 @@ class LegacyStream:
     offsets: dict[str, int] = field(default_factory=dict)
 
     def find(self, key: str) -> tuple[int, Seal | None]:
+        """Byte offset of a storage in the file; no checksum. Raises `Corrupt` for an unknown key."""
         if key not in self.offsets:
             raise Corrupt(f"storage {key!r:.40} is not in the file", where=self.path)
         return self.offsets[key], None

@@ -153,14 +153,17 @@ class Interpreter:
         return self.load(padded, start)
 
     def corrupt(self, message: str) -> Corrupt:
+        """An error that states the position in the pickle."""
         return Corrupt(f"the pickle is {message}, near its byte {min(self._pos, self._size)}", where=self.where)
 
     def truncated(self, needs: int = 0) -> Truncated:
+        """An error for a pickle that continues after the given bytes."""
         error = Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
         error.needs = needs
         return error
 
     def unsafe(self, message: str) -> Unsafe:
+        """An error for a pickle that is refused."""
         return Unsafe(message, where=self.where, hint=NOTHING_RAN)
 
     def _run(self) -> Value:
@@ -345,6 +348,7 @@ class Interpreter:
         return self._data[begin:end]
 
     def pop(self) -> Value:
+        """Pop the top of the stack."""
         return self._stack.pop()
 
     def pop_mark(self) -> list[Value]:
@@ -354,6 +358,7 @@ class Interpreter:
         return top
 
     def push(self, value: Value) -> None:
+        """Push a value on the stack."""
         self._stack.append(value)
 
     def name(self, module: Value, name: Value) -> Global:

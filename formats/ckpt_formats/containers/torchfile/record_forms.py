@@ -68,6 +68,7 @@ class RecordForm:
 
     @property
     def all_fields(self) -> tuple[tuple[str, Kind], ...]:
+        """All fields, including `last`."""
         return self.fields if self.last is None else (*self.fields, self.last)
 
 

@@ -55,7 +55,9 @@ class StorageOffsets(Protocol):
     """Where the storages of a file are."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The file."""
+
     def find(self, key: str) -> tuple[int, Seal | None]:
         """Byte offset of a storage in the file, and its checksum if the file has one."""
 
@@ -78,10 +80,12 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes."""
         return self.numel * self.itemsize
 
     @property
     def path(self) -> Path:
+        """The file."""
         return self.offsets.path
 
     @property
@@ -91,6 +95,7 @@ class Storage:
 
     @property
     def seal(self) -> Seal | None:
+        """The checksum of its bytes, if the file has one."""
         return self.offsets.find(self.key)[1]
 
 
@@ -121,6 +126,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
