@@ -197,7 +197,7 @@ def in_order(
                 end = group.after(at, tensors[name], reader)
                 if end is None:
                     raise BadRules(
-                        f"the order states `{printable(name)}` next in group {number} of the optimizer, but "
+                        f"by the order, `{printable(name)}` is next in group {number} of the optimizer, but "
                         f"its shape {list(tensors[name].shape)} or its values are not those at {at:,}",
                         where=where,
                     )
