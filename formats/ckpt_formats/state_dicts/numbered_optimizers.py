@@ -62,8 +62,8 @@ def _titles_by_optimizer(optimizers: Mapping[int, Numbered], matches: Sequence[A
     return titles
 
 
-def _titles(one: Numbered, matches: Sequence[Assignment] | None) -> Titles | None:
-    return None if matches is None else {one.members[m.group][m.start]: m.name for m in matches}
+def _titles(optimizer: Numbered, matches: Sequence[Assignment] | None) -> Titles | None:
+    return None if matches is None else {optimizer.members[m.group][m.start]: m.name for m in matches}
 
 
 def _by_submodule(
@@ -86,16 +86,21 @@ def _by_submodule(
     return {pair[0]: fitting[pair] for pair in pairings[0]} if len(pairings) == 1 else None
 
 
-def _groups(one: Numbered, shapes: set[Shape]) -> list[NumberedGroup]:
-    uninformative = _uninformative_states(one, shapes)
+def _groups(optimizer: Numbered, shapes: set[Shape]) -> list[NumberedGroup]:
+    uninformative = _uninformative_states(optimizer, shapes)
     parameters = {
         key: NumberedParameter(
-            None, {name: shape for name, shape in _shapes(one.states.get(key, {})).items() if name not in uninformative}
+            None,
+            {
+                name: shape
+                for name, shape in _shapes(optimizer.states.get(key, {})).items()
+                if name not in uninformative
+            },
         )
-        for members in one.members
+        for members in optimizer.members
         for key in members
     }
-    return [NumberedGroup(tuple(parameters[key] for key in members)) for members in one.members]
+    return [NumberedGroup(tuple(parameters[key] for key in members)) for members in optimizer.members]
 
 
 _SHAPELESS = frozenset(
@@ -104,7 +109,7 @@ _SHAPELESS = frozenset(
 )
 
 
-def _uninformative_states(one: Numbered, shapes: set[Shape]) -> set[str]:
+def _uninformative_states(optimizer: Numbered, shapes: set[Shape]) -> set[str]:
     """States whose shapes do not depend on their parameter's: counters, tables, flat vectors of several parameters.
 
     These are states whose shape, for some parameter, fits no tensor of the model, while another state fits; and
@@ -114,7 +119,7 @@ def _uninformative_states(one: Numbered, shapes: set[Shape]) -> set[str]:
     fits: dict[str, bool] = {}
     is_scalar: dict[str, bool] = {}
     scalar_names: set[str] = set()
-    for state in one.states.values():
+    for state in optimizer.states.values():
         shapes_of_state = {name: shape for name, shape in _shapes(state).items() if name not in uninformative}
         for name, shape in shapes_of_state.items():
             fits[name] = fits.get(name, True) and any(is_state_of(name, shape, tensor_shape) for tensor_shape in shapes)

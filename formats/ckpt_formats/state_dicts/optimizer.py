@@ -56,12 +56,12 @@ class MatchedOptimizer:
     """Tensors that share the values of another tensor, but have their own states."""
     notices: list[Notice] = field(default_factory=list)
 
-    def attempt(self, one: Optimizer, step: Callable[[Optimizer], T]) -> T | None:
+    def attempt(self, optimizer: Optimizer, step: Callable[[Optimizer], T]) -> T | None:
         """The result of `step`; None, and a notice, if the optimizer cannot be matched."""
         try:
-            return step(one)
+            return step(optimizer)
         except _CannotMatch as why:
-            self.notices.append(_unmatched_notice(one, str(why)))
+            self.notices.append(_unmatched_notice(optimizer, str(why)))
             return None
 
 
@@ -209,15 +209,15 @@ _LISTS = ("params", "param_names")
 """Options of a group that list its parameters."""
 
 
-def _unmatched_notice(one: Optimizer, why: str) -> Notice:
-    how = f". If it numbers its parameters, name them in order: --param-order {printable(one.title)}=FILE"
+def _unmatched_notice(optimizer: Optimizer, why: str) -> Notice:
+    how = f". If it numbers its parameters, name them in order: --param-order {printable(optimizer.title)}=FILE"
     text = f"{UNMATCHED}, because {why or 'no assignment of its numbers to the model fits, or several do'}"
-    return Notice(text if why else text + how, (one.title,) if one.title else (), Weight.LOST)
+    return Notice(text if why else text + how, (optimizer.title,) if optimizer.title else (), Weight.LOST)
 
 
-def _by_name(one: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
-    stated = _stated_names(one.groups, one.members)
-    names_by_key = {key: str(key) for key in one.keys} if stated is None else stated
+def _by_name(keyed: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
+    stated = _stated_names(keyed.groups, keyed.members)
+    names_by_key = {key: str(key) for key in keyed.keys} if stated is None else stated
     if len(set(names_by_key.values())) < len(names_by_key):
         raise _CannotMatch("its groups give two parameters one name")
     known = set(names)
@@ -228,7 +228,7 @@ def _by_name(one: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape
         for prefix in _prefixes(names)
         if all(prefix + name in known for name in names_by_key.values())
     ]
-    fitting = [titles for titles in fitting if _fits(one, titles, shapes)] if len(fitting) > 1 else fitting
+    fitting = [titles for titles in fitting if _fits(keyed, titles, shapes)] if len(fitting) > 1 else fitting
     if len(fitting) > 1:
         raise _CannotMatch("its names match those of several submodules")
     if fitting:
@@ -240,11 +240,11 @@ def _by_name(one: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape
     raise _CannotMatch(f"it refers to a parameter that the model does not have (`{printable(missing[:80])}`)")
 
 
-def _fits(one: _KeyedStates, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
+def _fits(keyed: _KeyedStates, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
     """Whether the shapes of all states fit the parameters with these names."""
     return not any(
         isinstance(leaf, Leaf) and titles[key] in shapes and _has_other_shape(str(name), leaf, shapes[titles[key]])
-        for key, state in one.states.items()
+        for key, state in keyed.states.items()
         for name, leaf in state.items()
     )
 
@@ -273,10 +273,10 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _by_order(one: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
+def _by_order(keyed: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
     """The names in the order that the user gives. Raises `BadRules` if a name or a shape does not fit."""
     shapes = {named.name: named.tensor.shape for named in trainable}
-    for key in one.keys:
+    for key in keyed.keys:
         if not isinstance(key, int) or not 0 <= key < len(order):
             raise BadRules(f"the optimizer has a parameter {printable(str(key))}, but the order names {len(order)}")
         name = order[key]
@@ -284,17 +284,17 @@ def _by_order(one: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequen
             raise BadRules(
                 f"the order states that the optimizer's parameter {key} is `{printable(name)}`, which does not exist"
             )
-        for state, leaf in one.states.get(key, {}).items():
+        for state, leaf in keyed.states.get(key, {}).items():
             if isinstance(leaf, Leaf) and leaf.shape and not is_state_of(str(state), leaf.shape, shapes[name]):
                 raise BadRules(
                     f"the order states that the optimizer's parameter {key} is `{printable(name)}`, of shape "
                     f"{list(shapes[name])}, but its {printable(str(state))} has {list(leaf.shape)}"
                 )
-    return {key: order[key] for key in one.keys}
+    return {key: order[key] for key in keyed.keys}
 
 
 def _add(
-    one: _KeyedStates,
+    keyed: _KeyedStates,
     titles: Mapping[Value, str],
     trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
@@ -307,35 +307,35 @@ def _add(
         raise _CannotMatch(f"another optimizer has states of the same parameters (`{printable(twice[0])}`)")
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
-    for key, state in one.states.items():
+    for key, state in keyed.states.items():
         if len(set(map(str, state))) < len(state):
             raise _CannotMatch("two of its states have names that differ only in their type")
         own = {str(k): v for k, v in state.items()}
         tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and k not in RESERVED_STATES}
         states[titles[key]] = tensors
         values[titles[key]] = {k: v for k, v in own.items() if k not in tensors}
-    for i, group in enumerate(one.groups):
+    for i, group in enumerate(keyed.groups):
         if len(set(map(str, group))) < len(group):
             raise _CannotMatch(f"two options of its group {i} have names that differ only in their type")
     groups = [
         Group({str(k): v for k, v in group.items() if k not in _LISTS}, tuple(titles[key] for key in keys))
-        for group, keys in zip(one.groups, one.members, strict=True)
+        for group, keys in zip(keyed.groups, keyed.members, strict=True)
     ]
-    matched.optimizers.append(one.optimizer)
-    matched.groups += ((one.optimizer.title, group) for group in groups)
+    matched.optimizers.append(keyed.optimizer)
+    matched.groups += ((keyed.optimizer.title, group) for group in groups)
     matched.states |= states
     matched.values |= values
-    matched.notices += _unusual_states(one, titles, trainable)
+    matched.notices += _unusual_states(keyed, titles, trainable)
     _untie(matched, set(titles.values()) | before, aliases)
 
 
 def _unusual_states(
-    one: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]
+    keyed: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]
 ) -> Iterator[Notice]:
     """Notices about states with unusual shapes or names."""
     shapes = {named.name: named.tensor.shape for named in trainable}
     odd, reserved = [], []
-    for key, state in one.states.items():
+    for key, state in keyed.states.items():
         full_shape = shapes.get(titles[key])
         for name, leaf in state.items():
             if isinstance(leaf, Leaf) and str(name) in RESERVED_STATES:
