@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_codecs import CODECS
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import LEVELS, EncodingOptions
 from ckpt_formats.core.files import Reader
@@ -109,7 +109,7 @@ def main() -> None:
     source = Checkpoint(out, Origin("golden", "2", 7), held, (group,), {"epoch": 3})
     format = Universal()
     receipts = []
-    for part in format.plan(source, Goal(out)):
+    for part in format.plan(source):
         (parameter,) = part.parameters
         coding = found[parameter.name][1]
         with Reader() as reader:

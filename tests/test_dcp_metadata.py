@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_formats.containers.torchfile import CompactRecord, load_pickle
-from ckpt_formats.core.checkpoint import ReadOptions
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record

@@ -18,7 +18,7 @@ from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.optimizer_states import check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
-from ckpt_formats.engines.deepspeed.rules import rules_of
+from ckpt_formats.state_dicts.universal_info import rules_of
 from held import lay
 
 

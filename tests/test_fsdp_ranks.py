@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources, check_complete
-from ckpt.verify import find_problems
 from ckpt_cli.main import cli
 from ckpt_formats.containers.torchfile import TensorRef, open_file
-from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size
 from ckpt_formats.engines.fsdp_ranks import FsdpRanks
@@ -683,7 +684,7 @@ def flat(rank: int, world: int, tensors: dict[str, torch.Tensor], *, views: bool
 
 def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> ReadOptions:
     torch.save(tensors, tmp_path / "shapes.pt")
-    return ReadOptions(shapes=tmp_path / "shapes.pt")
+    return ReadOptions(shapes=open_checkpoint(tmp_path / "shapes.pt"))
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5), st.integers(1, 4), st.booleans())

@@ -340,7 +340,7 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
     }.items():
         run = tmp_path / name
         torch.save({"model": tensors, "step": 0}, tmp_path / f"{name}.pt")
-        assert ckpt("diff", "--into", run, tmp_path / f"{name}.pt").code == 0
+        assert ckpt("append", run, tmp_path / f"{name}.pt").code == 0
         base = index.load(run / index.NAME).members[0]
         log = small.copy()
         log.layout = SegmentLayout(

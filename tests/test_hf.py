@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt.pipeline import Resources, check_complete, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Parameter, ReadOptions
+from ckpt.findings import find_problems
+from ckpt.job import Job
+from ckpt.job import save as save_checkpoint
+from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
+from ckpt_formats.core.edits import Select
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
 from ckpt_formats.engines.hf import side_files as beside
@@ -61,12 +66,12 @@ def save(folder: Path, config: dict[str, Any] | None = TIED, head: bool = False)
     return folder
 
 
-def write(source: Checkpoint, target: Path, **goal: Any) -> tuple[str, str]:
-    """Write it; what is lost and what is remarked, as texts."""
-    format, asked = writable("hf"), Goal(target, **goal)
-    parts = format.plan(source, asked)
-    copy(source, format, asked, "", EFFORT)
-    return " ".join(map(str, format.losses(source, parts))), " ".join(map(str, format.remarks(source, parts)))
+def write(source: Checkpoint, target: Path, **options: Any) -> tuple[str, str]:
+    """Write it; what is dropped, and the notes, as texts."""
+    job = Job(source, target, writable("hf", **options))
+    plan = job.plan()
+    job.run(EFFORT)
+    return " ".join(map(str, plan.dropped)), " ".join(map(str, plan.notes))
 
 
 # What is one
@@ -625,7 +630,7 @@ def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_pa
     more = checkpoint([*source.parameters.values(), parameter("value_head", {MODEL: np.ones(2)})], (), source.extras)
     with pytest.raises(Unsupported, match=r"2 layers.*num_hidden_layers 3"):
         write(more, tmp_path / "none")
-    _, remarks = write(more, tmp_path / "out", partial=True)
+    _, remarks = write(replace(more, history=(Select((), ("x",)),)), tmp_path / "out")
     assert "missing that the model has" in remarks
     assert "`model.layers.2.self_attn.q_proj.weight`" in remarks
     assert "and 6 more" in remarks
@@ -829,7 +834,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     (found,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
     assert found.where.endswith("optimizer.pt")
     with pytest.raises(Corrupt):
-        copy(open_checkpoint(tmp_path / "run"), writable("universal"), Goal(tmp_path / "out"), "", EFFORT)
+        save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), EFFORT)
 
 
 TOKENS = [b"-1", b"null", b"[]", b"{}", b"1e999", b'"x"', b"99999999999999999999", b"true", b"\0", b"\xff\xff"]
@@ -847,4 +852,4 @@ def test_damage_anywhere_is_harmless_or_an_error_of_ours(name: str, tmp_path: Pa
         with contextlib.suppress(CkptError):
             found = open_checkpoint(tmp_path / "run")
             check_complete(found)
-            writable("hf").plan(found, Goal(tmp_path / "out"))
+            writable("hf").plan(found)

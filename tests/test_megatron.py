@@ -12,20 +12,20 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_cli.main import cli
-from ckpt_formats.core.checkpoint import ReadOptions
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor, read
 from ckpt_formats.engines.megatron import MegatronLegacy
-from ckpt_formats.engines.megatron.dist.model import named
-from ckpt_formats.engines.megatron.dist.optimizer import unflattened
 from ckpt_formats.engines.megatron.shared.buffers import BufferItem, fill, fit
 from ckpt_formats.engines.megatron.shared.merge import LocalCopy, copies
 from ckpt_formats.engines.megatron.shared.names import Naming
 from ckpt_formats.engines.megatron.shared.stages import even, from_layout_string, uneven
+from ckpt_formats.engines.megatron.torch_dist.model import named
+from ckpt_formats.engines.megatron.torch_dist.optimizer import unflattened
 from ckpt_formats.registry import detect, open_checkpoint
 from held import array, tensor
 from megatron_files import cut, whole, write
@@ -465,7 +465,7 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     )
     verified = CliRunner().invoke(cli, ["verify", str(run)])
     assert verified.exit_code == 20
-    assert "doubt: the optimizer's masters of 15 of 15 parameters" in verified.output
+    assert "suspicious: the optimizer's masters of 15 of 15 parameters" in verified.output
     refused = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
     assert isinstance(refused.exception, Corrupt)
     assert not (tmp_path / "universal").exists()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
 from megatron_jobs.kinds import KINDS, Kind
@@ -127,7 +128,7 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     assert f"masters of {len(wrong)} of " in found.suspicions[0]
     with pytest.raises(Corrupt, match="shifted"):
         check_not_suspicious(found)
-    assert any(finding.kind == "doubt" for finding in find_problems(found, Resources()))
+    assert any(finding.kind == "suspicious" for finding in find_problems(found, Resources()))
 
 
 def _copied(megatron_folder: Path, tmp_path: Path) -> Path:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
@@ -26,7 +27,7 @@ UNIT = 12
 
 
 def reshard(source: Checkpoint, target: Path, **degrees: Any) -> Checkpoint:
-    copy(source, writable("megatron-legacy"), Goal(target, ParallelDegrees(**degrees)), "", EFFORT)
+    save(source, target, writable("megatron-legacy", **degrees), EFFORT)
     assert detect(target).name == "megatron-legacy"
     return open_checkpoint(target)
 
@@ -309,11 +310,11 @@ def test_a_grid_that_is_sparse_is_written_where_every_rank_finds_its_folder(tmp_
 def test_ranks_that_were_not_there_go_on_with_anothers_random_states_and_that_is_said(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 4))
     form = writable("megatron-legacy")
-    said = form.remarks(source, form.plan(source, Goal(tmp_path, ParallelDegrees(tp=2, pp=2))))
-    assert said == ("3 of 4 ranks have no random states of their own: they go on with another's",)
-    assert form.remarks(source, form.plan(source, Goal(tmp_path))) == ()
+    notes = tuple(map(str, replace(form, tp=2, pp=2).plan(source).notes))
+    assert notes == ("3 of 4 ranks have no random states of their own: they go on with another's",)
+    assert form.plan(source).notes == ()
     weights = replace(source, groups=(), extras={"args": source.extras["args"]}, parameters=bare(source))
-    assert [remark.split(":")[0] for remark in form.remarks(weights, form.plan(weights, Goal(tmp_path)))] == [
+    assert [str(note).split(":")[0] for note in form.plan(weights).notes] == [
         "no random states came with the source",
         "no optimizer came with the source",
     ]

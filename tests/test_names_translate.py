@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.pipeline import check_complete
-from ckpt.rename import renamed
+from ckpt.rename import prepare, use_names
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
@@ -28,6 +28,7 @@ from ckpt_formats.names.family import pattern_of
 from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments
 from ckpt_formats.names.to_arguments import to_arguments, updated
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal import Universal
 from effort import examples
 from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor
 from megatron_files import LLAMA, whole, write
@@ -623,11 +624,11 @@ def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm")
     )
     lost = {(name, MASTER): {"max_abs": float(number)} for number, name in enumerate((q, k, norm), 1)}
-    there = renamed(replace(source, errors=lost), "megatron", "universal")
+    there = use_names(replace(source, errors=lost), "megatron")
     (qkv,) = (name for name, _ in there.errors if "linear_qkv" in name)
     assert there.errors[qkv, MASTER] == {q: {"max_abs": 1.0}, k: {"max_abs": 2.0}}
     assert [loss for (name, _), loss in there.errors.items() if name != qkv] == [{"max_abs": 3.0}]
-    back = renamed(there, "hf", "universal")
+    back = use_names(there, "hf")
     assert back.errors[q, MASTER] == back.errors[k, MASTER] == there.errors[qkv, MASTER]
     assert back.errors[norm, MASTER] == {"max_abs": 3.0}
     assert (up, MASTER) not in back.errors
@@ -692,13 +693,11 @@ def under(source: Checkpoint, prefix: str) -> Checkpoint:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
 def test_what_wraps_a_model_is_taken_off_with_all_states(prefix: str) -> None:
     source = trained(CONFIGURATION)
-    found = renamed(under(source, prefix), "hf", "universal")
+    found = use_names(under(source, prefix), "hf")
     assert (contents(found), found.groups) == (contents(source), source.groups)
-    there = renamed(under(source, prefix), "megatron", "universal")
+    there = use_names(under(source, prefix), "megatron")
     assert contents(there) == contents(to_megatron(source))
-    assert (
-        renamed(under(source, prefix), None, "universal").parameters.keys() == under(source, prefix).parameters.keys()
-    )
+    assert prepare(under(source, prefix), Universal()).parameters.keys() == under(source, prefix).parameters.keys()
 
 
 def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
@@ -723,7 +722,7 @@ def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
             states[state] = tensor((np.stack(made) if "experts" in name else made[0]) if made else read(one))
         held[name] = replace(first, name=name, states=states)
     running = replace(apart, parameters=held, groups=(Group({"lr": 0.1}, tuple(held)),))
-    found = renamed(running, "megatron", "universal")
+    found = use_names(running, "megatron")
     assert contents(found) == contents(to_megatron(replace(apart, groups=())))
     assert set(found.groups[0].names) == set(found.parameters)
 

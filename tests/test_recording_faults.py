@@ -430,13 +430,13 @@ def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_gro
     )
     saved = chain.parent / "saved.pt"
     torch.save({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 2}, saved)
-    done = ckpt("diff", "--into", chain, saved)
+    done = ckpt("append", chain, saved)
     assert done.code == 0, done.err
     assert begun.path.exists()
     os.close(begun.lock)
     run.step()
     torch.save({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 3}, saved)
-    assert ckpt("diff", "--into", chain, saved).code == 0
+    assert ckpt("append", chain, saved).code == 0
     assert not begun.path.exists()
 
 

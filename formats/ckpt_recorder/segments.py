@@ -80,7 +80,7 @@ def abandon(run: Path, segment: NewSegment) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[ChainIndex | None]:
-    """The chain, locked. Waits for a while if another process changes it: `ckpt diff --into` may take minutes."""
+    """The chain, locked. Waits for a while if another process changes it: `ckpt append` may take minutes."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     with ExitStack() as stack:
         while True:

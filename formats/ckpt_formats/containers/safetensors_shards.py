@@ -20,9 +20,10 @@ from ckpt_formats.containers.safetensors import (
     read_header,
 )
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, FilePlan, Parameter, Receipt, SourceFile
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
@@ -95,6 +96,15 @@ def _packed_notices(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
     return (Notice(text, names, Weight.UNSURE),) if names else ()
 
 
+@dataclass(frozen=True)
+class WeightsContent:
+    """The content of a file of weights in addition to its tensors."""
+
+    metadata: Mapping[str, str]
+    header: int
+    """Length of the header in the source file, in bytes; 0 if there is none."""
+
+
 def split_weights(parameters: Iterable[Parameter], max_nbytes: int | None) -> list[list[Parameter]]:
     """The parameters, with their weights only, in groups of at most `max_nbytes` bytes; None: in one group.
 
@@ -117,23 +127,24 @@ def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[s
     `header` is the length of the header in the source file, in bytes. The new header is padded to that length.
     """
     header_bytes(_slots(parameters), metadata)
-    return FilePlan(name, tuple(parameters), {"metadata": dict(metadata), "header": header}, role="model")
+    return FilePlan(name, tuple(parameters), WeightsContent(dict(metadata), header), role="model")
 
 
 def write_weights(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file from front to back. The receipt lists the bytes of every tensor."""
     slots = list(_slots(plan.parameters))
-    header_nbytes = plan.what["header"]
-    header = header_bytes(slots, plan.what["metadata"], header_nbytes, reference_style=bool(header_nbytes))
+    content = plan.content
+    assert isinstance(content, WeightsContent)
+    header = header_bytes(slots, content.metadata, content.header, reference_style=bool(content.header))
     seal = write_sealed(folder, plan.file, _stream(header, plan.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
     return Receipt(plan.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
 
 
-def lost_states(source: Checkpoint) -> tuple[str, ...]:
-    """A text that lists the states which files of weights cannot store."""
+def lost_states(source: Checkpoint) -> tuple[Notice, ...]:
+    """A notice that lists the states which files of weights cannot store."""
     states = sorted({state for p, state, t in source.tensors() if p.role != "extra" and t is not p.weight})
-    return (f"optimizer states ({', '.join(states)})",) if states else ()
+    return (Notice(f"optimizer states ({', '.join(states)})"),) if states else ()
 
 
 def write_last(folder: Path, name: str, text: str) -> None:

@@ -15,15 +15,16 @@ from typing import Literal
 
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile.reader import STARTS
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.detection.traces import names_in
 from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
-from ckpt_formats.engines.torch_save import PlainTorch
+from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
@@ -79,7 +80,7 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
     model = _model(path, [one for one in files if one.kind == "model"], files)
     optimizers = [one for one in files if one.kind == "optimizer"]
     others = [one for one in files if one is not model and one not in optimizers]
-    found = PlainTorch().read(model.path, options)
+    found = Torch().read(model.path, options)
     notices: list[Notice] = []
     if not optimizers or found.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
         others += optimizers

@@ -16,8 +16,9 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Parameter, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import BadRules, Incomplete, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value

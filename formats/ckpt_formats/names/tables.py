@@ -20,11 +20,13 @@ _SIZES = {"heads", "groups", "vocabulary"}
 
 def table_for(config: Mapping[str, Any]) -> Table | None:
     """The table of a model with this configuration; None if there is none for it."""
-    said = config.get("architectures")
+    said, model_type = config.get("architectures"), config.get("model_type")
     architectures = said if isinstance(said, list) else []
     for table in tables():
-        if config.get("model_type") in table.model_types and (
-            not architectures or any(one in table.architectures for one in architectures)
+        if (
+            isinstance(model_type, str)
+            and model_type in table.model_types
+            and (not architectures or any(one in table.architectures for one in architectures))
         ):
             return table
     return None

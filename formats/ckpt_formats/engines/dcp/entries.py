@@ -36,6 +36,13 @@ class Entry:
     """The block's place among those of the tensor."""
 
 
+@dataclass(frozen=True)
+class ItemsContent:
+    """What a file of items holds, in its order."""
+
+    entries: tuple[Entry, ...]
+
+
 @dataclass
 class EntryLayouts:
     """Where every byte of an item goes."""

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight

@@ -9,12 +9,12 @@ from typing import Any
 from uuid import UUID
 
 from ckpt_formats.containers.torchfile import emit
-from ckpt_formats.core.checkpoint import FilePlan, Receipt
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, Record, Size, Value
-from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent
 from ckpt_formats.engines.dcp.folder import DRAFT, METADATA
 from ckpt_formats.engines.dcp.metadata import MODULE, STORAGE_MODULE
 
@@ -27,7 +27,9 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file, front to back. What the metadata will say of its items goes into the receipt."""
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
-    entries, layouts = part.what["entries"], EntryLayouts()
+    content, layouts = part.content, EntryLayouts()
+    assert isinstance(content, ItemsContent)
+    entries = content.entries
     said, at = [], 0
     for entry in entries:
         nbytes = layouts.of(entry).nbytes

@@ -10,12 +10,14 @@ carried     everything that is not a tensor of the model
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Origin, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.transfer import Transfer
@@ -27,19 +29,23 @@ from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_fold
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
-from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
 from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
 from ckpt_formats.engines.deepspeed.weights import tied_layers
-from ckpt_formats.engines.deepspeed.write_layout import resolve_layout
+from ckpt_formats.engines.deepspeed.write_layout import LayoutOptions, resolve_layout
 from ckpt_formats.engines.deepspeed.write_parts import parts
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
+from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
+
+_OF_RANKS = "what only these ranks of the source had, such as RNG states"
 
 
-class DeepSpeed(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed(LayoutOptions, WritableFormat):
+    """DeepSpeed's ZeRO stages 0 to 3, with tensor and pipeline parallelism."""
+
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
     even_states = True
-    degrees = ("dp", "tp", "pp", "stages", "zero")
 
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
@@ -49,14 +55,12 @@ class DeepSpeed(WritableFormat):
         with form_of("a DeepSpeed checkpoint", folder.path):
             return _read(path, open_step(folder), options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        return tuple(parts(resolve_layout(source, goal)))
-
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        files = {rank_name(Path(part.file)) for part in parts}
-        said = source.extras.get("ranks")
-        gone = sorted(name for name in (said if isinstance(said, dict) else ()) if name not in files)
-        return (Notice("what only these ranks of the source had, such as RNG states", tuple(gone)),) if gone else ()
+    def plan(self, source: Checkpoint) -> Plan:
+        files = tuple(parts(resolve_layout(source, self)))
+        names = {rank_name(Path(file.file)) for file in files}
+        ranks = source.extras.get("ranks")
+        dropped = sorted(name for name in (ranks if isinstance(ranks, dict) else ()) if name not in names)
+        return Plan(files, (Notice(_OF_RANKS, tuple(dropped)),) if dropped else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(exist_ok=True)

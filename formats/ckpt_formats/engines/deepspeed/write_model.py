@@ -9,7 +9,6 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Size, StdDict, Value
 from ckpt_formats.engines.deepspeed.extras import BUFFERS
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk
-from ckpt_formats.engines.deepspeed.rules import ORIGIN
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     Local,
@@ -20,6 +19,7 @@ from ckpt_formats.engines.deepspeed.write_optimizer import (
     sub_groups,
 )
 from ckpt_formats.state_dicts.extras import tensors_for_names
+from ckpt_formats.state_dicts.universal_info import ORIGIN
 
 _OF_OLD_DEGREE = ("affine_map", "sub_param_shard_widths")
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import MODEL, FilePlan, Group, Parameter
+from ckpt_formats.core.checkpoint import MODEL, Group, Parameter
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.values import StdDict
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, split_name
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout

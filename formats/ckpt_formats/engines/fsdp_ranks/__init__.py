@@ -17,8 +17,9 @@ carried          everything else
 
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.notices import Notice, Weight

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT, innermost, unflatten, units_of
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
 from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor
-from ckpt_formats.registry import open_checkpoint
 
 Trees = Mapping[int, Mapping[str, Value]]
 """A state dict for each rank."""
@@ -54,13 +54,12 @@ def shapes_stated(optimizers: Trees) -> dict[str, Shape]:
     return found
 
 
-def shapes_in(checkpoint: Path | None) -> dict[str, Shape]:
+def shapes_in(checkpoint: Checkpoint | None) -> dict[str, Shape]:
     """The shapes of a checkpoint's parameters, under all names they have."""
     if checkpoint is None:
         return {}
-    found = open_checkpoint(checkpoint)
-    shapes = {p.name: p.weight.shape for p in found.parameters.values() if p.role != "extra"}
-    return shapes | {alias: shapes[name] for alias, name in found.aliases.items() if name in shapes}
+    shapes = {p.name: p.weight.shape for p in checkpoint.parameters.values() if p.role != "extra"}
+    return shapes | {alias: shapes[name] for alias, name in checkpoint.aliases.items() if name in shapes}
 
 
 def _leaves(name: str, trees: Trees) -> dict[int, Leaf]:

@@ -7,19 +7,21 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.errors import Incomplete, form_of
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.engines.dcp import DCP
+from ckpt_formats.engines.fsdp_ranks import FsdpRanks
 from ckpt_formats.engines.hf.components import ComponentFiles, components_of, read_components, together
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNTOLD, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
-from ckpt_formats.registry import format_named
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
 
@@ -31,8 +33,6 @@ _NO_OPTIMIZER = Notice(
     "the folder is of a run, but the optimizer's file (optimizer.pt, optimizer.bin) is not in it: no state is read",
     weight=Weight.UNSURE,
 )
-_CUT_MODELS = ("dcp", "fsdp-ranks")
-"""Formats of models that lie in such a folder cut over ranks."""
 
 
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
@@ -156,7 +156,7 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
 
 def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
     """The model that lies in the folder cut over ranks, and what came with it. Raises `Incomplete` if there is none."""
-    for format in map(format_named, _CUT_MODELS):
+    for format in (DCP(), FsdpRanks()):
         if format.detect(path):
             return format.read(path, options)
     raise Incomplete("there are no weights, only what lies beside them", where=path)

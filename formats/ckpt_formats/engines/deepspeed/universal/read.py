@@ -11,19 +11,10 @@ from pathlib import Path
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.checkpoint import (
-    MASTER,
-    MODEL,
-    Checkpoint,
-    Group,
-    Origin,
-    Parameter,
-    ReadOptions,
-    Role,
-    SourceFile,
-)
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout

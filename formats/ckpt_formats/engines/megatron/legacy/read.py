@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, ReadOptions
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.legacy.files import LegacyFiles, RankFile, open_legacy

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import FilePlan, Parameter
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import FilePlan, Plan
+from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.legacy.files import folder_name, saving_ranks
 from ckpt_formats.engines.megatron.shared.folder import MODEL_FILE, OPTIMIZER_FILE, folder_of
@@ -20,13 +22,12 @@ from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimize
 _CONTAINER: Mapping[str, Value] = {"ckpt_format": "torch", "use_dist_ckpt": False}
 
 
-def parts(target: WriteLayout) -> Sequence[FilePlan]:
+def plan(target: WriteLayout) -> Plan:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_grid(target)
     optimizer = optimizer_of(target)
-    made = list(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
-    remarks = tuple(_remarks(target, optimizer))
-    return [replace(made[0], what={**made[0].what, "remarks": remarks}), *made[1:]]
+    files = tuple(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
+    return Plan(files, notes=unsure(_remarks(target, optimizer)))
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt_formats.state_dicts.extras import tensors_for_names
-from ckpt_formats.engines.megatron.dist.keys import MIXED, Keys
-from ckpt_formats.engines.megatron.dist.objects import RANDOM, is_object
-from ckpt_formats.engines.megatron.shared.split import RankCoords
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, of_one
-from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Record, Value
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, of_one
+from ckpt_formats.engines.megatron.torch_dist.keys import MIXED, Keys
+from ckpt_formats.engines.megatron.torch_dist.objects import RANDOM, is_object
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 CONTENT = "content_metadata"
 _RESHARDABLE = "fully_reshardable"

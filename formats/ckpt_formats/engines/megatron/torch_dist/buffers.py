@@ -10,17 +10,23 @@ from dataclasses import dataclass
 
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Layout, split
+from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
+    Buffer,
+    buckets_of,
+    buffers_of,
+    is_tied,
+    read_buffers,
+)
+from ckpt_formats.engines.megatron.shared.merge import LocalCopy, whole
 from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
-from ckpt_formats.engines.megatron.dist.optimizer import Group, SplitItems
-from ckpt_formats.engines.megatron.shared.distributed_optimizer import Buffer, buckets_of, buffers_of, is_tied, read_buffers
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, expert_of, is_buffer, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.engines.megatron.shared.stages import Stages
-from ckpt_formats.engines.megatron.shared.merge import LocalCopy, whole
-from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
-from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.torch_dist.optimizer import Group, SplitItems
 
 
 @dataclass(frozen=True)

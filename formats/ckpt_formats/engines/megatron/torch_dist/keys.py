@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.engines.megatron.dist.optimizer import WRAPPER
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.names import expert_of
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.torch_dist.optimizer import WRAPPER
 
 MIXED = "non_homogeneous_layers"
 """Says, in a checkpoint's `content_metadata`, that its layers have keys of their own."""

@@ -14,20 +14,20 @@ from functools import cached_property
 from itertools import accumulate
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
-from ckpt_formats.engines.dcp.entries import Entry
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box, slab
 from ckpt_formats.core.layout import Rule, cuts, split
-from ckpt_formats.engines.megatron.shared.arguments import Parallel
-from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
-from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, compared
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
-from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import LayersBlob
+from ckpt_formats.engines.dcp.entries import Entry
+from ckpt_formats.engines.megatron.shared.arguments import Parallel
+from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, compared
+from ckpt_formats.engines.megatron.torch_dist.keys import Key, Keys
 
 _PIECES = {
     r".*\.mixer\.in_proj\.weight": ("z", "x", "B", "C", "dt"),
@@ -127,7 +127,9 @@ class KeyedTensors:
             yield KeyedShards(key, tensor, tuple(blocks))
             return
         if not isinstance(rule.fused, tuple) or len(rule.fused) != len(names):
-            raise Unsupported(f"`{printable(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}")
+            raise Unsupported(
+                f"`{printable(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}"
+            )
         lengths = [int(length) for length in rule.fused]
         for piece, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
             within = slab(tensor.shape, rule.axis, at, at + length)

@@ -10,26 +10,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Parameter, FilePlan, Receipt
-from ckpt_formats.engines.dcp.balance import BytesPerRank
-from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, block_of
-from ckpt_formats.engines.dcp.write import write_metadata, write_part
+from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_sealed
-from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
-from ckpt_formats.engines.megatron.dist.common import CommonState
-from ckpt_formats.engines.megatron.dist.keys import Keys
-from ckpt_formats.engines.megatron.dist.objects import RANDOM, ObjectShards
-from ckpt_formats.engines.megatron.dist.shards import KeyedTensors
-from ckpt_formats.engines.megatron.shared.folder import folder_of
-from ckpt_formats.engines.megatron.shared.split import RankCoords
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of
-from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.core.format import FilePlan, Plan, Receipt
+from ckpt_formats.core.notices import Notice, unsure
 from ckpt_formats.core.text import printable
-from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Record
+from ckpt_formats.engines.dcp.balance import BytesPerRank
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, block_of
+from ckpt_formats.engines.dcp.write import write_metadata, write_part
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
+from ckpt_formats.engines.megatron.shared.folder import folder_of
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of
+from ckpt_formats.engines.megatron.torch_dist.common import CommonState
+from ckpt_formats.engines.megatron.torch_dist.keys import Keys
+from ckpt_formats.engines.megatron.torch_dist.objects import RANDOM, ObjectShards
+from ckpt_formats.engines.megatron.torch_dist.shards import KeyedTensors
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -43,7 +45,7 @@ _FILES_EACH = 2
 """Of each rank, as Megatron has it: they can be written at the same time."""
 
 
-def parts(target: WriteLayout) -> Sequence[FilePlan]:
+def plan(target: WriteLayout) -> Plan:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_names(target)
     optimizer, items, keys = optimizer_of(target, frozen=True), RankExtras(target), Keys(target)
@@ -51,23 +53,23 @@ def parts(target: WriteLayout) -> Sequence[FilePlan]:
         _check_states(optimizer)
     folder = folder_of(target.source.origin.step)
     common = tree_part(f"{folder}/common.pt", CommonState(target, keys, items, optimizer).tree(), (), "common")
-    said = {"remarks": tuple(_remarks(target, items, optimizer)), "losses": tuple(_losses(target))}
     backends = json.dumps(_BACKENDS).encode()
-    return [
-        FilePlan(common.file, common.parameters, {**common.what, **said}, common.size, common.role, {}, common.tensors),
-        FilePlan(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
+    files = (
+        common,
+        FilePlan(f"{folder}/metadata.json", (), backends, len(backends), "metadata"),
         *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
-    ]
+    )
+    return Plan(files, tuple(map(Notice, _losses(target))), unsure(_remarks(target, items, optimizer)))
 
 
 def write(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file."""
     (folder / part.file).parent.mkdir(exist_ok=True)
-    if "entries" in part.what:
+    if isinstance(part.content, ItemsContent):
         return write_part(folder, part, transfer)
-    if "bytes" not in part.what:
+    if not isinstance(part.content, bytes):
         return write_tree(folder, part, transfer)
-    seal = write_sealed(folder, part.file, [part.what["bytes"]])
+    seal = write_sealed(folder, part.file, [part.content])
     return Receipt(part.file, seal.nbytes, (seal,), {})
 
 
@@ -97,7 +99,7 @@ class _RankFiles:
                 yield FilePlan(
                     f"{folder}/__{self.number}_{k}.distcp",
                     tuple({owner.name: owner for _, owner in pairs if owner is not None}.values()),
-                    {"entries": tuple(entry for entry, _ in pairs)},
+                    ItemsContent(tuple(entry for entry, _ in pairs)),
                     loads.nbytes[k],
                     "data",
                     rank,
@@ -105,7 +107,9 @@ class _RankFiles:
                 )
 
 
-def _by_rank(target: WriteLayout, keys: Keys, items: RankExtras, optimizer: WrittenOptimizer | None) -> Iterable[_RankFiles]:
+def _by_rank(
+    target: WriteLayout, keys: Keys, items: RankExtras, optimizer: WrittenOptimizer | None
+) -> Iterable[_RankFiles]:
     ranks: dict[int, _RankFiles] = {}
 
     def rank(place: RankCoords) -> _RankFiles:
@@ -125,7 +129,7 @@ def _check_names(target: WriteLayout) -> None:
     for name, parameter in target.source.parameters.items():
         if parameter.role != "extra" and name.startswith(("language_model.", "word_embeddings", "lm_head.")):
             raise Unsupported(
-                f"`{printable(name)}` has its name from before Megatron core, whose distributed checkpoints have others",
+                f"`{printable(name)}` has its name from before Megatron core, whose checkpoints have others",
                 where=target.source.path,
                 hint="Say --to megatron-legacy, which keeps the names.",
             )

@@ -18,10 +18,10 @@ from math import prod
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
-from ckpt_formats.core.views import reshaped, unstacked
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.core.views import reshaped, unstacked
 
 MASTERS = ("param", "fp32_param")
 WRAPPER = "module."

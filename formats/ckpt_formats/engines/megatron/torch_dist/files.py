@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ckpt_formats.containers.safetensors import parse_json_object
+from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Fragment, Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.folder import rank_of
 from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
 from ckpt_formats.engines.dcp.metadata import Metadata, StoredTensor, read_metadata
 from ckpt_formats.engines.dcp.objects import ObjectReader
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
 from ckpt_formats.engines.megatron.shared.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
-from ckpt_formats.core.text import printable
-from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
-from ckpt_formats.core.tensor import Fragment, Tensor
-from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.values import Value
 
 _MOST_JSON = 1 << 20
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)")
@@ -155,7 +155,9 @@ def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Sourc
             size = (path / file).stat().st_size
         except (OSError, ValueError):
             raise Incomplete(
-                f"{printable(file)} is missing, which the metadata name", where=path, hint="Copy the files of all ranks."
+                f"{printable(file)} is missing, which the metadata name",
+                where=path,
+                hint="Copy the files of all ranks.",
             ) from None
         rank = rank_of(Path(file).name)
         yield SourceFile(path / file, size, "data", {} if rank is None else {"rank": rank})

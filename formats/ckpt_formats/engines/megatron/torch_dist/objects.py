@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.entries import Entry
-from ckpt_formats.state_dicts.extras import tensors_for_names
-from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.dist.shards import KeyedTensors, place_of
-from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.names import is_expert, is_extra_state
+from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.torch_dist.keys import Key, Keys
+from ckpt_formats.engines.megatron.torch_dist.shards import KeyedTensors, place_of
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 RANDOM = "rng_state"
 _SUFFIX = "._extra_state"

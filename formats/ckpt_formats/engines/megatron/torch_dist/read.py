@@ -4,26 +4,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, ReadOptions, Parameter, Role
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, Role
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
-from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
-from ckpt_formats.engines.megatron.dist.buffers import BufferedModel, states_of
-from ckpt_formats.engines.megatron.dist.files import DistFiles, open_dist, shard_of
-from ckpt_formats.engines.megatron.dist.model import named, names_of
-from ckpt_formats.engines.megatron.dist.optimizer import SplitItems, sort, unflattened
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
 from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.optimizer_states import members, options_of, without_states
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
 from ckpt_formats.engines.megatron.shared.stages import Stages, stages_of
-from ckpt_formats.core.text import printable
+from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, states_of
+from ckpt_formats.engines.megatron.torch_dist.files import DistFiles, open_dist, shard_of
+from ckpt_formats.engines.megatron.torch_dist.model import named, names_of
+from ckpt_formats.engines.megatron.torch_dist.optimizer import SplitItems, sort, unflattened
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreement
-from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.values import Value
 
 
 def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.views import unstacked_all
 from ckpt_formats.engines.megatron.shared.names import Naming, unstack
 from ckpt_formats.names.views import stacked
-from ckpt_formats.core.text import printable
-from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.views import unstacked_all
 
 _PIECES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"), (".query", ".key", ".value"))
 _DELTA = (".query", ".key", ".value", ".z", ".beta", ".alpha")
