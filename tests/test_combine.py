@@ -15,20 +15,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckpt.edits import only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.combine import average, ema_weights, matmul_in_order, merge_lora, merged_blob, round_once
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Group, Origin, Parameter
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.registry import format_named, open_checkpoint
+from ckpt_formats.registry import open_checkpoint, writable
 
 SHORT = ["float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 FLOATS = ["float64", "float32", *SHORT]
@@ -751,13 +751,13 @@ def test_a_prefix_of_the_inner_model_may_differ(trained: Build) -> None:
     with pytest.raises(Unsupported, match=r"could be several weights of the model: a.model"):
         merge_lora(twice, adapter)
     with pytest.raises(Incomplete, match=r"it has no weights for 6 modules of the adapter: model.layers"):
-        merge_lora(only(base, [], ["layers"]), adapter)
+        merge_lora(base.select(skip=["layers"]), adapter)
 
 
 @pytest.mark.slow
 def test_a_head_that_the_model_lacks_is_added(trained: Build) -> None:
     base, adapter = trained(llama(), r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    headless = only(base, [], ["lm_head"])
+    headless = base.select(skip=["lm_head"])
     result = merge_lora(headless, adapter)
     assert bits(values(result, "lm_head.weight")) == bits(values(adapter, "base_model.model.lm_head.weight"))
     assert "which the model does not have: lm_head.weight" in " ".join(map(str, result.notices))
@@ -839,7 +839,7 @@ def test_tensors_that_do_not_fit_are_refused(trained: Build) -> None:
     cases = [
         (base, replace(adapter, extras={}), NotFound, "no adapter_config.json"),
         (base, replace(adapter, parameters={}), Incomplete, "holds no tensors"),
-        (base, only(adapter, [], [name.replace("lora_A", "lora_B")]), Incomplete, "lacks lora_B"),
+        (base, adapter.select(skip=[name.replace("lora_A", "lora_B")]), Incomplete, "lacks lora_B"),
         (base, changed(adapter, **{name: np.zeros((4, 31), np.float32)}), Unsupported, "cannot be added"),
         (base, cast(adapter, name, np.int8), Unsupported, "holds int8 values"),
         (base, changed(adapter, base_model__model__x__lora_C=np.zeros(1)), Unsupported, "are not known: .*lora_C"),
@@ -861,13 +861,13 @@ def test_results_are_written_like_any_checkpoint(trained: Build, tmp_path: Path)
     base, adapter = trained(llama(tie_word_embeddings=True), torch.bfloat16, r=4, target_modules=["q_proj", "lm_head"])
     result = merge_lora(base, adapter)
     target = tmp_path / "merged"
-    copy(result, format_named("hf"), Goal(target), "merge", Resources(2, 1 << 20))
+    save(result, target, writable("hf"), Resources(2, 1 << 20))
     model, info = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     compare(result, {name: array(tensor) for name, tensor in model.state_dict().items()})
     half = average([open_checkpoint(target), result, result])
-    copy(half, format_named("safetensors"), Goal(tmp_path / "mean.safetensors"), "mean", Resources(2, 1 << 16))
+    save(half, tmp_path / "mean.safetensors", writable("safetensors"), Resources(2, 1 << 16))
     again = open_checkpoint(tmp_path / "mean.safetensors")
     assert {name: bits(values(again, name)) for name in again.parameters} == {
         name: bits(values(result, name)) for name in result.parameters

@@ -1,6 +1,6 @@
 """Checkpoints computed from several others: the average of weights, and a model with a LoRA adapter merged into it.
 
-The results are indexes, like the results of `ckpt.edits`: a tensor is computed when it is read, block by block.
+The results are indexes, like those of all edits: a tensor is computed when it is read, block by block.
 What a block's values are does not depend on how the tensor is cut into blocks.
 """
 
@@ -11,15 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import overload
 
 import numpy as np
 
-from ckpt.edits import model_only
 from ckpt_codecs import Rounded
 from ckpt_codecs.scratch import temporary_buffer
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role, SourceFile
 from ckpt_formats.core.dtypes import DType, is_float
+from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, slabs
@@ -27,7 +28,9 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import TensorName, Value
+from ckpt_formats.engines.hf.folder import is_training_file
+from ckpt_formats.engines.hf.side_files import PREFIX as _HF
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -61,6 +64,28 @@ def ema_weights(count: int, decay: float) -> list[float]:
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
 
 
+@dataclass(frozen=True)
+class Average(Edit):
+    """The mean of several checkpoints: where each is, and how it came to be."""
+
+    sources: tuple[tuple[Path, tuple[Edit, ...]], ...]
+    weights: tuple[float, ...]
+
+    def inputs(self) -> tuple[Path, ...]:
+        return tuple(path for path, _ in self.sources)
+
+
+@dataclass(frozen=True)
+class MergeLora(Edit):
+    """An adapter merged into the weights."""
+
+    adapter: tuple[Path, tuple[Edit, ...]]
+    scale: float
+
+    def inputs(self) -> tuple[Path, ...]:
+        return (self.adapter[0],)
+
+
 def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = None) -> Checkpoint:
     """The weighted mean of the models' tensors, without optimizer. All models must have the same names and shapes.
 
@@ -78,7 +103,7 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     if not sources:
         raise Unsupported("an average needs at least one checkpoint")
     numbers = _checked_weights(sources, weights)
-    models = [model_only(source) for source in sources]
+    models = [_model_of(source) for source in sources]
     names = _shared_names(models)
     parameters: dict[str, Parameter] = {}
     aliases: dict[str, str] = {}
@@ -95,8 +120,10 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     _check_shapes(models, parameters)
     untied = [name for name in models[0].aliases if name in parameters]
     steps = {source.origin.step for source in sources}
-    return replace(
+    edit = Average(tuple((source.path, source.history) for source in sources), tuple(numbers))
+    return edited(
         models[0],
+        edit,
         origin=replace(models[0].origin, step=steps.pop() if len(steps) == 1 else None),
         parameters=parameters,
         aliases=aliases,
@@ -108,6 +135,19 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
         errors={},
         identities={path: identity for model in models for path, identity in model.identities.items()},
     )
+
+
+def _model_of(source: Checkpoint) -> Checkpoint:
+    """The weights alone, with the files of a model of Hugging Face's: its configuration and tokenizer."""
+    model = source.weights_only()
+    files = {
+        key: value
+        for key, value in source.extras.items()
+        if key.startswith(_HF) and not is_training_file(key.removeprefix(_HF))
+    }
+    named = {value.name for value in files.values() if isinstance(value, TensorName)}
+    held = {name: source.parameters[name] for name in named & source.parameters.keys()}
+    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **held})
 
 
 def _checked_weights(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
@@ -437,7 +477,7 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
     if scale is not None and not math.isfinite(scale):
         raise Unsupported("the scale of an adapter must be finite")
     config = _adapter_config(adapter)
-    base = model_only(model)
+    base = _model_of(model)
     base = replace(base, aliases={alias: name for alias, name in base.aliases.items() if name in base.parameters})
     updates, full = _adapter_tensors(adapter)
     prefix = _prefix_change(adapter, updates, full, base)
@@ -453,13 +493,15 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
             shared = merge.base_weight(base.parameters[name].weight, name, full)
             parameters[alias] = replace(base.parameters[name], name=alias, states={MODEL: shared})
     for name, tensor in new.items():
-        role = parameters[name].role if name in parameters else "parameter"
+        role: Role = parameters[name].role if name in parameters else "parameter"
         parameters[name] = Parameter(name, role, {MODEL: tensor})
     added = [name for name in new if name not in base.parameters and name not in base.aliases]
     unchanged = {name for name, p in model.parameters.items() if name not in new and MODEL in p.states}
     notices = [*_dropped_notices([model]), *_merge_notices(untied, added, scale, full)]
-    return replace(
+    edit = MergeLora((adapter.path, adapter.history), 1.0 if scale is None else float(scale))
+    return edited(
         base,
+        edit,
         parameters=parameters,
         aliases=aliases,
         extras=_untied_config(base.extras) if untied else base.extras,

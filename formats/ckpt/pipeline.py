@@ -72,8 +72,9 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
     """Everything that can be known before the first byte is read. Raises `CkptError` if the copy cannot succeed."""
     check_complete(source)
     check_not_suspicious(source)
-    for one in (source, *format.inputs()):
-        check_target(target, one.path)
+    others = (path for edit in source.history for path in edit.inputs())
+    for path in (source.path, *(one.path for one in format.inputs()), *others):
+        check_target(target, path)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
         raise Unsupported(

@@ -90,6 +90,10 @@ class OriginalForm:
 class Edit:
     """One step by which a checkpoint came to be what it is: plain data, by which a job is known again."""
 
+    def inputs(self) -> tuple[Path, ...]:
+        """Other checkpoints that it reads."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Opened(Edit):
