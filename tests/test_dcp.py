@@ -379,7 +379,7 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
     found = open_checkpoint(tmp_path / "run")
     assert_holds(found, state(seed=10))
     assert [str(notice) for notice in found.notices] == [
-        "of 3 checkpoints here, step-10 is read, the newest",
+        "step-10 is read, the newest of 3 checkpoints here",
         "other checkpoints of the folder, which are not read: checkpoint/step-5/, checkpoint/step-9/",
     ]
     (tmp_path / "run" / "checkpoint" / "step-10" / ".metadata").unlink()

@@ -131,7 +131,7 @@ def test_items_that_were_swapped_are_refused(damaged: Path) -> None:
         places[one], places[two] = places[two], places[one]
 
     change(damaged, swapped)
-    refused(damaged, 20, "the item holds float32 [3], but .metadata says float32 [3, 4]")
+    refused(damaged, 20, "the item holds float32 [3], but .metadata states float32 [3, 4]")
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ def test_masters_without_weights_to_hold_them_against_are_refused_of_such_a_run(
     change(folder / "mp_rank_00_model_states.pt", drop)
     for name in ("drift", "places", "seen"):
         shutil.rmtree(folder / "zero" / name)
-    with pytest.raises(Corrupt, match="no weights here to tell by"):
+    with pytest.raises(Corrupt, match="no weights here to check it"):
         open_checkpoint(folder)
 
 

@@ -150,8 +150,8 @@ def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.
     folder = save(tmp_path / "model")
     for name, nbytes in {"a.txt": 50, "b.txt": 101, "c.txt": 60, "d.txt": 40}.items():
         (folder / name).write_bytes(bytes(nbytes))
-    monkeypatch.setattr(beside, "MOST_FILE", 100)
-    monkeypatch.setattr(beside, "MOST_FILES", 100)
+    monkeypatch.setattr(beside, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(beside, "MAX_TOTAL_BYTES", 100)
     found = open_checkpoint(folder)
     assert {"hf/a.txt", "hf/d.txt"} <= set(found.extras)
     assert not {"hf/b.txt", "hf/c.txt"} & set(found.extras)
@@ -164,7 +164,7 @@ def test_a_large_json_is_carried_as_bytes_and_written_back_as_it_was(
     folder = save(tmp_path / "model")
     text = '{"vocab":   {"a": 1}}'
     (folder / "tokenizer.json").write_text(text)
-    monkeypatch.setattr(beside, "MOST_JSON", 10)
+    monkeypatch.setattr(beside, "MAX_JSON_BYTES", 10)
     found = open_checkpoint(folder)
     assert isinstance(found.extras["hf/tokenizer.json"], TensorName)
     write(found, tmp_path / "out")
@@ -587,7 +587,7 @@ def running_mixtral(experts: int) -> Checkpoint:
 def test_stacks_of_experts_are_taken_apart(experts: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": experts}))
     _, remarks = write(running_mixtral(experts), tmp_path / "out", config=tmp_path / "config.json")
-    assert "taken apart" in remarks
+    assert "stacks of experts are divided" in remarks
     held = load_file(tmp_path / "out" / "model.safetensors")
     for e in range(experts):
         place = f"model.layers.0.block_sparse_moe.experts.{e}"
@@ -631,7 +631,7 @@ def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_pa
     with pytest.raises(Unsupported, match=r"2 layers.*num_hidden_layers 3"):
         write(more, tmp_path / "none")
     _, remarks = write(replace(more, history=(Select((), ("x",)),)), tmp_path / "out")
-    assert "missing that the model has" in remarks
+    assert "tensors of the model are missing" in remarks
     assert "`model.layers.2.self_attn.q_proj.weight`" in remarks
     assert "and 6 more" in remarks
     assert "`value_head`" in remarks
@@ -672,7 +672,7 @@ def test_both_names_are_written_where_the_model_may_not_tie_them(config: dict[st
 def test_two_tensors_that_the_configuration_ties_are_both_written_and_remarked(tmp_path: Path) -> None:
     _, remarks = write(llama(config=TIED), tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(names())
-    assert "may take one for both" in remarks
+    assert "may use one of them for both" in remarks
 
 
 def test_a_configuration_is_taken_from_where_the_user_says(tmp_path: Path) -> None:

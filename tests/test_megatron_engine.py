@@ -155,8 +155,8 @@ def test_containers_that_megatron_gave_up_are_named(megatron_folder: Path, tmp_p
     [
         ("ffn_hidden_size", 64, "linear_fc1.weight` has length 96 .* it is 128"),
         ("pipeline_model_parallel_size", 1, r"the number of ranks \(pp, tp\) is \(1, 2\) .* but \(2, 2\)"),
-        ("tensor_model_parallel_size", 4, "units .* do not divide over 4 ranks|are missing|do not divide"),
-        ("num_layers", 3, "4 layers are here, but `num_layers` is 3"),
+        ("tensor_model_parallel_size", 4, "units .* do not divide over 4 ranks|are missing|not divisible"),
+        ("num_layers", 3, "4 layers are present, but `num_layers` is 3"),
     ],
 )
 def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(

@@ -740,7 +740,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "weights alone": (("WEIGHTS", "out", *TO), 22, "needs the optimizer's groups"),
     "weights in halves without masters": (("MASTERLESS", "out", *TO), 22, "no fp32 master"),
     "a group with two steps": (("STEPS", "out", *TO, "--zero", 2), 22, "`step` differs"),
-    "a group with other states": (("MOMENTS", "out", *TO, "--zero", 3), 22, "other optimizer states"),
+    "a group with other states": (("MOMENTS", "out", *TO, "--zero", 3), 22, "different optimizer states"),
     "a parameter without a group": (("UNGROUPED", "out", *TO), 22, "not in exactly one group"),
     "groups without a learning rate": (("RATELESS", "out", *TO), 22, "learning rate"),
     "experts": (("EXPERT", "out", *TO), 22, "experts"),

@@ -1,8 +1,8 @@
-"""DeepSpeed's description of how tensors are split (`universal_checkpoint_info`), as layout rules.
+"""Convert DeepSpeed's description of tensor parallelism (`universal_checkpoint_info`) to rules.
 
-Its patterns are regular expressions that are matched at the start of a name; tensors that
-no pattern matches are split along axis 0. `affine_map`, the newest form, lists the
-strided pieces of every rank and comes first.
+Its patterns are regular expressions that match at the start of a name. Tensors that
+match no pattern are split along axis 0. `affine_map`, the newest form, lists the
+strided pieces of every rank and has priority.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ORIGIN = "universal_checkpoint_info"
 
 
 def rules_of(info: Mapping[str, Value], where: Path) -> tuple[Rule, ...]:
-    """The rules, first match first. Raises `Corrupt` if the info is not of the known form."""
+    """The rules in order of priority. Raises `Corrupt` if the entry is not of the known form."""
     try:
         return tuple(_rules(info, where))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -38,11 +38,11 @@ def _rules(info: Mapping[str, Value], where: Path) -> Iterator[Rule]:
     true_rows = info.get("original_vocab_size")
     if vocabulary and not is_natural(true_rows):
         raise ValueError("vocabulary patterns without original_vocab_size")
-    by_key: tuple[tuple[str, Partitioning], ...] = (
+    unsharded: tuple[tuple[str, Partitioning], ...] = (
         ("tp_replicated_parameter_patterns", "replicated"),
         ("parameter_to_average_patterns", "averaged"),
     )
-    for key, how in by_key:
+    for key, how in unsharded:
         for pattern in info.get(key) or ():
             yield Rule(_prefix(pattern, origin), how, origin=origin)
     for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ():
@@ -73,15 +73,15 @@ def _prefix(pattern: Any, origin: str) -> str:
     return f"(?:{pattern}).*"
 
 
-def _fused(stated: Any) -> int | tuple[int, ...]:
-    """The lengths of the parts, or their count: (q, k, v), or 3, or the older (3, -1)."""
-    if is_natural(stated) and stated:
-        return int(stated)
-    lengths = tuple(stated)
+def _fused(value: Any) -> int | tuple[int, ...]:
+    """The lengths of the fused parts, such as (q, k, v), or their number, such as 3 or in the older form (3, -1)."""
+    if is_natural(value) and value:
+        return int(value)
+    lengths = tuple(value)
     if len(lengths) == 2 and lengths[1] == -1:
         return _fused(lengths[0])
     if not all(map(is_natural, lengths)) or not lengths:
-        raise ValueError(f"sub-parameters of lengths {stated!r}")
+        raise ValueError(f"sub-parameters of lengths {value!r}")
     return lengths
 
 
@@ -99,15 +99,15 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
     return Rule(pattern, "blocks", shape=shape, blocks=tuple(blocks), origin=f"{origin}.affine_map")
 
 
-def _shard_block(piece: Mapping[str, Any], shard: Shape, shape: Shape) -> ShardBlock:
+def _shard_block(piece: Mapping[str, Any], shard: Shape, full: Shape) -> ShardBlock:
     if piece.get("scale", 1) != 1:
         raise Unsupported("affine_map: a piece is scaled, which optimizer states cannot follow")
     size = _shape(piece["shape"])
-    return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], shape))
+    return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], full))
 
 
 def _box(size: Shape, view: Any, tensor: Shape) -> Box:
-    """The block that is equal to a strided view of a C-ordered tensor. Raises `Unsupported` if there is none."""
+    """The block of a C-ordered tensor that a strided view covers. Raises `Unsupported` if it is not a block."""
     offset, strides = view
     expected = c_strides(tensor, 1)
     if (
@@ -126,8 +126,8 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
     return box
 
 
-def _shape(stated: Any) -> Shape:
-    shape = tuple(stated)
+def _shape(value: Any) -> Shape:
+    shape = tuple(value)
     if not all(map(is_natural, shape)) or len(shape) > 64:
-        raise ValueError(f"shape {stated!r:.60}")
+        raise ValueError(f"shape {value!r:.60}")
     return shape

@@ -20,7 +20,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.engines.dcp.folder import looks
+from ckpt_formats.engines.dcp.folder import is_checkpoint
 from ckpt_formats.engines.dcp.plan import RankOptions, plan_files
 from ckpt_formats.engines.dcp.read import read
 from ckpt_formats.engines.dcp.write import write_metadata, write_part
@@ -36,7 +36,7 @@ class DCP(RankOptions, WritableFormat):
     needs_model = False
 
     def detect(self, path: Path) -> bool:
-        return looks(path)
+        return is_checkpoint(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         return read(path, options)

@@ -22,14 +22,14 @@ from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras
 from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.weights import tied_layers
 from ckpt_formats.engines.deepspeed.write_layout import LayoutOptions, resolve_layout
 from ckpt_formats.engines.deepspeed.write_parts import parts
@@ -80,8 +80,8 @@ def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
     models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
     optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
     optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
-    beside = {path: items for rank in ranks for path, items in rank.beside.items()}
-    extras = collect_extras(models, optims, parameters, beside)
+    extra_items = {path: items for rank in ranks for path, items in rank.extra_items.items()}
+    extras = collect_extras(models, optims, parameters, extra_items)
     return Checkpoint(
         path,
         origin_of(step, [list(stage) for stage in stages]),
@@ -89,7 +89,7 @@ def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
         merge_groups([rank.groups for rank in ranks], step.folder.path),
         extras,
         {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
-        tuple(shards(step)),
+        tuple(source_files(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
         (*notices_of(tied), *_notices(step, ranks, extras)),
         layout=Layout((*options.rules, *own_rules(step, 0))),
@@ -110,7 +110,7 @@ def notices_of(tied: list[str]) -> tuple[Notice, ...]:
 
 def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, Value]) -> Iterator[Notice]:
     models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
-    yield from doubtful_steps(models)
+    yield from step_notices(models)
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
         text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
         yield Notice(text, tuple(twice), Weight.LOST)
@@ -119,10 +119,12 @@ def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, 
     if unknown := tuple(name for rank in ranks for name in rank.unknown):
         text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
         yield Notice(text, unknown, Weight.UNSURE)
-    if any(BUFFERS in items for rank in ranks for items in rank.beside.values()):
+    if any(BUFFERS in items for rank in ranks for items in rank.extra_items.values()):
         text = "ranks have other values of some buffers: the first rank's count, the others are carried under `ranks`"
         yield Notice(text)
-    if unplaced := sorted({key for rank in ranks for items in rank.beside.values() for key in items.get(UNPLACED, ())}):
+    if unplaced := sorted(
+        {key for rank in ranks for items in rank.extra_items.values() for key in items.get(UNPLACED, ())}
+    ):
         text = "states of the optimizer's groups that fit no parameter: carried as each rank has them"
         yield Notice(text, tuple(unplaced), Weight.UNSURE)
 

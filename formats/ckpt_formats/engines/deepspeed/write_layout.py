@@ -139,7 +139,7 @@ def _first(*values: Any) -> int:
 def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
     found = pipeline_of(source.origin.layout.get("pipeline"))
     if found is not None:
-        return found.cut(pp, firsts)
+        return found.split(pp, firsts)
     if pp > 1 or firsts:
         raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
     return None

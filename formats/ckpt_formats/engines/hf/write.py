@@ -97,7 +97,9 @@ def _is_of_a_component(name: str) -> bool:
 def files_of_model(config: Path) -> dict[str, Value]:
     """The files of a model in a folder that the user names; or the configuration alone, if it is a file."""
     if config.is_dir():
-        files, _, left = read_side_files(file for file in sort_files(config).others if not is_training_file(file.name))
+        files, _, left = read_side_files(
+            file for file in sort_files(config).side_files if not is_training_file(file.name)
+        )
         if left:
             raise Unsupported(f"too large to lie beside a model: {', '.join(map(printable, left))}", where=config)
     elif config.is_file():

@@ -22,14 +22,14 @@ from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, OPTIMIZER
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout, layout_at
-from ckpt_formats.engines.deepspeed.write_model import locals_of, model_file
+from ckpt_formats.engines.deepspeed.write_model import model_file, shards_of_ranks
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     ds_version,
     param_groups,
     scaler_items,
     state_of,
     vectors_of,
-    with_others,
+    with_source_items,
 )
 
 MODEL_FILE = "_model_states.pt"
@@ -79,7 +79,7 @@ def parts(target: WriteLayout, options: UniversalOptions) -> Iterator[FilePlan]:
         raise Unsupported(f"DeepSpeed could not load it at ZeRO stage 3: {reason}", hint="Say --zero 1 or 2.")
     step = target.source.origin.step
     folder = f"global_step{0 if step is None else step}_universal"
-    for tp_rank, local in enumerate(locals_of(target)):
+    for tp_rank, local in enumerate(shards_of_ranks(target)):
         mp, where = f"mp_rank_{tp_rank:02}", {"tp": tp_rank}
         tree = {**model_file(target, local, mp), "dp_world_size": _dp(target, options)}
         tree[DIMENSIONS] = {**tree[DIMENSIONS], **_pipeline(target)}
@@ -162,7 +162,7 @@ def _optimizer_file(target: WriteLayout, stage3: bool) -> dict[str, Value]:
         }
         shared = [{**common, "params": group["params"]} for group in groups]
         items["optimizer_state_dict"] = {"state": dict(enumerate(steps)), "param_groups": shared}
-    return with_others(target, items, "optimizer_state")
+    return with_source_items(target, items, "optimizer_state")
 
 
 def _equal(one: Value, other: Value) -> bool:

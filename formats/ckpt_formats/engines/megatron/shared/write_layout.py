@@ -18,7 +18,7 @@ from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
-from ckpt_formats.engines.megatron.shared.stages import Stages, even, stages_of
+from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
 from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
 
 
@@ -166,9 +166,9 @@ def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: La
             pass
     embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") and pp > 1 for what in ("embedding", "loss"))
     try:
-        return even(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
+        return even_stages(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
     except Unsupported:
-        return even(layers, pp, degrees.vpp or 1)
+        return even_stages(layers, pp, degrees.vpp or 1)
 
 
 def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:

@@ -1,4 +1,4 @@
-"""`common.pt` of a new layout: what all ranks have in common."""
+"""Write `common.pt` in a new layout: the values that all ranks share."""
 
 from dataclasses import dataclass, replace
 
@@ -31,51 +31,60 @@ class CommonState:
 
     def tree(self) -> dict[str, Value]:
         items = {k: v for k, v in self.items.of(_FIRST).items() if k != RANDOM and not is_object(k)}
-        made: dict[str, Value] = {"args": self.args(), **items}
+        tree: dict[str, Value] = {"args": self.args(), **items}
         if self.optimizer is not None:
-            made["optimizer"] = self._optimizer(self.optimizer)
-        return {**made, CONTENT: self._content()}
+            tree["optimizer"] = self._optimizer(self.optimizer)
+        return {**tree, CONTENT: self._content()}
 
     def args(self) -> Record:
-        """The new run's arguments. What they say was not saved, Megatron does not try to load."""
+        """The new run's arguments.
+
+        They state what is not saved (no_save_optim, no_save_rng), so that Megatron skips it.
+        """
         record, extras = self.items.args(_FIRST), self.target.source.extras
-        said: dict[str, Value] = {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "dist_ckpt_format": "torch_dist"}
+        stated: dict[str, Value] = {
+            "ckpt_format": "torch_dist",
+            "use_dist_ckpt": True,
+            "dist_ckpt_format": "torch_dist",
+        }
         if self.target.distributed:
-            said["dist_ckpt_optim_fully_reshardable"] = True
-        changed = {name: value for name, value in said.items() if record.get(name) is not None}
-        for name, there in (("no_save_optim", self.optimizer is not None), ("no_save_rng", RANDOM in extras)):
-            if not there or record.get(name):
-                changed[name] = not there
+            stated["dist_ckpt_optim_fully_reshardable"] = True
+        changed = {name: value for name, value in stated.items() if record.get(name) is not None}
+        for name, is_saved in (("no_save_optim", self.optimizer is not None), ("no_save_rng", RANDOM in extras)):
+            if not is_saved or record.get(name):
+                changed[name] = not is_saved
         return replace(record, state={**record.state, **changed})
 
     def _content(self) -> dict[str, Value]:
-        """What tells Megatron which keys to ask for."""
-        said = self.target.source.extras.get(CONTENT)
-        items = said.items() if isinstance(said, dict) else ()
-        kept = {key: value for key, value in items if not str(key).startswith("distrib_optim")}
+        """The `content_metadata`, by which Megatron chooses the keys to load."""
+        content = self.target.source.extras.get(CONTENT)
+        entries = content.items() if isinstance(content, dict) else ()
+        retained = {key: value for key, value in entries if not str(key).startswith("distrib_optim")}
         encoding = {_TYPE: _RESHARDABLE} if self.target.distributed else {}
-        mixed = {MIXED: True} if self.keys.unlike else {}
-        return {**kept, **encoding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True, **mixed}
+        mixed = {MIXED: True} if self.keys.differing else {}
+        return {**retained, **encoding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True, **mixed}
 
     def _optimizer(self, optimizer: WrittenOptimizer) -> Value:
         own = self.items.optimizer(_FIRST)
-        if not optimizer.apart:
+        if not optimizer.separate_experts:
             return self._one(optimizer, False, own)
         return {int(experts): self._one(optimizer, experts, own) for experts in (False, True)}
 
     def _one(self, optimizer: WrittenOptimizer, experts: bool, own: Value) -> dict[str, Value]:
-        """What one optimizer keeps beside states: of all parameters, of experts, or of all others."""
+        """The items of one optimizer that are not states; `experts` selects the groups of experts or the others."""
         source = self.target.source
-        beside = {key: tensors_for_names(value, source.parameters) for key, value in of_one(own, int(experts)).items()}
+        other_items = {
+            key: tensors_for_names(value, source.parameters) for key, value in of_one(own, int(experts)).items()
+        }
         groups: list[Value] = [dict(group.options) for group in optimizer.groups if group.experts == experts]
         state: dict[str, Value] = {}
         step = optimizer.step
         if step is not None and (self.target.distributed or isinstance(step, int)):
-            groups = [{**group, "step": step} for group in groups]  # fused optimizers keep it there anyway
+            groups = [{**group, "step": step} for group in groups]  # fused optimizers store the step there as well
         elif step is not None:
             state["common_step"] = Tensor.of(ArrayBlob(np.array(step, np.float32)))
-        inner: dict[str, Value] = {"param_groups": groups, **beside.pop("optimizer", {})}
+        inner: dict[str, Value] = {"param_groups": groups, **other_items.pop("optimizer", {})}
         if self.target.distributed:
-            return {"optimizer": inner, **beside, "param_state_sharding_type": _RESHARDABLE}
+            return {"optimizer": inner, **other_items, "param_state_sharding_type": _RESHARDABLE}
         inner = {"state": state, **inner}
-        return {"optimizer": inner, **beside} if optimizer.low_precision else {**inner, **beside}
+        return {"optimizer": inner, **other_items} if optimizer.low_precision else {**inner, **other_items}
