@@ -36,7 +36,7 @@ from states import START, default_folder, state_path
 
 from ckpt_codecs import DeltaCodec, Rounded, StatePair, StepInfo, delta_from_config
 from ckpt_codecs.delta import States
-from ckpt_codecs.deltas.chunk_parts import cut
+from ckpt_codecs.deltas.chunk_parts import split_parts
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
@@ -154,7 +154,7 @@ def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
     for (_, change, full), data, back in zip(ready, made, decode(made), strict=True):
         for state, values in full.after.items():
             assert same(values, back[state]), (name, state)
-        parts = cut(data, {n: v.dtype for n, v in change.after.items()})
+        parts = split_parts(data, {n: v.dtype for n, v in change.after.items()})
         for state, part in parts.items():
             stored[state] += len(part)
         stored[next(iter(parts))] += len(data) - sum(map(len, parts.values())) + ENTRY.itemsize

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckpt_codecs import Planes
-from ckpt_codecs.base import Array, room
+from ckpt_codecs.base import Array, encode_bound
 from ckpt_codecs.gradients import GRADIENT_CODECS, gradient_codec
 
 CHUNK = 1 << 18
@@ -105,7 +105,7 @@ def main() -> None:
                 at for at in range(2 * CHUNK, given.size, CHUNK) if np.count_nonzero(given[at : at + CHUNK]) > 100
             )
             chunk = given[begin : begin + CHUNK]
-            out, back = np.empty(room(chunk.nbytes), np.uint8), np.empty_like(chunk)
+            out, back = np.empty(encode_bound(chunk.nbytes), np.uint8), np.empty_like(chunk)
             data = bytes(codec.encode_into(chunk, None, out))
             encode = seconds(lambda: codec.encode_into(chunk, None, out), arguments.rounds)  # noqa: B023
             decode = seconds(lambda: codec.decode_into(data, back, None), arguments.rounds)  # noqa: B023

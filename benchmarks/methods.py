@@ -19,7 +19,7 @@ import zstandard
 from pcodec import ChunkConfig, standalone
 
 from ckpt_codecs import Codec, Rounded, candidate_codecs
-from ckpt_codecs.base import Bytes, room
+from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import thread_buffer
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
@@ -93,7 +93,7 @@ def ours(level: str) -> Method:
 
     def encode(state: str, piece: Piece) -> Bytes:
         return codec(state, piece).encode_into(
-            piece.values, piece.base, thread_buffer("coded", room(piece.values.nbytes))
+            piece.values, piece.base, thread_buffer("coded", encode_bound(piece.values.nbytes))
         )
 
     def decode(state: str, data: Bytes, piece: Piece) -> Array:

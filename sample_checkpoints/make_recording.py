@@ -156,7 +156,7 @@ class RankFile:
     def vector(self, tensors: Mapping[str, Array]) -> Array:
         """What the rank has of whole tensors; zeros of those that are not given."""
         parts = []
-        for piece in self._rank.pieces:
+        for piece in self._rank.parts:
             tensor = self._layout.tensors[piece.tensor]
             values = tensors.get(tensor.name, np.zeros(tensor.shape, np.float32))
             parts.append(values[piece.box.index].reshape(-1)[piece.start : piece.stop])

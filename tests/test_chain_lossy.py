@@ -177,7 +177,7 @@ def test_a_promise_that_is_not_kept_is_found_while_writing(
     monkeypatch.setitem(DELTA_CODECS, Careless.name, Careless)
     run = tmp_path / "run"
     appended(run, saved[:1])
-    monkeypatch.setattr(Careless, "_weights", Subspace(step=8.0)._weights)
+    monkeypatch.setattr(Careless, "_encode_weights", Subspace(step_size=8.0)._encode_weights)
     done = ckpt("append", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
     assert done.code not in (0, 2)
     assert [member.step for member in index.read(run).members] == [1]
@@ -248,7 +248,7 @@ class Surveying(Subspace):
         return super().survey(iter(found), step)
 
     def fit(self, changes, step):  # type: ignore[no-untyped-def]
-        self.fitted.append(self.scale)
+        self.fitted.append(self.rms)
         return self
 
 
@@ -274,7 +274,7 @@ def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
     assert Surveying.fitted[0] is not None
     entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
     codecs = [entry.delta.codec for entry in entries if entry.delta and entry.delta.codec["name"] == Surveying.name]
-    assert {codec["scale"] for codec in codecs} == set(Surveying.fitted)
+    assert {codec["rms"] for codec in codecs} == set(Surveying.fitted)
     assert len(codecs) == len(trained)
 
 
@@ -306,7 +306,7 @@ def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float,
         save(state, tmp_path / f"step{step}", writable("universal"), Resources())
     appended(tmp_path / "run", [tmp_path / "step1"])
     (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
-    assert ("may blow up" in done.err and "beta2 is 0.999" in done.err) == warned
+    assert ("may diverge" in done.err and "beta2 is 0.999" in done.err) == warned
 
 
 # --- nothing is silent
@@ -365,7 +365,7 @@ import time
 from pathlib import Path
 import numpy as np
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
+from ckpt_formats.core.tensor import read
 
 def logits(path):
     states = open_checkpoint(Path(path)).parameters

@@ -263,7 +263,7 @@ def test_another_package_offers_a_codec(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "no class of that name" in done.stdout
+    assert "not a subclass of Codec of that name" in done.stdout
 
 
 # --- processes

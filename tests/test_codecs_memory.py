@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
-from ckpt_codecs.base import room
+from ckpt_codecs.base import encode_bound
 from ckpt_codecs.scratch import acquire_buffer, release_buffer, temporary_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array
@@ -30,7 +30,7 @@ counts_faults = pytest.mark.skipif(sys.platform != "linux", reason="page faults 
 def test_a_chunk_is_the_same_in_memory_that_is_given(codec: Codec) -> None:
     for _, values, base in list(cases())[::3]:
         alone = bytes(codec.encode(values, base))
-        for size in (room(values.nbytes), 3):
+        for size in (encode_bound(values.nbytes), 3):
             out = np.full(size, 0xA5, np.uint8)
             assert bytes(codec.encode_into(values, base, out)) == alone
 
@@ -125,7 +125,7 @@ def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
 
 FAULTS = """
 import json, resource, threading, numpy as np, ckpt_codecs as c
-from ckpt_codecs.base import room
+from ckpt_codecs.base import encode_bound
 def faults(work):
     for _ in range(3):
         work()
@@ -146,7 +146,7 @@ for codec, values, base in (
     (c.Planes(), first, None), (c.FirstMoment(), first, second), (c.SecondMoment(), second, None),
     (c.SecondMoment(), steady, None),
 ):
-    out, made = np.empty(room(values.nbytes), np.uint8), np.empty_like(values)
+    out, made = np.empty(encode_bound(values.nbytes), np.uint8), np.empty_like(values)
     data = bytes(codec.encode(values, base))
     found.append([
         faults(lambda: codec.encode(values, base)), faults(lambda: codec.encode_into(values, base, out)),

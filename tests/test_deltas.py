@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import CodecError, DeltaCodec, candidate_codecs
 from ckpt_codecs.delta import StatePair, StepInfo
-from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
+from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import encode_float16
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.core.tensor import Array
@@ -77,7 +77,7 @@ def test_halves_come_back_and_are_the_same_bytes_at_every_level(
     parts = set()
     for level in LEVELS:
         with at_level(level):
-            parts.add(encode_float16(before.view(np.uint16), after, MANTISSA[dtype.name]))
+            parts.add(encode_float16(before.view(np.uint16), after, MANTISSA_BITS[dtype.name]))
     assert len(parts) == 1
     comes_back(DELTAS[0], change, StepInfo())
 

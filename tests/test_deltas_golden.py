@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_codecs.deltas.chunk_parts import cut
+from ckpt_codecs.deltas.chunk_parts import split_parts
 from cpu_levels import LEVELS, at_level
 from delta_golden import GOLDEN, golden
 
@@ -19,7 +19,9 @@ def test_each_codec_and_each_kind_and_form_has_golden_chunks() -> None:
     kinds, forms = set(), set()
     for path in PATHS:
         _, change, written = golden(path)
-        for part in cut(written["kernels"], {name: values.dtype for name, values in change.after.items()}).values():
+        for part in split_parts(
+            written["kernels"], {name: values.dtype for name, values in change.after.items()}
+        ).values():
             kinds.add(part[0])
             forms |= {part[1]} if part[0] in (1, 2, 4, 5, 7) else set()
     assert kinds == set(range(8))

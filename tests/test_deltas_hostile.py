@@ -25,11 +25,11 @@ def test_the_chunks_have_parts_of_every_kind() -> None:
         at = 1 + 4 * len(change.after)
         for i in range(len(change.after)):
             found.add(data[at])
-            if data[at] not in (kinds.NOTHING, kinds.GRADIENT, kinds.DRIFTED):
+            if data[at] not in (kinds.UNPREDICTED, kinds.GRADIENT, kinds.DRIFTED):
                 forms.add(data[at + 1])
             at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
     assert found == set(range(8))
-    assert forms >= {1, kinds.GRID, kinds.BUCKETS, kinds.RARE, kinds.CHANGES, kinds.TABLES}
+    assert forms >= {1, kinds.FLOAT32_GRID, kinds.BUCKETS, kinds.RARE, kinds.SPARSE_STEPS, kinds.ANS_STEPS}
 
 
 @pytest.mark.parametrize("data", [b"", b"\5\0\0", b"\5\0\0\0"])
@@ -92,7 +92,7 @@ def test_mutations_are_survived() -> None:
 
 SHAPE = (10, 64)
 STATES = {name: np.full(SHAPE, 0.5, F32) for name in ("fp32", "exp_avg", "exp_avg_sq")}
-BEFORE_PART = bytes([kinds.BEFORE, 0])
+BEFORE_PART = bytes([kinds.UNCHANGED, 0])
 
 
 def chunk(**parts: bytes) -> bytes:
@@ -108,7 +108,7 @@ def streams(mode: int, *planes: bytes) -> bytes:
 
 def grid(source: int, shift: int, contexts: int, least: int, deep: int, used: int, *planes: bytes) -> bytes:
     return (
-        bytes([kinds.BEFORE])
+        bytes([kinds.UNCHANGED])
         + struct.pack("<BBhBbII", 16, source, shift, contexts, least, deep, used)
         + streams(16, *planes)
     )
@@ -121,7 +121,7 @@ CRAFTED = {
     "residuals that nobody knows": {"fp32": b"\1\x0f"},
     "more planes than bytes": {"fp32": b"\1\x05" + bytes(60)},
     "a codec that nobody knows": {"fp32": b"\0\x05" + bytes(60)},
-    "foretold by itself": {
+    "depends on itself": {
         "exp_avg_sq": b"\2\0",
         "exp_avg": grid(2, 0, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8)),
     },
@@ -164,7 +164,7 @@ HALVES = {"param": np.full(SHAPE, 0.5, BF16)}
 
 
 def halves(form: int, least: int, many: int, escaped: int, rest: bytes) -> bytes:
-    part = bytes([kinds.BEFORE]) + struct.pack("<BBBI", form, least, many, escaped) + rest
+    part = bytes([kinds.UNCHANGED]) + struct.pack("<BBBI", form, least, many, escaped) + rest
     return b"\1" + struct.pack("<I", len(part)) + part
 
 
@@ -173,7 +173,7 @@ def rare(kinds_: bytes, coded: bytes, size: int | None = None) -> bytes:
 
 
 def one_part(residuals: bytes) -> bytes:
-    return b"\1" + struct.pack("<I", 1 + len(residuals)) + bytes([kinds.BEFORE]) + residuals
+    return b"\1" + struct.pack("<I", 1 + len(residuals)) + bytes([kinds.UNCHANGED]) + residuals
 
 
 def tables(
@@ -242,8 +242,8 @@ def test_a_chunk_gets_no_memory_for_the_asking(codec: DeltaCodec) -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(CodecError, match="another fp32 than there is"):
+    with pytest.raises(CodecError, match="relative to another state fp32"):
         decoded(DELTAS[0], chunk(), StatePair({}, STATES))
     rule = delta_from_config({"name": "replay", "rule": "torch"})
-    with pytest.raises(CodecError, match="foretold by itself"):
-        decoded(rule, chunk(**CRAFTED["foretold by itself"]), StatePair(STATES, STATES))
+    with pytest.raises(CodecError, match="depends on exp_avg itself"):
+        decoded(rule, chunk(**CRAFTED["depends on itself"]), StatePair(STATES, STATES))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_codecs import Codec, CodecError, NotApplicable
-from ckpt_codecs.base import Array, room
-from ckpt_codecs.format_ids import BLOCKS, MAGNITUDES, MULTIPLES, PLANES, RAW, SAME, SPARSE
+from ckpt_codecs.base import Array, encode_bound
+from ckpt_codecs.format_ids import BLOCKS, FLOAT_PLANES, MAGNITUDES, MULTIPLES, RAW, SAME_VALUE, SPARSE
 from ckpt_codecs.gradients import (
     GRADIENT_CODECS,
     Bfloat16Gradients,
@@ -49,9 +49,9 @@ def gradients(seed: int = 0, n: int = CHUNK) -> Array:
 
 def rounded(values: Array) -> Array:
     """Rounded to bfloat16, as float32."""
-    halves = np.empty(values.size, np.uint16)
-    lossless.to_bfloat16(values.view(U32), halves)
-    return (halves.astype(U32) << U32(16)).view(F32)
+    numbers = np.empty(values.size, np.uint16)
+    lossless.to_bfloat16(values.view(U32), numbers)
+    return (numbers.astype(U32) << U32(16)).view(F32)
 
 
 def largest(values: Array, share: float) -> Array:
@@ -152,7 +152,7 @@ def test_whole_chunks_come_back(values: Array) -> None:
 @pytest.mark.parametrize(
     ("kind", "codec", "mode", "most"),
     [
-        ("dense", "exact", PLANES, 3.43),
+        ("dense", "exact", FLOAT_PLANES, 3.43),
         ("dense", "bf16", MULTIPLES, 1.43),
         ("dense", "int8", BLOCKS, 0.83),
         ("bfloat16", "exact", MULTIPLES, 1.43),
@@ -163,9 +163,9 @@ def test_whole_chunks_come_back(values: Array) -> None:
         ("sparse-clipped", "exact", SPARSE, 0.022),
         ("rare", "exact", SPARSE, 0.0008),
         ("one", "exact", SPARSE, 0.0003),
-        ("zero", "exact", SAME, 0.0001),
-        ("zero", "bf16", SAME, 0.0001),
-        ("zero", "int8", SAME, 0.0001),
+        ("zero", "exact", SAME_VALUE, 0.0001),
+        ("zero", "bf16", SAME_VALUE, 0.0001),
+        ("zero", "int8", SAME_VALUE, 0.0001),
     ],
 )
 def test_chunks_are_as_small_as_they_should_be(kind: str, codec: str, mode: int, most: float) -> None:
@@ -206,7 +206,7 @@ def test_a_factor_is_the_one_that_multiplied(factor: float, seed: int) -> None:
     factor_again = find_factor(values)
     assert factor_again is not None
     assert factor_again == np.frexp(F32(factor))[0] * 2
-    out = np.empty(room(values.nbytes), np.uint8)
+    out = np.empty(encode_bound(values.nbytes), np.uint8)
     data = encode_scaled(values, factor_again, out)
     assert data is not None
     assert bits(ExactGradients().decode(data, values.shape, values.dtype)) == bits(values)
@@ -218,8 +218,8 @@ def test_gradients_without_a_factor_have_none() -> None:
     assert find_factor(gradients()) is None
     assert find_factor(np.zeros(0, F32)) is None
     assert find_factor(AWKWARD[:8]) is None
-    assert encode_scaled(gradients(), 1.5, np.empty(room(4 * CHUNK), np.uint8)) is None
-    assert encode_scaled(gradients(), float("nan"), np.empty(room(4 * CHUNK), np.uint8)) is None
+    assert encode_scaled(gradients(), 1.5, np.empty(encode_bound(4 * CHUNK), np.uint8)) is None
+    assert encode_scaled(gradients(), float("nan"), np.empty(encode_bound(4 * CHUNK), np.uint8)) is None
 
 
 def test_no_byte_depends_on_denormals_being_switched_off() -> None:
@@ -256,7 +256,7 @@ def test_memory_that_is_given_changes_no_bytes(codec: Codec) -> None:
             rounded(gradients(2, n)),
         ):
             alone = bytes(codec.encode(values, None))
-            for size in (room(values.nbytes), 3):
+            for size in (encode_bound(values.nbytes), 3):
                 assert bytes(codec.encode_into(values, None, np.full(size, 0xA5, np.uint8))) == alone
             shape = (2, n // 2) if n % 2 == 0 else (n,)
             whole = codec.decode(alone, shape, values.dtype, None)

@@ -69,11 +69,11 @@ def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> No
         offset, ranges = 0, list(rank.ranges(chunk))
         for one in ranges:
             assert one.offset == offset
-            assert one.whole == one.size
+            assert one.vectorized == one.size
             offset += one.size
-            found.append((one.piece.tensor, one.start, one.stop))
+            found.append((one.part.tensor, one.start, one.stop))
         assert offset == stop - start
-        if any(one.piece.size >= ALONE for one in ranges):
+        if any(one.part.size >= ALONE for one in ranges):
             assert len(ranges) == 1
         at = stop
     assert at == rank.size == sum(sizes)

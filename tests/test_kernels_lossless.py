@@ -15,7 +15,7 @@ import oracle.huffman
 import oracle.planes
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
-from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, PACKED7, RUNS, STORED
 from ckpt_codecs.native import library, lossless
 from cpu_levels import LEVELS, at_level
 from kernel_trials import Engine, Trial, Trials
@@ -280,7 +280,7 @@ def test_streams_of_every_kind_are_written_by_both() -> None:
             assert lossless.read_streams(out[:end], [int(out[1])], [6, end], [values.size], [0], again) == 1
             assert again.tobytes() == values.tobytes()
         kinds.add(int(out[1]))
-    assert kinds == {STORED, CONSTANT, SEPTETS, HUFFMAN, RUNS, DIGITS}
+    assert kinds == {STORED, CONSTANT, PACKED7, HUFFMAN, RUNS, DIGITS}
 
 
 @pytest.mark.parametrize(
@@ -360,5 +360,5 @@ def test_arrays_of_other_sizes_are_refused() -> None:
         lambda: lossless.estimate_bits(four),
     ]
     for call in refused:
-        with pytest.raises(CodecError, match=r"mistake of ckpt's own"):
+        with pytest.raises(CodecError, match="a bug in ckpt"):
             call()

@@ -224,7 +224,7 @@ def test_an_address_is_refused_where_a_kernel_could_not_trust_it() -> None:
         (words.reshape(2, 4).T, np.uint32, False),
         (constant, np.uint32, True),
     ]:
-        with pytest.raises(CodecError, match="a mistake of ckpt's own"):
+        with pytest.raises(CodecError, match="a bug in ckpt"):
             library.address(array, dtype, writable)
     assert library.address(constant, np.uint32)
     assert library.optional_address(None, np.uint32) is None

@@ -172,9 +172,9 @@ def test_what_is_no_step_is_refused() -> None:
         Adam(1e-3).apply(states, gradients[:7], 1, 7)
     with pytest.raises(CodecError, match="do not fit"):
         Adam(1e-3).apply(states, gradients, 1, 9)
-    with pytest.raises(CodecError, match="no moments to correct"):
+    with pytest.raises(CodecError, match="bias correction zero"):
         Adam(1e-3, (1.0, 0.9)).apply(states, gradients, 1, 8)
-    with pytest.raises(CodecError, match="no moments to correct"):
+    with pytest.raises(CodecError, match="bias correction zero"):
         DeepSpeedCpuAdam(1e-3, (1.0, 0.9)).apply(states, gradients, 1, 8)
     for begin in (-1, 3):
         with pytest.raises(CodecError, match="cannot be computed from"):

@@ -1,4 +1,4 @@
-"""Pairs of pure functions between blocks of tensors and bytes. `docs/codecs.md` specifies the bytes."""
+"""Lossless and lossy codecs of tensors: pure functions between arrays and bytes. docs/codecs.md specifies the bytes."""
 
 from ckpt_codecs.base import Codec
 from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo

@@ -1,4 +1,4 @@
-"""What a codec is: a pair of pure functions between an array and bytes."""
+"""The interface of codecs: a codec is a pair of pure functions between an array and bytes."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
@@ -12,50 +12,79 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DType = np.dtype[Any]
 Shape = tuple[int, ...]
 Bytes = bytes | memoryview
-"""What is encoded. A codec that makes a whole buffer need not copy it to give it away."""
+"""An encoded chunk. A memoryview may be of a buffer that the encoder was given: then it is valid as long as that."""
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Encodes a block of one tensor, where it helps against a base of the same shape.
+    """Encodes a chunk of one tensor, for some codecs relative to a base of the same shape.
 
-    Law of configuration: a codec's dataclass fields are all of its
-    configuration. They are stored beside what it wrote, as JSON, and never
-    change meaning; two codecs share a name only if each decodes the other's bytes.
+    Configuration: the dataclass fields of a codec are its whole configuration. A file stores them as JSON next to the
+    encoded chunks. A field never changes its meaning. Two codecs have the same name only if each decodes the bytes of
+    the other.
 
-    Law of exactness: if `lossless`, then `decode(encode(a, b), ...) == a` bit for
-    bit, or `encode` raises `NotApplicable`.
+    Exactness: if `lossless`, then `decode(encode(a, b), a.shape, a.dtype, b)` has the bits of `a`, or `encode` raises
+    `NotApplicable`.
+
+    Purity: the result depends on the arguments and the configuration only. Several threads may use one codec.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
     context: ClassVar[str | None] = None
-    """The state of the same parameter that serves as base, by the name that optimizers give it."""
+    """The state of the same parameter that is the base, by the optimizer's name for it. None: there is no base."""
 
     @abstractmethod
     def encode(self, array: Array, base: Array | None) -> Bytes:
-        """Bytes for a block. Raises `NotApplicable` if this codec cannot hold these values."""
+        """Encode a chunk. The result belongs to the caller.
+
+        Args:
+            array: Any shape and dtype.
+            base: The shape of `array`, any dtype; None if there is none.
+
+        Raises:
+            NotApplicable: This codec cannot represent these values exactly.
+        """
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        """The same bytes, where the codec can in `out`: `room(array.nbytes)` bytes, to be used again afterwards."""
+        """Encode a chunk as `encode` does, if possible into `out`: the result may be a view of `out`.
+
+        Args:
+            out: (m,) uint8, m >= `encode_bound(array.nbytes)`; if it is smaller, the result is another buffer.
+
+        Raises:
+            NotApplicable: As `encode`.
+        """
         return self.encode(array, base)
 
     @abstractmethod
     def decode(self, data: Bytes, shape: Shape, dtype: DType, base: Array | None) -> Array:
-        """The block again. `data` is hostile: raises `CodecError`, never more memory than `shape` earns."""
+        """Decode a chunk: an array of this shape and dtype, which belongs to the caller.
+
+        Args:
+            data: Untrusted bytes. The memory that is used depends on `shape` and `dtype` only, not on `data`.
+            base: The base of the encoder: (shape), of the base's dtype.
+
+        Raises:
+            CodecError: `data` is not a chunk of this codec, or the base is missing.
+        """
 
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
-        """The block again, into `out`, best where that is packed. Errors are those of `decode`."""
-        made = self.decode(data, out.shape, out.dtype, base)
-        if made.shape != out.shape or made.dtype != out.dtype:
-            raise CodecError("another shape or type came out")
-        out[...] = made
+        """Decode a chunk into `out`, of any shape and dtype. It is fastest if `out` is C-contiguous and aligned.
+
+        Raises:
+            CodecError: As `decode`. `out` is then undefined.
+        """
+        decoded = self.decode(data, out.shape, out.dtype, base)
+        if decoded.shape != out.shape or decoded.dtype != out.dtype:
+            raise CodecError("the decoded array has another shape or dtype")
+        out[...] = decoded
 
     def config(self) -> dict[str, Any]:
-        """This codec as JSON; `from_config` makes it again."""
+        """Return the configuration as JSON values; `from_config` turns it into an equal codec."""
         return {"name": self.name, **asdict(self)}
 
 
-def room(nbytes: int) -> int:
-    """Bytes in which a codec of ours can work while it makes a chunk of so many bytes of values."""
+def encode_bound(nbytes: int) -> int:
+    """Return the size in bytes of a buffer in which the built-in codecs can encode a chunk of `nbytes` bytes."""
     return nbytes + nbytes // 64 + 128

@@ -1,4 +1,4 @@
-"""What a delta codec is: it takes the states of a parameter from one step of a run to a later one."""
+"""The interface of delta codecs: a delta codec encodes the states of a parameter relative to an earlier step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,19 +8,20 @@ from typing import Any, ClassVar
 from ckpt_codecs.base import Array, DType, Shape
 
 States = Mapping[str, Array]
-"""A chunk of each state of one parameter, all of one shape: `fp32`, `param`, `exp_avg`, `exp_avg_sq`, ..."""
+"""A chunk of each state of one parameter by name (`fp32`, `param`, `exp_avg`, ...): one shape, any dtypes."""
 StateTypes = Mapping[str, DType]
-"""The states that a chunk holds, and their types."""
+"""The dtype of each state of a chunk, by name."""
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What is known of the way between two states of a run.
+    """What is known about the optimizer steps between two states of a run.
 
-    `options` are those of the optimizer's group at the later state (`lr`,
-    `betas`, `eps`, `weight_decay`, ...), as far as they are plain numbers or
-    lists of them; `before` and `after` are the numbers of optimizer steps, None
-    where nobody knows.
+    Attributes:
+        before: The number of optimizer steps at the earlier state; None if it is unknown.
+        after: The same at the later state.
+        options: The options of the optimizer's parameter group at the later state (`lr`, `betas`, `eps`,
+            `weight_decay`, ...) that are numbers or lists of numbers.
     """
 
     before: int | None = None
@@ -30,7 +31,10 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class StatePair:
-    """The same chunk of one parameter at two steps. `before` may lack states that `after` has: all, in an anchor."""
+    """The same chunk of one parameter at two steps.
+
+    `before` may lack states that `after` has. In the base of a chain it has none.
+    """
 
     before: States
     after: States
@@ -38,58 +42,79 @@ class StatePair:
 
 @dataclass(frozen=True)
 class DeltaCodec(ABC):
-    """Encodes a chunk of all states of a parameter against the same chunk of an earlier state.
+    """Encodes a chunk of all states of a parameter relative to the same chunk of an earlier state.
 
-    The states are coded together since they tell of each other: Adam's new
-    weights follow from the old ones and from the new moments.
+    The states are encoded together because they depend on each other: Adam's new weights follow from the old weights
+    and the new moments.
 
-    Law of configuration: as of `Codec`; what was fitted to one parameter is part of it.
-    Law of exactness: if `lossless`, then `decode(encode(change), ...) == change.after`,
-    bit for bit, whatever the two have to do with each other.
-    Law of determinism: `decode` gives the same bits on every machine, at every
-    level of its kernels, so that a later delta can be coded against it.
-    Law of promises: what a lossy codec was told to keep, `broken_promise` finds kept in all that it decodes.
+    Configuration: as for `Codec`. What `survey` and `fit` find is part of the configuration.
+
+    Exactness: if `lossless`, then `decode` of `encode(change)` returns the bits of `change.after`, for any two states.
+
+    Determinism: `decode` returns the same bits on every machine and at every level of the kernels, because a later
+    delta may be encoded relative to them.
+
+    Promises: `broken_promise` is None for everything that a lossy codec decodes from its own chunks.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
 
     def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "DeltaCodec":
-        """The same codec with what it must know of the whole state. Asked once for each delta, before `fit`.
+        """Return this codec configured for the whole checkpoint. It is called once for each delta, before `fit`.
 
-        Of each parameter that it will be given, `samples` has the number of elements, and one chunk.
+        Args:
+            samples: For each parameter that the codec will encode: its number of elements, and one of its chunks.
         """
         return self
 
-    def caution(self, step: StepInfo) -> str | None:
-        """What the user of this codec should know about this run, if anything."""
+    def warning(self, step: StepInfo) -> str | None:
+        """Return what the user should know about this codec in this run; None if there is nothing."""
         return None
 
     def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "DeltaCodec":
-        """The same codec with what it must know of one parameter. `changes` gives chunks of it, anew at each call."""
+        """Return this codec configured for one parameter.
+
+        Args:
+            changes: Each call iterates over chunks of the parameter from the first one on.
+        """
         return self
 
     @abstractmethod
     def encode(self, change: StatePair) -> bytes:
-        """Bytes for a chunk. Raises `NotApplicable` if this codec cannot hold these values."""
+        """Encode a chunk: the states of `change.after`, all of one shape, of any dtypes.
+
+        Raises:
+            NotApplicable: This codec cannot represent these values.
+        """
 
     @abstractmethod
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, dtypes: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        """The chunk's states of the later step, or those that are wanted and no more work than they take.
+        """Decode the states of the later step: by name, arrays of this shape and of their dtypes.
 
-        `data` is hostile: raises `CodecError`, never takes more memory than `shape` and `form` earn.
+        Args:
+            data: Untrusted bytes. The memory that is used depends on `shape` and `dtypes` only, not on `data`.
+            before: The states of the earlier step that `encode` was given, of the same shape.
+            wanted: The names of the states to return, and no other work is done than these need; None: all.
+
+        Raises:
+            CodecError: `data` is not a chunk of this codec, or does not belong to these earlier states.
         """
 
-    def promised(self, state: str, form: StateTypes) -> Mapping[str, float]:
-        """What a manifest says is promised of a state of a parameter with these states: numbers by name."""
+    def promised(self, state: str, dtypes: StateTypes) -> Mapping[str, float]:
+        """Return the error bounds that this codec promises for a state, by name. A manifest stores them.
+
+        Args:
+            dtypes: The dtypes of all states of the parameter.
+        """
         return {}
 
-    def broken(self, change: StatePair, made: States) -> str | None:
-        """Which promise the states that came out for a chunk do not keep; None if all hold."""
+    def broken_promise(self, change: StatePair, decoded: States) -> str | None:
+        """Return which promise the decoded states of a chunk break; None if they break none."""
         return None
 
     def config(self) -> dict[str, Any]:
-        """This codec as JSON; `from_config` makes it again."""
+        """Return the configuration as JSON values; `delta_from_config` turns it into an equal codec."""
         return {"name": self.name, **asdict(self)}

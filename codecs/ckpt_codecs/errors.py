@@ -1,9 +1,9 @@
-"""What can go wrong in a codec."""
+"""The errors of codecs."""
 
 
 class CodecError(Exception):
-    """These bytes, or this configuration, are not what the codec wrote."""
+    """These bytes, or this configuration, are not what the codec writes."""
 
 
 class NotApplicable(CodecError):
-    """The codec cannot hold these values exactly; another must."""
+    """The codec cannot represent these values exactly; another codec must."""

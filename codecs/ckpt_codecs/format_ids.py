@@ -1,27 +1,27 @@
-"""Numbers that stand in files. They never change their meaning: docs/codecs.md."""
+"""The numbers of chunk modes and stream kinds in files. A number never changes its meaning: docs/codecs.md."""
 
-# How a stream of bytes is held.
+# The kind of a stream.
 STORED = 0
 CONSTANT = 1
-SEPTETS = 2
+PACKED7 = 2
 HUFFMAN = 3
 HUF0 = 4
 RUNS = 5
 DIGITS = 6
 
 ENTRY = 5
-"""Bytes of a chunk's directory for each stream: its kind, and its size in 4 bytes."""
+"""Bytes of a chunk's directory per stream: 1 for the kind, 4 for the size."""
 
-# How a chunk is held: its first byte.
+# The mode of a chunk: its first byte.
 RAW = 0
-SAME = 1
+SAME_VALUE = 1
 ZSTD = 2
-PLANES = 3
-EXPECTED = 4
-SCALED = 5
-WORDS = 6
-STEPS = 7
-# Of chunks of gradients alone.
+FLOAT_PLANES = 3
+ROWS_AND_CONTEXT = 4
+ROWS_ONLY = 5
+BYTE_PLANES = 6
+ZIGZAG_PLANES = 7
+# Modes of chunks of gradients.
 MULTIPLES = 8
 SPARSE = 9
 BLOCKS = 10

@@ -1,4 +1,4 @@
-"""Codecs by name. To add one: write its file, add its line."""
+"""The codecs by name. To add one, write its module and add its class here."""
 
 import json
 from collections.abc import Callable
@@ -17,78 +17,78 @@ from ckpt_codecs.lossless.rounded import Rounded
 from ckpt_codecs.lossless.zstd import Zstd
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 
-_Kind = TypeVar("_Kind", Codec, DeltaCodec)
+_AnyCodec = TypeVar("_AnyCodec", Codec, DeltaCodec)
 
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (Rounded, Planes, FirstMoment, SecondMoment, Integers, Zstd)
 }
 ENTRY_POINTS = "ckpt.codecs"
-"""Where other packages offer theirs: an entry point of the codec's name, for its class."""
+"""The entry points by which other packages add codecs: each has the name of a codec and refers to its class."""
 
 DELTA_CODECS: dict[str, type[DeltaCodec]] = {
     codec.name: codec for codec in (Replay, Difference, Subspace, LcCheckpoint, Excp)
 }
 DEFAULT_DELTA = Replay.name
-"""What a chain is made with if nobody says."""
+"""The codec of a new chain if the user names none."""
 DELTA_ENTRY_POINTS = "ckpt.delta_codecs"
 
 
 def find(name: str) -> type[Codec]:
-    """The class of a codec, ours or an installed package's. Raises `CodecError` if there is none."""
+    """Return the class of a codec, built in or of an installed package. Raises `CodecError` if there is none."""
     return _find(name, CODECS, Codec, ENTRY_POINTS)
 
 
 def find_delta(name: str) -> type[DeltaCodec]:
-    """The class of a delta codec, ours or an installed package's. Raises `CodecError` if there is none."""
+    """Return the class of a delta codec, built in or of an installed package. Raises `CodecError` if there is none."""
     return _find(name, DELTA_CODECS, DeltaCodec, DELTA_ENTRY_POINTS)
 
 
 def from_config(config: dict[str, Any]) -> Codec:
-    """The codec that `Codec.config` described. Raises `CodecError` for one we do not have."""
-    return _made(config, find)
+    """Return the codec with this `Codec.config`. Raises `CodecError` if its name or an option is unknown."""
+    return _create(config, find)
 
 
 def delta_from_config(config: dict[str, Any]) -> DeltaCodec:
-    """The codec that `DeltaCodec.config` described. Raises `CodecError` for one we do not have."""
-    return _made(config, find_delta)
+    """Return the codec with this `DeltaCodec.config`. Raises `CodecError` if its name or an option is unknown."""
+    return _create(config, find_delta)
 
 
 def parse(text: str) -> Codec:
-    """A codec as a user types it.
+    """Return the codec that a user writes as `name:option=value,...`. Raises `CodecError`.
 
     >>> parse("planes:level=max")
     Planes(level='max')
     >>> parse("zstd:level=9").config()
     {'name': 'zstd', 'level': 9}
     """
-    return from_config(_config(text, find))
+    return from_config(_parse(text, find))
 
 
 def parse_delta(text: str) -> DeltaCodec:
-    """A delta codec as a user types it."""
-    return delta_from_config(_config(text, find_delta))
+    """Return the delta codec that a user writes as `name:option=value,...`. Raises `CodecError`."""
+    return delta_from_config(_parse(text, find_delta))
 
 
-def _find(name: str, ours: dict[str, type[_Kind]], base: type[Any], group: str) -> type[_Kind]:
-    if name in ours:
-        return ours[name]
+def _find(name: str, builtin: dict[str, type[_AnyCodec]], base: type[Any], group: str) -> type[_AnyCodec]:
+    if name in builtin:
+        return builtin[name]
     from importlib.metadata import entry_points
 
-    for offered in entry_points(group=group, name=name):
-        codec = offered.load()
+    for entry_point in entry_points(group=group, name=name):
+        codec = entry_point.load()
         if isinstance(codec, type) and issubclass(codec, base) and getattr(codec, "name", None) == name:
             return codec
         raise CodecError(
-            f"what {offered.value} offers as codec {name!r} is no class of that name derived from {base.__name__}"
+            f"the entry point {entry_point.value} of codec {name!r} is not a subclass of {base.__name__} of that name"
         )
-    raise CodecError(f"no codec is called {name!r}; there are: {', '.join(ours)}")
+    raise CodecError(f"there is no codec {name!r}; there are: {', '.join(builtin)}")
 
 
-def _made(config: dict[str, Any], find: Callable[[str], type[_Kind]]) -> _Kind:
+def _create(config: dict[str, Any], find: Callable[[str], type[_AnyCodec]]) -> _AnyCodec:
     options = dict(config)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise CodecError(f"a codec's name is a text, not {name!r}")
+        raise CodecError(f"the name of a codec is a string, not {name!r}")
     codec = find(name)
     try:
         return codec(**options)
@@ -96,20 +96,20 @@ def _made(config: dict[str, Any], find: Callable[[str], type[_Kind]]) -> _Kind:
         raise CodecError(f"codec {name}: {error}") from None
 
 
-def _config(text: str, find: Callable[[str], type[Any]]) -> dict[str, Any]:
+def _parse(text: str, find: Callable[[str], type[Any]]) -> dict[str, Any]:
     name, _, rest = text.partition(":")
     known = [field.name for field in fields(find(name))]
     options: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not equals or key not in known or key in options:
-            raise CodecError(f"codec {name}: what is {item!r}? Options are written name=value: {', '.join(known)}")
-        options[key] = _value(value)
+            raise CodecError(f"codec {name}: {item!r} is not an option. Write name=value: {', '.join(known)}")
+        options[key] = _parse_value(value)
     return {"name": name, **options}
 
 
-def _value(text: str) -> Any:
-    """A number, `true`, `false` or `null` as JSON has them; any other text as it is."""
+def _parse_value(text: str) -> Any:
+    """Return a number, `true`, `false` or `null` as JSON defines them; any other text as it is."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Memory that each thread uses again and again: fresh memory costs more than the work done in it.
+"""Buffers that each thread uses again, because to map fresh memory costs more than the work in it.
 
-Large arrays are mapped, touched page by page and unmapped under one lock of the process, so that threads which
-make them wait for one another, too.
+Large arrays are mapped, touched page by page and unmapped under one lock of the process, so threads that allocate them
+also wait for each other.
 """
 
 import threading
@@ -12,52 +12,52 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 
-_LEAST = 4096
-_MOST = 32
-"""Buffers that wait for a thread to take them."""
+_MIN_NBYTES = 4096
+_MAX_FREE = 32
+"""Free buffers that a thread retains."""
 
 
 class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
-        self.named: dict[str, Array] = {}
+        self.by_name: dict[str, Array] = {}
         self.free: list[Array] = []
 
 
-_held = _ThreadBuffers()
+_buffers = _ThreadBuffers()
 
 
 def thread_buffer(name: str, size: int) -> Array:
-    """A buffer of so many bytes, valid until the same thread borrows the same name again."""
-    held = _held.named.get(name)
-    if held is None or held.size < size:
-        held = _held.named[name] = np.empty(max(size, _LEAST), np.uint8)
-    return held[:size]
+    """Return a buffer, (size,) uint8: it is valid until the same thread requests the same name again."""
+    buffer = _buffers.by_name.get(name)
+    if buffer is None or buffer.size < size:
+        buffer = _buffers.by_name[name] = np.empty(max(size, _MIN_NBYTES), np.uint8)
+    return buffer[:size]
 
 
 @contextmanager
 def temporary_buffer(size: int) -> Iterator[Array]:
-    """A buffer of so many bytes that is this thread's alone until the end of the block, in which others may be lent."""
-    room = acquire_buffer(size)
+    """Give the block a buffer, (size,) uint8: it is valid until the end of the block. Blocks may be nested."""
+    buffer = acquire_buffer(size)
     try:
-        yield room[:size]
+        yield buffer[:size]
     finally:
-        release_buffer(room)
+        release_buffer(buffer)
 
 
 def acquire_buffer(size: int) -> Array:
-    """A buffer of at least so many bytes, the least of those that this thread was given back."""
-    free = _held.free
-    fitting = [i for i, room in enumerate(free) if room.size >= size]
+    """Return a buffer, (m,) uint8, m >= size, for any thread to release: the smallest of this thread's that fits."""
+    free = _buffers.free
+    fitting = [i for i, buffer in enumerate(free) if buffer.size >= size]
     if fitting:
         return free.pop(min(fitting, key=lambda i: free[i].size))
     if free:
-        free.pop(0)  # the new one takes its place
-    return np.empty(max(size, _LEAST), np.uint8)
+        free.pop(0)  # the new buffer replaces it
+    return np.empty(max(size, _MIN_NBYTES), np.uint8)
 
 
-def release_buffer(room: Array) -> None:
-    """Give back what was taken, to be used again. Nobody may look at it any more."""
-    free = _held.free
-    free.append(room)
-    if len(free) > _MOST:  # taken by other threads than this
+def release_buffer(buffer: Array) -> None:
+    """Release a buffer, (m,) uint8, of `acquire_buffer`. Nobody may use it afterwards."""
+    free = _buffers.free
+    free.append(buffer)
+    if len(free) > _MAX_FREE:  # another thread acquired it
         free.pop(0)

@@ -177,7 +177,7 @@ def _compared(parameter: Parameter) -> int:
 
 def _is_copy(copy: Tensor, master: Tensor) -> bool:
     """Is it stored on its own, and may it be the master, rounded?"""
-    return _stored(copy) and master.shape == copy.shape and Rounded.rounds(master.dtype, copy.dtype)
+    return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
 
 def _stored(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ def step_adam(
     weight_factor: float,
     l2: float,
     first_gain: float,
-    second_kept: float,
+    second_decay: float,
     second_gain: float,
     step_size: float,
     bias2_root: float,
@@ -32,8 +32,8 @@ def step_adam(
         g = fused(weights, F32(l2), g)
     moved = weights * F32(weight_factor)
     first[:] = canonical(lerp(first, g, F32(first_gain)))
-    gained, kept = F32(second_gain) * g, F32(second_kept)
-    in_vectors, at_the_end = fused(gained, g, second * kept), fused(second, kept, gained * g)
+    gained, decay = F32(second_gain) * g, F32(second_decay)
+    in_vectors, at_the_end = fused(gained, g, second * decay), fused(second, decay, gained * g)
     second[:] = canonical(np.concatenate([in_vectors[:vectors], at_the_end[vectors:]]))
     under = second
     if largest is not None:
@@ -79,9 +79,9 @@ def step_adam_deepspeed(
     vectors: int,
     decaying: Decaying,
     decay: float,
-    first_kept: float,
+    first_decay: float,
     first_gain: float,
-    second_kept: float,
+    second_decay: float,
     second_gain: float,
     step_size: float,
     bias2_scale: float,
@@ -89,11 +89,11 @@ def step_adam_deepspeed(
 ) -> None:
     g = fused(weights, F32(decay), gradients) if decaying == Decaying.GRADIENT else gradients
     decayed = fused(weights, F32(decay), weights) if decaying == Decaying.WEIGHTS else weights
-    for state, value, kept, gain in (
-        (first, g, F32(first_kept), F32(first_gain)),
-        (second, g * g, F32(second_kept), F32(second_gain)),
+    for state, value, decay, gain in (
+        (first, g, F32(first_decay), F32(first_gain)),
+        (second, g * g, F32(second_decay), F32(second_gain)),
     ):
-        in_vectors, at_the_end = fused(value, gain, state * kept), fused(state, kept, value * gain)
+        in_vectors, at_the_end = fused(value, gain, state * decay), fused(state, decay, value * gain)
         state[:] = canonical(np.concatenate([in_vectors[:vectors], at_the_end[vectors:]]))
     under = fused(np.sqrt(second), F32(bias2_scale), np.full_like(second, eps))
     weights[:] = canonical(fused(first / under, F32(step_size), decayed))

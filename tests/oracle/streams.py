@@ -3,7 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, RUNS, SEPTETS, STORED
+from ckpt_codecs.format_ids import CONSTANT, DIGITS, HUFFMAN, PACKED7, RUNS, STORED
 from oracle.entropy import entropy_of, estimate_bits
 from oracle.huffman import code_of, read_huffman, write_huffman
 from oracle.planes import all_below_128, pack7, unpack7
@@ -35,7 +35,7 @@ def write_stream(plane: Array, max_ratio: float, sampled: bool) -> tuple[int, by
         if code.size < max_size:
             return HUFFMAN, write_huffman(plane, code)
     if size >= 8 and (seven_bits or (bits == 0 and all_below_128(plane))):
-        return SEPTETS, pack7(plane).tobytes()
+        return PACKED7, pack7(plane).tobytes()
     return STORED, plane.tobytes()
 
 
@@ -49,7 +49,7 @@ def read_stream(kind: int, source: Array, plane: Array) -> bool:
         if source.size != 1:
             return False
         plane[:] = np.uint8(source[0])
-    elif kind == SEPTETS:
+    elif kind == PACKED7:
         if source.size != plane.size - plane.size // 8:
             return False
         unpack7(source, plane)

@@ -1,1 +1,1 @@
-"""How one chunk of elements is stored: its frame, and the streams of bytes inside it."""
+"""The stored form of a chunk of elements: its frame, and the streams of bytes in it."""

@@ -1,21 +1,21 @@
-"""Codecs that make chunks, in memory that they are given."""
+"""Base classes of codecs that encode chunks into buffers of the caller."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, room
+from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape, encode_bound
 from ckpt_codecs.chunk.frame import decode_trivial
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.errors import CodecError
 
 
 class ChunkCodec(Codec):
-    """What `encode` and `decode` give is the caller's; `encode_into` and `decode_into` take no memory of their own."""
+    """A codec of chunks. `encode` and `decode` allocate their results; `encode_into` and `decode_into` do not."""
 
     def encode(self, array: Array, base: Array | None = None) -> Bytes:
-        return self.encode_into(array, base, np.empty(room(array.nbytes), np.uint8))
+        return self.encode_into(array, base, np.empty(encode_bound(array.nbytes), np.uint8))
 
     @abstractmethod
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes: ...
@@ -32,16 +32,16 @@ class ChunkCodec(Codec):
             self._decode(data, out, base)
 
     def _decode(self, data: Bytes, out: Array, base: Array | None) -> None:
-        """Fill `out` from a chunk of a mode of this codec's own."""
+        """Fill `out` from a chunk of one of this codec's own modes."""
         raise CodecError(f"{self.name} has no chunks of mode {data[0]}")
 
 
 @dataclass(frozen=True)
 class LeveledCodec(ChunkCodec):
-    """A codec with a choice of effort."""
+    """A codec of chunks with a choice of levels: a higher one takes more time for fewer bytes."""
 
     level: str = "default"
 
     def __post_init__(self) -> None:
         if not isinstance(self.level, str) or self.level not in LEVELS:
-            raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
+            raise CodecError(f"there is no level {self.level!r}; there are: {', '.join(LEVELS)}")

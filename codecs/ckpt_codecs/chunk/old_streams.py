@@ -3,7 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunk.zstd import expand
+from ckpt_codecs.chunk.zstd import decompress
 from ckpt_codecs.format_ids import DIGITS, ENTRY, HUF0, RUNS, STORED
 
 _DIGITS_PER_BYTE = {2: 8, 3: 5, **dict.fromkeys(range(4, 17), 2)}
@@ -11,7 +11,7 @@ _DIGITS_PER_BYTE = {2: 8, 3: 5, **dict.fromkeys(range(4, 17), 2)}
 
 
 def expand_inner(kind: int, stream: Array, size: int) -> Array | None:
-    """A stream of runs or digits, with its inner frames of zstd expanded to stored inner streams.
+    """Return a stream of runs or digits, (m,) uint8, with its inner frames of zstd as stored inner streams.
 
     `size`: that of its plane. None if the stream has no such frames, or is damaged. Raises `CodecError` if a frame is.
     """
@@ -27,7 +27,7 @@ def expand_inner(kind: int, stream: Array, size: int) -> Array | None:
         if end > stream.size:
             return None
         if stream[at] == HUF0:
-            content = expand(stream[at + ENTRY : end], inner)
+            content = decompress(stream[at + ENTRY : end], inner)
             parts.append(np.frombuffer(bytes([STORED]) + inner.to_bytes(4, "little") + content, np.uint8))
         else:
             parts.append(stream[at:end])

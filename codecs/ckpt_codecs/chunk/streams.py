@@ -1,4 +1,4 @@
-"""Planes of bytes as streams: how each is held is decided by the kernels, plane by plane."""
+"""Streams: the stored forms of planes of bytes. The kernels choose the form of each plane."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.chunk.old_streams import expand_inner
-from ckpt_codecs.chunk.zstd import expand
+from ckpt_codecs.chunk.zstd import decompress
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.format_ids import DIGITS, ENTRY, HUF0, STORED
 from ckpt_codecs.native import lossless
@@ -17,38 +17,47 @@ from ckpt_codecs.scratch import thread_buffer
 
 @dataclass(frozen=True)
 class CodingLevel:
-    """How hard an encoder tries. Bytes mean the same at every level."""
+    """How much time an encoder spends on streams. A decoder does not depend on it."""
 
-    worth: float
-    """A plane is coded if it shrinks to less than this."""
-    survey: bool = True
-    """Believe a sample that says that it will not."""
-
-
-LEVELS = {"fast": CodingLevel(0.95), "default": CodingLevel(0.98), "max": CodingLevel(1.0, survey=False)}
+    max_ratio: float
+    """A plane is coded if its stream is smaller than this share of it."""
+    sampled: bool = True
+    """Do not try to code a plane if a sample of it predicts that its stream is larger."""
 
 
-def encode(plane: Array, out: Array, at: int, effort: CodingLevel, sure: bool = False) -> tuple[int, int]:
-    """A stream alone, to `out` from `at` on: its kind and size. Of a plane that is to be stored nothing is written."""
-    begin = 1 + ENTRY
-    made = np.concatenate([np.empty(begin, np.uint8), plane])
-    end = lossless.write_streams([plane.size], [effort.worth], [effort.survey and not sure], made)
-    if made[1] != STORED:
-        out[at : at + end - begin] = made[begin:end]
-    return int(made[1]), end - begin
+LEVELS = {"fast": CodingLevel(0.95), "default": CodingLevel(0.98), "max": CodingLevel(1.0, sampled=False)}
 
 
-def decode(kind: int, source: Array, at: int, end: int, size: int, scratch: str) -> Array:
-    """The plane of a stream alone, `source[at:end]`: a view, or this thread's scratch."""
-    return read(source, [kind], [at, end], [size], scratch)[0]
+def encode(plane: Array, out: Array, start: int, level: CodingLevel, always_try: bool = False) -> tuple[int, int]:
+    """Write one stream to `out[start:]` and return its kind and size. Nothing is written for a stored plane.
+
+    `plane`: (n,) uint8. `out`: uint8. `always_try`: code the plane without an estimate from a sample.
+    """
+    head = 1 + ENTRY
+    chunk = np.concatenate([np.empty(head, np.uint8), plane])
+    end = lossless.write_streams([plane.size], [level.max_ratio], [level.sampled and not always_try], chunk)
+    if chunk[1] != STORED:
+        out[start : start + end - head] = chunk[head:end]
+    return int(chunk[1]), end - head
+
+
+def decode(kind: int, source: Array, start: int, end: int, size: int, scratch: str) -> Array:
+    """Return the plane of one stream, `source[start:end]` (uint8): (size,) uint8, a view or this thread's `scratch`."""
+    return read(source, [kind], [start, end], [size], scratch)[0]
 
 
 def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], scratch: str) -> list[Array]:
-    """The planes of streams, the i-th from `source[starts[i]:starts[i + 1]]`: views, or this thread's scratch."""
+    """Return the planes of streams: (sizes[i],) uint8 each, views of `source` or this thread's buffer `scratch`.
+
+    `source`: uint8; stream i is `source[starts[i]:starts[i + 1]]`.
+
+    Raises:
+        CodecError: A stream is damaged.
+    """
     if any(kinds) and max(kinds) > DIGITS:
         raise CodecError(f"no stream is of kind {max(kinds)}")
     places = list(accumulate(sizes, initial=0))
-    room = thread_buffer(scratch, places[-1] if any(kinds) else 0)
+    buffer = thread_buffer(scratch, places[-1] if any(kinds) else 0)
     planes = []
     for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
         stream = source[starts[i] : starts[i + 1]]
@@ -57,21 +66,21 @@ def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequ
                 raise CodecError(f"a stored stream of {stream.size} bytes is not one of {size}")
             planes.append(stream)
         else:
-            planes.append(room[places[i] : places[i + 1]])
+            planes.append(buffer[places[i] : places[i + 1]])
         if kind == HUF0:
-            planes[-1][:] = np.frombuffer(expand(stream, size), np.uint8)
-    begin = 0 if any(kinds) else len(sizes)
-    while begin < len(sizes):
-        given = kinds[begin:], starts[begin:], sizes[begin:], places[begin:-1]
-        begin += lossless.read_streams(source, *given, room)
-        if begin < len(sizes):
-            _read_with_frames(kinds[begin], source[starts[begin] : starts[begin + 1]], planes[begin])
-            begin += 1
+            planes[-1][:] = np.frombuffer(decompress(stream, size), np.uint8)
+    first = 0 if any(kinds) else len(sizes)
+    while first < len(sizes):
+        remaining = kinds[first:], starts[first:], sizes[first:], places[first:-1]
+        first += lossless.read_streams(source, *remaining, buffer)
+        if first < len(sizes):
+            _read_with_frames(kinds[first], source[starts[first] : starts[first + 1]], planes[first])
+            first += 1
     return planes
 
 
 def _read_with_frames(kind: int, stream: Array, plane: Array) -> None:
-    """Fill a plane from a stream that kernels refused: frames of zstd may be in it, else it is damaged."""
+    """Fill a plane from a stream that the kernels cannot read: it has frames of zstd inside, or is damaged."""
     stored = expand_inner(kind, stream, plane.size)
     if stored is None or not lossless.read_streams(stored, [kind], [0, stored.size], [plane.size], [0], plane):
         raise CodecError(f"a stream of kind {kind} is damaged")

@@ -1,4 +1,4 @@
-"""zstandard, for general data, and for frames that older versions wrote in the place of Huffman codes."""
+"""Frames of zstandard."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -13,14 +13,18 @@ _local = threading.local()
 
 
 def compress(data: Array, level: int) -> bytes:
-    """One frame that says how much it holds."""
+    """Return a frame of `data`, (n,) uint8, which states its content size."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=level, write_checksum=False).compress(data.data)
 
 
-def expand(data: Array, size: int) -> bytes:
-    """What a frame holds, which must be `size` bytes: nothing is allocated for a frame that says otherwise."""
+def decompress(data: Array, size: int) -> bytes:
+    """Return the content of a frame, `data`: (n,) uint8. Nothing is allocated for a frame that states another size.
+
+    Raises:
+        CodecError: The frame is damaged, or its content has not `size` bytes.
+    """
     import zstandard
 
     try:
@@ -34,10 +38,10 @@ def expand(data: Array, size: int) -> bytes:
 
 
 def _decompressor() -> "zstandard.ZstdDecompressor":
-    """One for each thread, since they are not safe to share."""
+    """Return this thread's decompressor: threads cannot share one."""
     import zstandard
 
     if not hasattr(_local, "decompressor"):
         _local.decompressor = zstandard.ZstdDecompressor()
-    made: zstandard.ZstdDecompressor = _local.decompressor
-    return made
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor

@@ -1,4 +1,4 @@
-"""A chunk of a delta: a part for each state. What a part needs of other states is decoded when it is asked for."""
+"""The chunk of a delta: a part for each state. If a part depends on other states, these are decoded on demand."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
-from ckpt_codecs.deltas.format_ids import BEFORE, NOTHING, PARTS
+from ckpt_codecs.deltas.format_ids import PARTS, UNCHANGED, UNPREDICTED
 from ckpt_codecs.deltas.residuals.choose import decode_residual
 from ckpt_codecs.deltas.residuals.second_moments import SECOND, SecondMoments
 from ckpt_codecs.deltas.unpredicted import decode_unpredicted
@@ -19,132 +19,160 @@ from ckpt_codecs.errors import CodecError
 _SIZE = Struct("<I")
 
 
-def join(parts: Mapping[str, bytes]) -> bytes:
-    """A chunk: the sizes of the parts, in the order of their states' names, then the parts."""
+def join_parts(parts: Mapping[str, bytes]) -> bytes:
+    """Return a chunk: the sizes of the parts, sorted by the names of their states, then the parts."""
     ordered = [parts[name] for name in sorted(parts)]
     return b"".join([bytes([PARTS]), *(_SIZE.pack(len(part)) for part in ordered), *ordered])
 
 
-def cut(data: bytes, form: StateTypes) -> dict[str, memoryview]:
-    """The part of each state."""
-    names = sorted(form)
-    at = 1 + _SIZE.size * len(names)
-    if len(data) < at or data[0] != PARTS:
-        raise CodecError("a chunk of a delta ends in its directory, or is none")
-    whole, parts = memoryview(data), {}
+def split_parts(data: bytes, dtypes: StateTypes) -> dict[str, memoryview]:
+    """Return the part of each state of a chunk.
+
+    Raises:
+        CodecError: The chunk has not one part of at least two bytes for each of these states.
+    """
+    names = sorted(dtypes)
+    start = 1 + _SIZE.size * len(names)
+    if len(data) < start or data[0] != PARTS:
+        raise CodecError("the chunk of a delta ends in its directory, or is no chunk of parts")
+    chunk, parts = memoryview(data), {}
     for i, name in enumerate(names):
-        end = at + _SIZE.unpack_from(data, 1 + _SIZE.size * i)[0]
-        if end > len(data) or end - at < 2:
-            raise CodecError(f"a chunk of a delta ends in its part of {name}")
-        parts[name], at = whole[at:end], end
-    if at != len(data):
-        raise CodecError("a chunk of a delta goes on past its parts")
+        end = start + _SIZE.unpack_from(data, 1 + _SIZE.size * i)[0]
+        if end > len(data) or end - start < 2:
+            raise CodecError(f"the chunk of a delta ends in its part of {name}")
+        parts[name], start = chunk[start:end], end
+    if start != len(data):
+        raise CodecError("the chunk of a delta has bytes after its last part")
     return parts
 
 
 class PartDecoder:
-    """A chunk as it is decoded: states are made when they are asked for, each once."""
+    """Decodes the states of a chunk on demand, each at most once.
 
-    def __init__(self, codec: "PredictiveCodec", data: bytes, before: States, shape: Shape, form: StateTypes) -> None:
-        self.shape, self.form, self.before = shape, form, before
-        self._codec, self._parts = codec, cut(data, form)
-        self._made: dict[str, Array] = {}
-        self._begun: set[str] = set()
+    Attributes:
+        shape: The shape of the chunk.
+        dtypes: The dtype of each state.
+        before: The states of the earlier step: the same shape.
+    """
+
+    def __init__(self, codec: "PredictiveCodec", data: bytes, before: States, shape: Shape, dtypes: StateTypes) -> None:
+        self.shape, self.dtypes, self.before = shape, dtypes, before
+        self._codec, self._parts = codec, split_parts(data, dtypes)
+        self._decoded: dict[str, Array] = {}
+        self._in_progress: set[str] = set()
 
     def state(self, name: str) -> Array:
-        """The values of a state after the step."""
-        if name in self._made:
-            return self._made[name]
+        """Return a state after the step: of the chunk's shape and the state's dtype."""
+        if name in self._decoded:
+            return self._decoded[name]
         if name not in self._parts:
-            raise CodecError(f"a chunk needs {name}, which it does not have")
-        if name in self._begun:
-            raise CodecError(f"{name} is foretold by itself")
-        self._begun.add(name)
-        self._made[name] = made = self._decode(name, self.part(name))
-        return made
+            raise CodecError(f"a chunk needs the state {name}, which it does not have")
+        if name in self._in_progress:
+            raise CodecError(f"the prediction of {name} depends on {name} itself")
+        self._in_progress.add(name)
+        self._decoded[name] = values = self._decode(name, self.part(name))
+        return values
 
     def floats(self, name: str) -> Array:
-        """A state after the step, flat, which must be of float32."""
-        if self.form.get(name) != np.float32:
+        """Return a state after the step, flat: (n,) float32. Raises CodecError if it has another dtype."""
+        if self.dtypes.get(name) != np.float32:
             raise CodecError(f"a chunk needs {name} in float32, which it does not have")
         return as_uints(self.state(name)).view(np.float32)
 
     def floats_before(self, name: str) -> Array:
-        """A state before the step, flat, which must be of float32."""
-        if self.form.get(name) != np.float32:
+        """Return a state before the step, flat: (n,) float32. Raises CodecError if it has another dtype."""
+        if self.dtypes.get(name) != np.float32:
             raise CodecError(f"a chunk needs {name} in float32, which it does not have")
-        return self.earlier(name).view(np.float32)
+        return self.bits_before(name).view(np.float32)
+
+    def bits_before(self, name: str) -> Array:
+        """Return the bits of a state before the step: (n,) uint8, uint16, uint32 or uint64.
+
+        Raises:
+            CodecError: The earlier step has no such state, or of another shape or dtype.
+        """
+        values = self.before.get(name)
+        if values is None or values.dtype != self.dtypes.get(name) or values.shape != self.shape:
+            raise CodecError(f"a chunk was encoded relative to another state {name}")
+        return as_uints(values)
 
     def part(self, name: str) -> memoryview:
-        """The bytes of a part: what foretells it, then how far it is from that."""
+        """Return the bytes of a part: its kind of prediction, then the residuals."""
         return self._parts[name]
 
-    def _decode(self, name: str, part: memoryview) -> Array:
-        dtype = self.form[name]
-        if part[0] == NOTHING:
-            return decode_unpredicted(part[1], part[2:], self.shape, dtype, self.state)
-        foretold, rest = self._codec.foretell(name, part, self)
-        if not rest:
-            raise CodecError(f"the part of {name} ends before its residuals")
-        return decode_residual(rest, foretold, dtype, self.told).view(dtype).reshape(self.shape)
-
     @property
-    def told(self) -> SecondMoments:
-        """Made anew each time: kept, it would keep all that was decoded until the garbage collector comes by."""
-        return SecondMoments(lambda: self._second(self.earlier), lambda: self._second(self._later))
+    def second_moments(self) -> SecondMoments:
+        """The second moments before and after the step.
 
-    def _later(self, name: str) -> Array:
+        The object is new each time: if this one stored it, both would be a cycle, and everything that was decoded
+        would stay in memory until the next garbage collection.
+        """
+        return SecondMoments(lambda: self._second_moment(self.bits_before), lambda: self._second_moment(self._bits))
+
+    def _decode(self, name: str, part: memoryview) -> Array:
+        dtype = self.dtypes[name]
+        if part[0] == UNPREDICTED:
+            return decode_unpredicted(part[1], part[2:], self.shape, dtype, self.state)
+        predicted, residuals = self._codec.predict(name, part, self)
+        if not residuals:
+            raise CodecError(f"the part of {name} ends before its residuals")
+        return decode_residual(residuals, predicted, dtype, self.second_moments).view(dtype).reshape(self.shape)
+
+    def _bits(self, name: str) -> Array:
         return as_uints(self.state(name))
 
-    def _second(self, words_of: Callable[[str], Array]) -> Array:
-        if self.form.get(SECOND) != np.float32:
+    def _second_moment(self, bits_of: Callable[[str], Array]) -> Array:
+        if self.dtypes.get(SECOND) != np.float32:
             raise CodecError(f"a chunk needs {SECOND} in float32, which it does not have")
-        return words_of(SECOND)
-
-    def earlier(self, name: str) -> Array:
-        """The words of the same state before the step."""
-        held = self.before.get(name)
-        if held is None or held.dtype != self.form.get(name) or held.shape != self.shape:
-            raise CodecError(f"a chunk was coded against another {name} than there is")
-        return as_uints(held)
+        return bits_of(SECOND)
 
 
 @dataclass(frozen=True)
 class PredictiveCodec(DeltaCodec):
-    """A delta codec whose chunks are of parts."""
+    """A delta codec that predicts each state from others and encodes the residuals. Its chunks have parts."""
 
     def decode(
-        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
+        self, data: bytes, before: States, shape: Shape, dtypes: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        reading = PartDecoder(self, data, before, shape, form)
-        return {name: reading.state(name) for name in form if wanted is None or name in wanted}
+        decoder = PartDecoder(self, data, before, shape, dtypes)
+        return {name: decoder.state(name) for name in dtypes if wanted is None or name in wanted}
 
     @abstractmethod
-    def foretell(self, name: str, part: memoryview, reading: PartDecoder) -> tuple[Array, memoryview]:
-        """What foretells the words of a state, and the bytes of the residuals. The part says how, in its first byte."""
+    def predict(self, name: str, part: memoryview, decoder: PartDecoder) -> tuple[Array, memoryview]:
+        """Return the predicted bits of a state, (n,) uint8, uint16, uint32 or uint64, and the bytes of the residuals.
+
+        Args:
+            part: Untrusted bytes. The first one is the kind of the prediction.
+
+        Raises:
+            CodecError: There is no such prediction for this state, or a state that it needs is missing.
+        """
 
 
-def earlier_words(before: States, name: str, after: Array) -> Array | None:
-    """The words of a state before the step; None if there is none of the same form."""
-    held = before.get(name)
-    if held is None or held.dtype != after.dtype or held.shape != after.shape:
+def bits_before(before: States, name: str, after: Array) -> Array | None:
+    """Return the bits of a state before the step: (n,) uint8, uint16, uint32 or uint64.
+
+    None if there is none of the same shape and dtype as `after`.
+    """
+    values = before.get(name)
+    if values is None or values.dtype != after.dtype or values.shape != after.shape:
         return None
-    return as_uints(held)
+    return as_uints(values)
 
 
-def unchanged(change: StatePair, name: str) -> bytes | None:
-    """The part of a state that is what it was, if it is."""
+def encode_unchanged(change: StatePair, name: str) -> bytes | None:
+    """Return the part of a state whose bits did not change; None if they did."""
     after = as_uints(change.after[name])
-    before = earlier_words(change.before, name, change.after[name])
+    before = bits_before(change.before, name, change.after[name])
     if before is None or not np.array_equal(before[:64], after[:64]) or not np.array_equal(before, after):
         return None
-    return bytes([BEFORE, 0])
+    return bytes([UNCHANGED, 0])
 
 
 def second_moments_of(change: StatePair) -> SecondMoments:
-    """What a change tells of the second moments."""
+    """Return the second moments before and after a step."""
 
-    def held(states: States) -> Array:
+    def bits_of(states: States) -> Array:
         return as_uints(states[SECOND])
 
-    return SecondMoments(lambda: held(change.before), lambda: held(change.after))
+    return SecondMoments(lambda: bits_of(change.before), lambda: bits_of(change.after))

@@ -1,4 +1,4 @@
-"""All states of a parameter together, by the arithmetic of the optimizer's own step."""
+"""The codec `replay`: the states of a parameter are predicted by the arithmetic of the optimizer step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,30 +11,30 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
-from ckpt_codecs.deltas.chunk_parts import PartDecoder, PredictiveCodec, join
+from ckpt_codecs.deltas.chunk_parts import PartDecoder, PredictiveCodec, join_parts
 from ckpt_codecs.deltas.difference import Difference
-from ckpt_codecs.deltas.format_ids import BEFORE, CARRIED, DRIFTED, FADED, GRADIENT, REPLAYED, ROUNDED
+from ckpt_codecs.deltas.format_ids import DECAYED, DRIFTED, EXTRAPOLATED, GRADIENT, OPTIMIZER_STEP, ROUNDED, UNCHANGED
 from ckpt_codecs.deltas.moment_drift import decode_drift
 from ckpt_codecs.deltas.replay_encoder import BFLOAT16, SIZE, ReplayEncoder
 from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossless.moments import FirstMoment
 from ckpt_codecs.optimizers.fit import fit_adam, fit_descent
-from ckpt_codecs.optimizers.sample import sample
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_all, weights_of
+from ckpt_codecs.optimizers.sample import sample_chunks
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_step_states, weights_of
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
-    OptimizerStep,
+    FittedStep,
     adam_weights,
-    bits,
     decayed_moment,
     descent_weights,
     extrapolated_weights,
     first_moment,
+    float_bits,
     gradient,
     gradients_from_bits,
-    rounded,
+    round_to_bfloat16,
     running_max,
     second_moment,
 )
@@ -43,8 +43,8 @@ SAMPLED_CHUNKS = 2
 
 
 @dataclass(frozen=True)
-class Replay(OptimizerStep, PredictiveCodec):
-    """Predictions by the step's own arithmetic, and what they are wrong by. The rule is fitted to a parameter."""
+class Replay(FittedStep, PredictiveCodec):
+    """Encodes what differs from the predictions of a step. The numbers of the step are fitted to each parameter."""
 
     level: str = "default"
 
@@ -54,66 +54,67 @@ class Replay(OptimizerStep, PredictiveCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level not in LEVELS:
-            raise CodecError(f"no level is called {self.level!r}; there are: {', '.join(LEVELS)}")
+            raise CodecError(f"there is no level {self.level!r}; there are: {', '.join(LEVELS)}")
 
     def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> DeltaCodec:
-        some = sample(islice(changes(), SAMPLED_CHUNKS))
-        if some is None:
+        sample = sample_chunks(islice(changes(), SAMPLED_CHUNKS))
+        if sample is None:
             return self
-        with np.errstate(all="ignore"):  # values may be anything
-            rule = fit_descent(some, step) if MOMENTUM in some.after else fit_adam(some, step)
-        return Replay(**asdict(rule), level=self.level)
+        with np.errstate(all="ignore"):  # values may be NaN or infinite
+            fitted = fit_descent(sample, step) if MOMENTUM in sample.after else fit_adam(sample, step)
+        return Replay(**asdict(fitted), level=self.level)
 
     def encode(self, change: StatePair) -> bytes:
         weights = weights_of(change.after)
-        if not self.rule or weights is None or not has_all(change, self.rule, weights):
+        if not self.rule or weights is None or not has_step_states(change, self.rule, weights):
             return Difference(self.level).encode(change)
-        return join(ReplayEncoder(self, self.level, change, weights).parts())
+        return join_parts(ReplayEncoder(self, self.level, change, weights).parts())
 
-    def foretell(self, name: str, part: memoryview, reading: PartDecoder) -> tuple[Array, memoryview]:
-        what, rest = part[0], part[1:]
-        if what == BEFORE:
-            return reading.earlier(name), rest
-        if what == DRIFTED:
-            return decode_drift(part, reading.earlier(name), reading.shape)
-        if what == ROUNDED and reading.form[name].name == "bfloat16" and reading.form.get("fp32") == np.float32:
-            return rounded(as_uints(reading.state("fp32"))), rest
-        if what == FADED:
-            return bits(decayed_moment(self, reading.floats_before(name))), rest
-        if what == GRADIENT and name == FIRST:
-            g, rest = self._gradient(part, reading)
-            return bits(first_moment(self, reading.floats_before(FIRST), g)), rest
-        if what in (REPLAYED, CARRIED):
-            return bits(self._replayed(what, name, reading)), rest
-        raise CodecError(f"{self.name} has no parts of {name} of kind {what}")
+    def predict(self, name: str, part: memoryview, decoder: PartDecoder) -> tuple[Array, memoryview]:
+        kind, rest = part[0], part[1:]
+        if kind == UNCHANGED:
+            return decoder.bits_before(name), rest
+        if kind == DRIFTED:
+            return decode_drift(part, decoder.bits_before(name), decoder.shape)
+        if kind == ROUNDED and decoder.dtypes[name].name == "bfloat16" and decoder.dtypes.get("fp32") == np.float32:
+            return round_to_bfloat16(as_uints(decoder.state("fp32"))), rest
+        if kind == DECAYED:
+            return float_bits(decayed_moment(self, decoder.floats_before(name))), rest
+        if kind == GRADIENT and name == FIRST:
+            g, rest = self._gradient(part, decoder)
+            return float_bits(first_moment(self, decoder.floats_before(FIRST), g)), rest
+        if kind in (OPTIMIZER_STEP, EXTRAPOLATED):
+            return float_bits(self._replay(kind, name, decoder)), rest
+        raise CodecError(f"{self.name} has no parts of {name} of kind {kind}")
 
-    def _replayed(self, what: int, name: str, reading: PartDecoder) -> Array:
-        before, after = reading.floats_before, reading.floats
-        if what == REPLAYED and name == SECOND and self.rule in ADAM:
-            part = reading.part(FIRST) if FIRST in reading.form else memoryview(b"")
+    def _replay(self, kind: int, name: str, decoder: PartDecoder) -> Array:
+        """Return the predicted values of a state: (n,) float32."""
+        before, after = decoder.floats_before, decoder.floats
+        if kind == OPTIMIZER_STEP and name == SECOND and self.rule in ADAM:
+            part = decoder.part(FIRST) if FIRST in decoder.dtypes else memoryview(b"")
             if part[:1] == bytes([GRADIENT]):
-                g = self._gradient(part, reading)[0]
+                g = self._gradient(part, decoder)[0]
             else:
                 g = gradient(self, before(FIRST), after(FIRST))
             return second_moment(self, before(SECOND), g)
-        if what == REPLAYED and name == LARGEST:
+        if kind == OPTIMIZER_STEP and name == LARGEST:
             return running_max(before(LARGEST), after(SECOND))
-        if name in WEIGHTS and what == REPLAYED and self.rule in ADAM:
-            under = after(LARGEST if reading.form.get(LARGEST) == np.float32 else SECOND)
-            return adam_weights(self, before(name), after(FIRST), under)
-        if name in WEIGHTS and what == REPLAYED and self.rule in DESCENT:
+        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.rule in ADAM:
+            divisors = after(LARGEST if decoder.dtypes.get(LARGEST) == np.float32 else SECOND)
+            return adam_weights(self, before(name), after(FIRST), divisors)
+        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.rule in DESCENT:
             return descent_weights(self, before(name), before(MOMENTUM), after(MOMENTUM))
-        if name in WEIGHTS and what == CARRIED:
+        if name in WEIGHTS and kind == EXTRAPOLATED:
             return extrapolated_weights(self, before(name), before(FIRST), before(SECOND), after(FIRST), after(SECOND))
-        raise CodecError(f"{self.name} cannot replay {name} by the rule {self.rule!r}")
+        raise CodecError(f"{self.name} cannot predict {name} by the rule {self.rule!r}")
 
-    def _gradient(self, part: memoryview, reading: PartDecoder) -> tuple[Array, memoryview]:
-        """The gradients that a part of first moments begins with, and the bytes after them."""
+    def _gradient(self, part: memoryview, decoder: PartDecoder) -> tuple[Array, memoryview]:
+        """Return the gradients at the start of a part of first moments, (n,) float32, and the bytes after them."""
         if len(part) < 1 + SIZE.size:
-            raise CodecError("a part of gradients ends in its head")
+            raise CodecError("a part with gradients ends in its head")
         end = 1 + SIZE.size + SIZE.unpack_from(part, 1)[0]
         if end > len(part):
-            raise CodecError("a part of gradients ends in them")
-        second = reading.floats_before(SECOND).reshape(reading.shape)
-        half = FirstMoment().decode(part[1 + SIZE.size : end], reading.shape, BFLOAT16, second)
-        return gradients_from_bits(self, as_uints(half)), part[end:]
+            raise CodecError("a part with gradients ends in its gradients")
+        second = decoder.floats_before(SECOND).reshape(decoder.shape)
+        gradients = FirstMoment().decode(part[1 + SIZE.size : end], decoder.shape, BFLOAT16, second)
+        return gradients_from_bits(self, as_uints(gradients)), part[end:]

@@ -1,4 +1,4 @@
-"""A chunk of states that foretell each other, encoded."""
+"""The encoder of a chunk whose states are predicted from each other by an optimizer step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.delta import StatePair
-from ckpt_codecs.deltas.chunk_parts import second_moments_of, unchanged
-from ckpt_codecs.deltas.difference import Difference, smaller
+from ckpt_codecs.deltas.chunk_parts import encode_unchanged, second_moments_of
+from ckpt_codecs.deltas.difference import Difference, smaller_part
 from ckpt_codecs.deltas.format_ids import (
-    CARRIED,
     CONSTANT_UNIT,
-    FADED,
+    DECAYED,
+    EXTRAPOLATED,
     GRADIENT,
-    REPLAYED,
+    OPTIMIZER_STEP,
     ROOT_AFTER,
     ROOT_BEFORE,
     ROUNDED,
@@ -26,21 +26,21 @@ from ckpt_codecs.deltas.moment_drift import apply_drift, encode_drift, fit_drift
 from ckpt_codecs.deltas.residuals.choose import encode_residual
 from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.lossless.moments import FirstMoment
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, is_told
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_state
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
-    OptimizerStep,
+    FittedStep,
     adam_weights,
-    bits,
     decayed_moment,
     descent_weights,
     extrapolated_weights,
     first_moment,
+    float_bits,
     gradient,
     gradient_bits,
     gradients_from_bits,
-    rounded,
+    round_to_bfloat16,
     running_max,
     second_moment,
 )
@@ -51,93 +51,117 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class ReplayEncoder:
-    """A chunk whose states foretell each other."""
+    """Encodes a chunk by predicting its states from each other.
 
-    rule: OptimizerStep
+    Attributes:
+        step: The arithmetic of the predictions.
+        level: The level of the lossless codecs and of streams.
+        change: The chunk, with the states that the step needs.
+        weights: The name of the state that the optimizer steps.
+    """
+
+    step: FittedStep
     level: str
     change: StatePair
     weights: str
 
     def parts(self) -> dict[str, bytes]:
-        rule = self.rule.rule
-        if rule in ADAM:
-            made = self._adam()
-        elif rule in DESCENT:
-            made = {MOMENTUM: self._part(MOMENTUM, FADED, decayed_moment(self.rule, self._before(MOMENTUM)))}
-            update = self._before(MOMENTUM), self._after(MOMENTUM)
-            made[self.weights] = self._part(
-                self.weights, REPLAYED, descent_weights(self.rule, self._before(self.weights), *update)
-            )
+        """Return the part of each state."""
+        if self.step.rule in ADAM:
+            parts = self._adam_parts()
+        elif self.step.rule in DESCENT:
+            parts = self._descent_parts()
         else:
-            made = self._between()
-        plain = Difference(self.level)
+            parts = self._extrapolated_parts()
+        difference = Difference(self.level)
         for name, values in self.change.after.items():
-            if name in made:
+            if name in parts:
                 continue
             if name == "param" and self.weights == "fp32" and values.dtype.name == "bfloat16":
-                foretold = rounded(as_uints(self.change.after["fp32"]))
-                made[name] = self._part(name, ROUNDED, foretold)
+                predicted = round_to_bfloat16(as_uints(self.change.after["fp32"]))
+                parts[name] = self._part(name, ROUNDED, predicted)
             else:
-                made[name] = plain.part(name, self.change, self._context)
-        return made
+                parts[name] = difference.part(name, self.change, self._context)
+        return parts
 
-    def _adam(self) -> dict[str, bytes]:
+    def _adam_parts(self) -> dict[str, bytes]:
         m0, m1, v0, v1 = self._moments()
-        made = {}
-        if self.rule.scale:
-            half = gradient_bits(self.rule, m0, m1)
-            g = gradients_from_bits(self.rule, half)
+        parts = {}
+        if self.step.scale:
+            bfloat16_bits = gradient_bits(self.step, m0, m1)
+            g = gradients_from_bits(self.step, bfloat16_bits)
             shape = self.change.after[FIRST].shape
-            held = FirstMoment(self.level).encode(half.view(BFLOAT16).reshape(shape), v0.reshape(shape))
-            head = bytes([GRADIENT]) + SIZE.pack(len(held)) + held
-            made[FIRST] = self._part(FIRST, head, first_moment(self.rule, m0, g), context=_nothing)
-        if made.get(FIRST, b"\0")[0] != GRADIENT:
-            g = gradient(self.rule, m0, m1)
-            made[FIRST] = self._part(FIRST, FADED, decayed_moment(self.rule, m0), ROOT_BEFORE, context=_nothing)
-        made[SECOND] = self._part(SECOND, REPLAYED, second_moment(self.rule, v0, g))
-        if made[SECOND][0] != REPLAYED and made[FIRST][0] != GRADIENT:
-            made[FIRST] = smaller(made[FIRST], FIRST, self.change.after[FIRST], self.level, self._context)
-        under = v1
+            gradients = bfloat16_bits.view(BFLOAT16).reshape(shape)
+            chunk = FirstMoment(self.level).encode(gradients, v0.reshape(shape))
+            head = bytes([GRADIENT]) + SIZE.pack(len(chunk)) + chunk
+            parts[FIRST] = self._part(FIRST, head, first_moment(self.step, m0, g), context=_no_context)
+        if parts.get(FIRST, b"\0")[0] != GRADIENT:
+            g = gradient(self.step, m0, m1)
+            parts[FIRST] = self._part(FIRST, DECAYED, decayed_moment(self.step, m0), ROOT_BEFORE, context=_no_context)
+        parts[SECOND] = self._part(SECOND, OPTIMIZER_STEP, second_moment(self.step, v0, g))
+        if parts[SECOND][0] != OPTIMIZER_STEP and parts[FIRST][0] != GRADIENT:
+            # The second moments do not depend on the first ones, so these may be encoded with them as base.
+            parts[FIRST] = smaller_part(parts[FIRST], FIRST, self.change.after[FIRST], self.level, self._context)
+        divisors = v1
         if self._is_float32(LARGEST):
-            under = self._after(LARGEST)
-            if is_told(self.change, LARGEST, self.weights):
-                made[LARGEST] = self._part(LARGEST, REPLAYED, running_max(self._before(LARGEST), v1))
-        made[self.weights] = self._part(
-            self.weights, REPLAYED, adam_weights(self.rule, self._before(self.weights), m1, under)
-        )
-        return made
+            divisors = self._after(LARGEST)
+            if has_state(self.change, LARGEST, self.weights):
+                parts[LARGEST] = self._part(LARGEST, OPTIMIZER_STEP, running_max(self._before(LARGEST), v1))
+        predicted = adam_weights(self.step, self._before(self.weights), m1, divisors)
+        parts[self.weights] = self._part(self.weights, OPTIMIZER_STEP, predicted)
+        return parts
 
-    def _between(self) -> dict[str, bytes]:
+    def _descent_parts(self) -> dict[str, bytes]:
+        b0, b1 = self._before(MOMENTUM), self._after(MOMENTUM)
+        predicted = descent_weights(self.step, self._before(self.weights), b0, b1)
+        return {
+            MOMENTUM: self._part(MOMENTUM, DECAYED, decayed_moment(self.step, b0)),
+            self.weights: self._part(self.weights, OPTIMIZER_STEP, predicted),
+        }
+
+    def _extrapolated_parts(self) -> dict[str, bytes]:
         m0, m1, v0, v1 = self._moments()
-        made = {}
-        drift = fit_drift(bits(v0), bits(v1), self.change.after[SECOND].shape)
+        parts = {}
+        bits0, bits1 = float_bits(v0), float_bits(v1)
+        drift = fit_drift(bits0, bits1, self.change.after[SECOND].shape)
         if drift is not None:
-            made[SECOND] = self._part(SECOND, encode_drift(*drift), apply_drift(bits(v0), *drift).view(np.float32))
+            parts[SECOND] = self._part(SECOND, encode_drift(*drift), apply_drift(bits0, *drift).view(np.float32))
         else:
-            made[SECOND] = Difference(self.level).part(SECOND, self.change, self._context)
-        made[FIRST] = self._part(FIRST, FADED, decayed_moment(self.rule, m0), ROOT_AFTER, contexts=True)
-        foretold = extrapolated_weights(self.rule, self._before(self.weights), m0, v0, m1, v1)
-        made[self.weights] = self._part(self.weights, CARRIED, foretold, contexts=True)
-        return made
+            parts[SECOND] = Difference(self.level).part(SECOND, self.change, self._context)
+        parts[FIRST] = self._part(FIRST, DECAYED, decayed_moment(self.step, m0), ROOT_AFTER, use_contexts=True)
+        predicted = extrapolated_weights(self.step, self._before(self.weights), m0, v0, m1, v1)
+        parts[self.weights] = self._part(self.weights, EXTRAPOLATED, predicted, use_contexts=True)
+        return parts
 
     def _part(
         self,
         name: str,
         head: int | bytes,
-        foretold: Array,
+        predicted: Array,
         source: int = CONSTANT_UNIT,
-        contexts: bool = False,
+        use_contexts: bool = False,
         context: Callable[[str], Array | None] | None = None,
     ) -> bytes:
-        same = unchanged(self.change, name)
-        if same is not None:
-            return same
+        """Return the part of one state.
+
+        Args:
+            head: What precedes the residuals: the kind of the prediction, or that and its data.
+            predicted: (n,) float32, or (n,) uint16 or uint32, the bits of floats.
+            source: Where the units of a grid come from.
+            use_contexts: Use contexts for the symbols of a grid.
+            context: As in `Difference.part`; None: all states after the step.
+        """
+        unchanged = encode_unchanged(self.change, name)
+        if unchanged is not None:
+            return unchanged
         values = self.change.after[name]
-        level, told = self.level, second_moments_of(self.change)
-        rest = encode_residual(bits(foretold), as_uints(values), values.dtype, level, told, source, contexts)
+        residuals = encode_residual(
+            *(float_bits(predicted), as_uints(values), values.dtype, self.level),
+            *(second_moments_of(self.change), source, use_contexts),
+        )
         start = bytes([head]) if isinstance(head, int) else head
-        part = None if rest is None else start + rest
-        return smaller(part, name, values, level, context or self._context)
+        part = None if residuals is None else start + residuals
+        return smaller_part(part, name, values, self.level, context or self._context)
 
     def _before(self, name: str) -> Array:
         return as_uints(self.change.before[name]).view(np.float32)
@@ -155,5 +179,5 @@ class ReplayEncoder:
         return self.change.after.get(name)
 
 
-def _nothing(name: str) -> None:
+def _no_context(name: str) -> None:
     return None

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import LEAST, as_uints, encode_constant, encode_raw
+from ckpt_codecs.chunk.frame import MIN_ELEMENTS, as_uints, encode_constant, encode_raw
 from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.exact import decode_own
 from ckpt_codecs.gradients.scaled import encode_multiples, encode_scaled
@@ -18,10 +18,10 @@ from ckpt_codecs.scratch import thread_buffer
 
 @dataclass(frozen=True)
 class Bfloat16Gradients(GradientCodec):
-    """To nearest, ties to even (IEEE 754): a number beyond the largest bfloat16 becomes infinite.
+    """Rounds to the nearest bfloat16, ties to even (IEEE 754). Numbers beyond the largest bfloat16 become infinite.
 
-    A NaN stays one, without its payload. Other values that are bfloat16 numbers come back to the bit. Chunks are those
-    of `gradients-exact`.
+    A NaN stays a NaN but loses its payload. All other values that are bfloat16 numbers are exact. The chunks have the
+    modes of `gradients-exact`.
     """
 
     name: ClassVar[str] = "gradients-bf16"
@@ -35,7 +35,7 @@ class Bfloat16Gradients(GradientCodec):
         chunk = encode_constant(wide) or encode_sparse(wide, self.level, out, self._encode_values)
         if chunk is not None:
             return chunk
-        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= LEAST else encode_raw(wide, out)
+        return encode_multiples(numbers, 1.0, out, self.level) if array.size >= MIN_ELEMENTS else encode_raw(wide, out)
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:
         return encode_constant(values) or encode_scaled(values, 1.0, out, self.level) or encode_raw(values, out)

@@ -1,1 +1,1 @@
-"""Lossless codecs of a single state."""
+"""Lossless codecs, each for one state by itself."""

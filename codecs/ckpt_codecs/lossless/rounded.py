@@ -1,4 +1,4 @@
-"""A low-precision copy that is only its master, rounded: stored as nothing at all."""
+"""A low-precision copy that is its master, rounded: it takes no bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,10 +13,10 @@ from ckpt_codecs.native import lossless
 
 @dataclass(frozen=True)
 class Rounded(Codec):
-    """Round to nearest, ties to even (IEEE 754), as every trainer casts its masters.
+    """Codec of arrays that are their base, rounded to nearest, ties to even (IEEE 754), as trainers cast masters.
 
-    Zero bytes long. Equality is of bits: -0.0 for 0.0 is a difference. NaNs are
-    not for this codec, since machines treat their payloads each in its own way.
+    The encoded chunk is empty. Values are compared by their bits: -0.0 is not 0.0. The codec does not apply to NaNs,
+    whose payloads depend on the machine.
     """
 
     name: ClassVar[str] = "rounded"
@@ -25,24 +25,25 @@ class Rounded(Codec):
     def encode(self, array: Array, base: Array | None) -> Bytes:
         if base is not None and base.shape == array.shape and _is_bfloat16_copy(base.dtype, array.dtype):
             if not lossless.is_bfloat16_of(as_uints(base), as_uints(array)):
-                raise NotApplicable("the copy is not its master, rounded, or there are NaNs")
+                raise NotApplicable("the copy is not its master, rounded, or it has NaNs")
             return b""
-        if base is None or not self.holds(base, array.dtype):
+        if base is None or not self.is_defined(base, array.dtype):
             raise NotApplicable("there is no base, or it has NaNs")
         if not _same_bits(self.decode(b"", array.shape, array.dtype, base), array):
             raise NotApplicable("the copy is not its master, rounded")
         return b""
 
-    def holds(self, base: Array, dtype: DType) -> bool:
-        """Is there a rounding of these values, the same on every machine?"""
+    def is_defined(self, base: Array, dtype: DType) -> bool:
+        """Tell if `base`, any shape and dtype, rounds to `dtype` with the same bits on every machine."""
         with np.errstate(invalid="ignore"):
-            return self.rounds(base.dtype, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
+            return self.can_round(base.dtype, dtype) and bool(base.dtype == dtype or not np.isnan(base).any())
 
     @staticmethod
-    def rounds(base: DType, dtype: DType) -> bool:
-        """Are values of one type rounded to another? Not 8-bit floats that are values to those that are scales.
+    def can_round(base: DType, dtype: DType) -> bool:
+        """Tell if values of one dtype round to another.
 
-        Nor floats to integers: what becomes of a number that is too large, each machine decides for itself.
+        8-bit floats for values do not round to those for scales, nor floats to integers: the result of a number that
+        is too large depends on the machine.
         """
         return base == dtype or (np.can_cast(base, dtype, "unsafe") and not {base.kind, dtype.kind} & set("biu"))
 
@@ -53,9 +54,9 @@ class Rounded(Codec):
 
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
         if base is None or base.shape != out.shape or data:
-            raise CodecError("a rounded copy needs a base of its own shape, and no bytes")
-        if not self.rounds(base.dtype, out.dtype):
-            raise CodecError(f"{base.dtype} is not rounded to {out.dtype}")
+            raise CodecError("a rounded copy needs a base of the same shape, and has no bytes")
+        if not self.can_round(base.dtype, out.dtype):
+            raise CodecError(f"{base.dtype} does not round to {out.dtype}")
         if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous:
             lossless.to_bfloat16(as_uints(base), as_uints(out))
             return
@@ -64,7 +65,7 @@ class Rounded(Codec):
 
 
 def _is_bfloat16_copy(base: DType, dtype: DType) -> bool:
-    """Is this the common case, for which there are kernels, ten times as fast as NumPy?"""
+    """Tell if this is the common case, for which kernels are ten times as fast as NumPy."""
     return base.name == "float32" and dtype.name == "bfloat16"
 
 

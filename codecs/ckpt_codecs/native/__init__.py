@@ -1,1 +1,1 @@
-"""The compiled kernels, one module for each family. `library` loads them when the first one is called."""
+"""The compiled kernels as functions of arrays, one module per family. `library` loads them at the first call."""

@@ -1,12 +1,11 @@
-"""The kernels of deltas: `codecs/kernels/deltas.h`, with NumPy arrays in place of addresses and lengths.
+"""The kernels of delta codecs as functions of arrays: `codecs/kernels/deltas.h`.
 
-Unless said otherwise arrays are flat, `words` are unsigned integers, planes and `which` are uint8, `predicted` and
-`actual` are words of one size, and `n` is how many there are. What is returned in this thread's scratch is valid until
-the next kernel of the same thread.
+All arrays are flat and without gaps; n is their size. `words` are the bits of values as unsigned integers. A result in
+this thread's buffer is valid until the thread calls the next kernel.
 
 Raises:
-    CodecError: Arrays have other dtypes or sizes than a kernel takes: a mistake of ckpt's own. No byte of a file can
-        cause it: a reader of damaged bytes returns False, and what its output holds is then undefined.
+    CodecError: Arrays have other dtypes or sizes than a kernel takes: a bug in ckpt. No content of a file causes it: a
+        reader of damaged bytes returns False, and its output is then undefined.
 """
 
 import ctypes
@@ -75,35 +74,41 @@ SIGNATURES = {
     "mix": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, DOUBLE, ADDRESS),
     "scale": (INT64, ADDRESS, INT64, DOUBLE, ADDRESS),
 }
-"""Of each kernel: the kind of its result, then those of its arguments."""
+"""The C types of each kernel: of its result, then of its arguments."""
 
 kernels = bind(SIGNATURES)
 
 BYTE, INT8, WORD16, WORD32 = np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.uint16), np.dtype(np.uint32)
 SIZE, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 PADDING = 8
-"""Bytes after a stream of bits, so that kernels load and store whole words."""
+"""Zero bytes after a stream of bits, because kernels load and store 8 bytes at a time."""
 STEP_SYMBOLS, ANS_STATES = 108, 16
 
 
 def _check_sizes(n: int, *arrays: Array) -> None:
     for array in arrays:
         if array.size != n:
-            raise CodecError(f"a kernel needs {n} elements, not {array.size}: this is a mistake of ckpt's own")
+            raise CodecError(f"a kernel needs {n} elements, not {array.size}: this is a bug in ckpt")
 
 
 # --- zigzagged differences
 
 
 def zigzag_bits(before: Array, after: Array) -> int:
-    """How many bits the largest zigzagged difference has, of words of 1, 2, 4 or 8 bytes."""
+    """Return the number of bits of the largest zigzagged difference.
+
+    `before`, `after`: (n,) uint8, uint16, uint32 or uint64.
+    """
     _check_sizes(after.size, before)
     dtype = after.dtype
     return int(kernels.zigzag_bits(dtype.itemsize, address(before, dtype), address(after, dtype), after.size))
 
 
 def split_zigzags(before: Array, after: Array, planes: list[Array]) -> None:
-    """The lowest bytes of the zigzagged differences, a plane each: 1 to as many as a word has bytes."""
+    """Fill planes with the lowest bytes of the zigzagged differences: 1 to as many planes as a word has bytes.
+
+    `before`, `after`: (n,) uint8, uint16, uint32 or uint64. `planes`: (n,) uint8 each.
+    """
     n, dtype = after.size, after.dtype
     _check_sizes(n, before, *planes)
     targets = (ctypes.c_void_p * 8)(*[address(plane, BYTE, writable=True) for plane in planes])
@@ -111,7 +116,10 @@ def split_zigzags(before: Array, after: Array, planes: list[Array]) -> None:
 
 
 def merge_zigzags(before: Array, planes: list[Array], out: Array) -> None:
-    """The words again. Bytes without a plane are 0."""
+    """Fill `out` from the planes of `split_zigzags`. Bytes without a plane are 0.
+
+    `before`, `out`: (n,) uint8, uint16, uint32 or uint64. `planes`: (n,) uint8 each.
+    """
     n, dtype = out.size, out.dtype
     _check_sizes(n, before, *planes)
     sources = (ctypes.c_void_p * 8)(*[address(plane, BYTE) for plane in planes])
@@ -123,57 +131,66 @@ def merge_zigzags(before: Array, planes: list[Array], out: Array) -> None:
 # --- contexts
 
 
-def exponent_buckets(words: Array, mantissa: int, least: int, many: int) -> Array:
-    """The exponents of 16-bit floats less the least, limited to 0 and `many` - 1: (n,) uint8, this thread's scratch."""
+def exponent_buckets(words: Array, mantissa_bits: int, min_exponent: int, count: int) -> Array:
+    """Return the exponents of floats minus the least one, limited to 0 and `count` - 1: (n,) uint8, thread's buffer.
+
+    `words`: (n,) uint16, the bits of 16-bit floats.
+    """
     out = thread_buffer("which", words.size)
     kernels.exponent_buckets(
-        address(words, WORD16), words.size, mantissa, least, many, address(out, BYTE, writable=True)
+        address(words, WORD16), words.size, mantissa_bits, min_exponent, count, address(out, BYTE, writable=True)
     )
     return out
 
 
-def count_contexts(contexts: Array, many: int) -> Array:
-    """How often each context occurs, `many` of them at least: int64."""
+def count_contexts(contexts: Array, count: int) -> Array:
+    """Return how often each context occurs: (m,) int64, m >= count. `contexts`: (n,) uint8."""
     counts = np.empty(256, np.int64)
     kernels.count_contexts(address(contexts, BYTE), contexts.size, address(counts, SIZE, writable=True))
-    return counts[: max(many, int(contexts.max(initial=0)) + 1)]
+    return counts[: max(count, int(contexts.max(initial=0)) + 1)]
 
 
 def gather(contexts: Array, plane: Array, out: Array) -> None:
-    """The symbols of each context together, in their order."""
+    """Fill `out` with the symbols grouped by context, in their order. All arrays: (n,) uint8."""
     _check_sizes(plane.size, contexts, out)
     kernels.gather(address(contexts, BYTE), address(plane, BYTE), plane.size, address(out, BYTE, writable=True))
 
 
 def scatter(contexts: Array, plane: Array, out: Array) -> None:
-    """The symbols in their places again."""
+    """Fill `out` with grouped symbols in their original order. All arrays: (n,) uint8."""
     _check_sizes(plane.size, contexts, out)
     kernels.scatter(address(contexts, BYTE), address(plane, BYTE), plane.size, address(out, BYTE, writable=True))
 
 
-# --- second moments, words of float32
+# --- second moments: the bits of float32
 
 
 def root_units(second: Array, shift: int) -> Array:
-    """Exponents so many octaves from those of the roots, from 1 to 254: (n,) uint8."""
+    """Return the exponents of square roots plus `shift`, limited to 1 and 254: (n,) uint8. `second`: (n,) uint32."""
     out = np.empty(second.size, np.uint8)
     kernels.root_units(address(second, WORD32), second.size, shift, address(out, BYTE, writable=True))
     return out
 
 
-def growth_contexts(before: Array, after: Array, least: int, many: int) -> Array:
-    """By how many quarter octaves words have grown, less the least, limited to 0 and `many` - 1: (n,) uint8."""
+def growth_contexts(before: Array, after: Array, least: int, count: int) -> Array:
+    """Return how much values grew in quarter octaves, minus `least`, limited to 0 and `count` - 1: (n,) uint8.
+
+    `before`, `after`: (n,) uint32, the bits of float32.
+    """
     _check_sizes(after.size, before)
     out = np.empty(after.size, np.uint8)
     kernels.growth_contexts(
         *(address(before, WORD32), address(after, WORD32), after.size),
-        *(least, many, address(out, BYTE, writable=True)),
+        *(least, count, address(out, BYTE, writable=True)),
     )
     return out
 
 
 def apply_drift(words: Array, rows: Array, columns: Array) -> Array:
-    """Words of rows and columns (int8) that have grown by so many sixteenths of an octave: (n,) uint32."""
+    """Return values grown by a drift in sixteenths of an octave: (n * m,) uint32.
+
+    `words`: (n * m,) uint32, the bits of float32. `rows`: (n,) int8. `columns`: (m,) int8.
+    """
     _check_sizes(rows.size * columns.size, words)
     out = np.empty_like(words)
     kernels.apply_drift(
@@ -183,11 +200,14 @@ def apply_drift(words: Array, rows: Array, columns: Array) -> Array:
     return out
 
 
-# --- grids, words of float32
+# --- grids: the bits of float32
 
 
 def to_grid(predicted: Array, actual: Array, units: Array) -> tuple[Array, Array, Array]:
-    """Symbols, depths and bits, and `PADDING` after these: uint8, this thread's scratch."""
+    """Return symbols, (n,) uint8, depths, (d,) uint8, and bits, (b,) uint8, all in this thread's buffers.
+
+    The bits end with `PADDING`. `predicted`, `actual`: (n,) uint32, the bits of float32. `units`: (n,) uint8.
+    """
     n = actual.size
     _check_sizes(n, predicted, units)
     symbols, depths, bits = (
@@ -205,7 +225,11 @@ def to_grid(predicted: Array, actual: Array, units: Array) -> tuple[Array, Array
 
 
 def from_grid(predicted: Array, units: Array, symbols: Array, depths: Array, bits: Array, out: Array) -> bool:
-    """Fill `out`; False if these are not the symbols, depths and bits of n words."""
+    """Fill `out` from symbols, depths and bits of `to_grid`; False if they do not belong to n values.
+
+    `predicted`, `out`: (n,) uint32, the bits of float32. `units`, `symbols`: (n,) uint8. `depths`: (d,) uint8. `bits`:
+    (b,) uint8.
+    """
     n = out.size
     _check_sizes(n, predicted, units, symbols)
     return bool(
@@ -218,7 +242,7 @@ def from_grid(predicted: Array, units: Array, symbols: Array, depths: Array, bit
 
 
 def _padded(bits: Array, used: int) -> Array:
-    """The bytes that so many bits take, and zeros after them."""
+    """Return the bytes of the first `used` bits, and `PADDING`: (m,) uint8."""
     end = (used + 7) >> 3
     bits[end : end + PADDING] = 0
     return bits[: end + PADDING]
@@ -228,15 +252,16 @@ def _padded(bits: Array, used: int) -> Array:
 
 
 def write_rows(rows: Array, columns: int, out: Array) -> int:
-    """Code rows of bytes below 255 of which each is like the one above. Returns how many bytes that takes.
+    """Code rows of bytes below 255, each of which is similar to the one above. Return the number of coded bytes.
 
-    If these are more than `out` has, it holds none that mean anything.
+    If that is more than the size of `out`, its content is undefined. `rows`: (n,) uint8, whole rows of `columns`.
+    `out`: (m,) uint8.
     """
     return int(kernels.write_rows(address(rows, BYTE), rows.size, columns, address(out, BYTE, writable=True), out.size))
 
 
 def read_rows(data: Array, columns: int, rows: Array) -> bool:
-    """Fill `rows`; False if the data has more bytes than they take."""
+    """Fill `rows`, (n,) uint8, from the bytes of `write_rows`; False if `data`, (m,) uint8, has more than these."""
     return bool(
         kernels.read_rows(address(data, BYTE), data.size, columns, address(rows, BYTE, writable=True), rows.size)
     )
@@ -246,34 +271,39 @@ def read_rows(data: Array, columns: int, rows: Array) -> bool:
 
 
 def find_steps(
-    predicted: Array, actual: Array, which: Array, contexts: int, many: int
+    predicted: Array, actual: Array, which: Array, buckets: int, changed: int
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Where values change, of which there are `many`.
+    """Return where the `changed` values are that differ, and by how much.
 
-    Of each change its bucket (uint8), how many unchanged values of this come after it (int64), and the step (uint16).
-    Of each bucket how many values it has, and how many come before its first change: int64.
+    Returns:
+        Of each change: its bucket, (changed,) uint8; the number of unchanged values of the bucket after it, (changed,)
+        int64; the step, (changed,) uint16. Of each bucket: its number of values, (buckets,) int64; the number of those
+        before its first change, (buckets,) int64.
+
+    `predicted`, `actual`: (n,) uint16. `which`: (n,) uint8, the bucket of each value.
     """
     n = actual.size
     _check_sizes(n, predicted, which)
-    buckets, gaps, steps = np.empty(many, np.uint8), np.empty(many, np.int64), np.empty(many, np.uint16)
-    sizes, first_gaps = np.empty(contexts, np.int64), np.empty(contexts, np.int64)
+    step_buckets = np.empty(changed, np.uint8)
+    gaps, steps = np.empty(changed, np.int64), np.empty(changed, np.uint16)
+    sizes, first_gaps = np.empty(buckets, np.int64), np.empty(buckets, np.int64)
     count = kernels.find_steps(
-        *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n, contexts),
-        *(address(buckets, BYTE, writable=True), address(gaps, SIZE, writable=True)),
-        *(address(steps, WORD16, writable=True), many),
+        *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n, buckets),
+        *(address(step_buckets, BYTE, writable=True), address(gaps, SIZE, writable=True)),
+        *(address(steps, WORD16, writable=True), changed),
         *(address(sizes, SIZE, writable=True), address(first_gaps, SIZE, writable=True)),
     )
-    if count != many:
-        raise CodecError(f"{count} values change, not {many}: this is a mistake of ckpt's own")
-    return buckets, gaps, steps, sizes, first_gaps
+    if count != changed:
+        raise CodecError(f"{count} values change, not {changed}: this is a bug in ckpt")
+    return step_buckets, gaps, steps, sizes, first_gaps
 
 
 def write_sparse_steps(
     buckets: Array, gaps: Array, steps: Array, sizes: Array, first_gaps: Array, shifts: Array, out: Array
 ) -> int:
-    """Code what `find_steps` returned. `shifts`: of each bucket, how many bits of a gap are told evenly.
+    """Code the results of `find_steps`. Return the number of coded bytes, as `write_rows` does.
 
-    Returns how many bytes that takes, as `write_rows` does.
+    `shifts`: (buckets,) uint8, how many bits of a gap are coded with equal probabilities. `out`: (m,) uint8.
     """
     _check_sizes(buckets.size, gaps, steps)
     _check_sizes(shifts.size, sizes, first_gaps)
@@ -287,7 +317,10 @@ def write_sparse_steps(
 
 
 def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array, out: Array) -> bool:
-    """Fill `out`; False if these are not the bytes of n words. `sizes`: how many values each bucket has."""
+    """Fill `out` from the bytes of `write_sparse_steps`, (m,) uint8; False if they do not belong to n values.
+
+    `predicted`, `out`: (n,) uint16. `which`: (n,) uint8. `sizes`: (buckets,) int64, how many values each bucket has.
+    """
     n = out.size
     _check_sizes(n, predicted, which)
     return bool(
@@ -299,10 +332,10 @@ def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array,
 
 
 def read_sparse_plane(data: Array, counts: Array, shifts: Array, plane: Array) -> bool:
-    """Fill a plane that is mostly zero; False if these are not its bytes.
+    """Fill a plane that is mostly zero, (n,) uint8; False if `data`, (m,) uint8, is not its bytes.
 
-    `counts`: how many values each context has, int64. `shifts`: how many bits of its gaps are even, at most 24; 255 if
-    there are no gaps.
+    `counts`: (contexts,) int64, how many values each context has. `shifts`: (contexts,) uint8, how many bits of its
+    gaps have equal probabilities, at most 24; 255 if there are no gaps.
     """
     _check_sizes(counts.size, shifts)
     return bool(
@@ -313,25 +346,32 @@ def read_sparse_plane(data: Array, counts: Array, shifts: Array, plane: Array) -
     )
 
 
-def count_step_symbols(predicted: Array, actual: Array, which: Array, contexts: int) -> tuple[Array, Array, Array]:
-    """Each value's bucket << 8 and symbol (uint16), how often they occur ((contexts, 108) uint32), and the bits that
-    symbols leave, with `PADDING`. All but the counts are this thread's scratch."""
+def count_step_symbols(predicted: Array, actual: Array, which: Array, buckets: int) -> tuple[Array, Array, Array]:
+    """Return the symbols of steps, how often they occur, and the bits of steps that no symbol has.
+
+    Returns:
+        Each value's bucket << 8 plus symbol, (n,) uint16; the counts, (buckets, 108) uint32; the bits with `PADDING`,
+        (m,) uint8. All but the counts are this thread's buffers.
+
+    `predicted`, `actual`: (n,) uint16. `which`: (n,) uint8, the bucket of each value.
+    """
     n = actual.size
     _check_sizes(n, predicted, which)
     symbols, bits = thread_buffer("told", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
-    counts = np.empty((contexts, STEP_SYMBOLS), np.uint32)
+    counts = np.empty((buckets, STEP_SYMBOLS), np.uint32)
     used = kernels.count_step_symbols(
         *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n),
-        *(address(symbols, WORD16, writable=True), address(counts, WORD32, writable=True), contexts),
+        *(address(symbols, WORD16, writable=True), address(counts, WORD32, writable=True), buckets),
         *(address(bits, BYTE, writable=True), bits.size, *scratch(kernels.count_step_symbols_scratch())),
     )
     return symbols, counts, _padded(bits, used)
 
 
 def write_ans_steps(symbols: Array, weights: Array) -> tuple[Array, Array]:
-    """16 states (uint32), and words (uint16, this thread's scratch) that tell the symbols.
+    """Return the states, (16,) uint32, and words, (w,) uint16 in this thread's buffer, that code symbols.
 
-    `weights`: (contexts, 108) uint32; those of a context add up to 4096, and none of a symbol that occurs is 0.
+    `symbols`: (n,) uint16, of `count_step_symbols`. `weights`: (buckets, 108) uint32; the sum of those of a bucket is
+    4096, and no symbol that occurs has weight 0.
     """
     _check_sizes(len(weights) * STEP_SYMBOLS, weights)
     states, words = np.empty(ANS_STATES, np.uint32), thread_buffer("words", 2 * symbols.size + 2).view(np.uint16)
@@ -346,7 +386,11 @@ def write_ans_steps(symbols: Array, weights: Array) -> tuple[Array, Array]:
 def read_ans_steps(
     predicted: Array, which: Array, weights: Array, states: Array, words: Array, bits: Array, out: Array
 ) -> bool:
-    """Fill `out`; False if states, words and bits are not those of n words."""
+    """Fill `out`; False if states, words and bits do not belong to n values.
+
+    `predicted`, `out`: (n,) uint16. `which`: (n,) uint8. `weights`: (buckets, 108) uint32. `states`: (16,) uint32.
+    `words`: (w,) uint16. `bits`: (m,) uint8.
+    """
     n = out.size
     _check_sizes(n, predicted, which)
     _check_sizes(len(weights) * STEP_SYMBOLS, weights)
@@ -360,56 +404,64 @@ def read_ans_steps(
     )
 
 
-# --- steps of optimizers, arrays of float32. `codecs/kernels/optimizer_steps.c` explains the dialects.
+# --- steps of optimizers: `codecs/kernels/optimizer_steps.c` explains the orders of operations
 
 
 def infer_gradients(m0: Array, m1: Array, gain: float, out: Array) -> None:
-    """The gradients that lead from one first moment to the next."""
+    """Fill `out` with the gradients that lead from `m0` to `m1`. All arrays: (n,) float32."""
     _check_sizes(out.size, m0, m1)
     kernels.infer_gradients(_read(m0), _read(m1), out.size, gain, _write(out))
 
 
 def infer_bfloat16_gradients(
-    m0: Array, m1: Array, scale: float, kept: float, gain: float, form: int, out: Array
+    m0: Array, m1: Array, scale: float, decay: float, gain: float, form: int, out: Array
 ) -> None:
-    """The same in bfloat16, as words, before they were multiplied by `scale`: zero wherever zero leads to `m1`."""
+    """Fill `out`, (n,) uint16, with the bfloat16 gradients before their multiplication by `scale`.
+
+    They are zero wherever zero leads to `m1`. `m0`, `m1`: (n,) float32.
+    """
     _check_sizes(out.size, m0, m1)
     kernels.infer_bfloat16_gradients(
-        _read(m0), _read(m1), out.size, scale, kept, gain, form, address(out, WORD16, writable=True)
+        _read(m0), _read(m1), out.size, scale, decay, gain, form, address(out, WORD16, writable=True)
     )
 
 
-def count_bfloat16_matches(m0: Array, m1: Array, scale: float, kept: float, gain: float, form: int) -> int:
-    """How many first moments come out to the bit if gradients were bfloat16 times `scale`."""
+def count_bfloat16_matches(m0: Array, m1: Array, scale: float, decay: float, gain: float, form: int) -> int:
+    """Return how many of `m1` are exact if gradients are bfloat16 times `scale`. `m0`, `m1`: (n,) float32."""
     _check_sizes(m1.size, m0)
-    return int(kernels.count_bfloat16_matches(_read(m0), _read(m1), m1.size, scale, kept, gain, form))
+    return int(kernels.count_bfloat16_matches(_read(m0), _read(m1), m1.size, scale, decay, gain, form))
 
 
-def step_first_moments(m: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
+def step_first_moments(m: Array, g: Array, decay: float, gain: float, form: int, out: Array) -> None:
+    """Fill `out` with the first moments after a step. All arrays: (n,) float32."""
     _check_sizes(out.size, m, g)
-    kernels.step_first_moments(_read(m), _read(g), out.size, kept, gain, form, _write(out))
+    kernels.step_first_moments(_read(m), _read(g), out.size, decay, gain, form, _write(out))
 
 
-def step_second_moments(v: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
+def step_second_moments(v: Array, g: Array, decay: float, gain: float, form: int, out: Array) -> None:
+    """Fill `out` with the second moments after a step. All arrays: (n,) float32."""
     _check_sizes(out.size, v, g)
-    kernels.step_second_moments(_read(v), _read(g), out.size, kept, gain, form, _write(out))
+    kernels.step_second_moments(_read(v), _read(g), out.size, decay, gain, form, _write(out))
 
 
 def step_adam_torch(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
+    """Fill `out` with the weights after a step, in torch's order of operations. All arrays: (n,) float32."""
     _step_adam(kernels.step_adam_torch, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
 def step_adam_fused(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
+    """Fill `out` with the weights after a step, as torch's fused GPU kernels do. All arrays: (n,) float32."""
     _step_adam(kernels.step_adam_fused, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
 def step_adam_deepspeed_cpu(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
+    """Fill `out` with the weights after a step, as DeepSpeed does on CPUs. All arrays: (n,) float32."""
     _step_adam(kernels.step_adam_deepspeed_cpu, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
 
 
@@ -424,6 +476,7 @@ def step_adam_apex(
     bias1_factor: float,
     out: Array,
 ) -> None:
+    """Fill `out` with the weights after a step, as apex does. All arrays: (n,) float32."""
     _step_adam(kernels.step_adam_apex, w, m, v, (weight_factor, step_size, bias2_factor, eps, bias1_factor), out)
 
 
@@ -438,7 +491,10 @@ def extrapolate_weights(
     new_direction: float,
     out: Array,
 ) -> None:
-    """Weights some steps on, from the moments before and after these."""
+    """Fill `out` with predicted weights after several steps, from the moments before and after these.
+
+    All arrays: (n,) float32.
+    """
     _check_sizes(out.size, w, m0, v0, m1, v1)
     kernels.extrapolate_weights(
         *(_read(w), _read(m0), _read(v0), _read(m1), _read(v1), out.size),
@@ -447,18 +503,19 @@ def extrapolate_weights(
 
 
 def step_momentum(w: Array, b: Array, weight_factor: float, step_size: float, out: Array) -> None:
-    """A step of gradient descent with momentum `b`."""
+    """Fill `out` with the weights after a step of gradient descent with momentum `b`. All arrays: (n,) float32."""
     _check_sizes(out.size, w, b)
     kernels.step_momentum(_read(w), _read(b), out.size, weight_factor, step_size, _write(out))
 
 
 def mix(x: Array, y: Array, a: float, b: float, out: Array) -> None:
-    """a x + b y."""
+    """Fill `out` with a x + b y. All arrays: (n,) float32."""
     _check_sizes(out.size, x, y)
     kernels.mix(_read(x), _read(y), out.size, a, b, _write(out))
 
 
 def scale(x: Array, factor: float, out: Array) -> None:
+    """Fill `out` with `factor` x. All arrays: (n,) float32."""
     _check_sizes(out.size, x)
     kernels.scale(_read(x), out.size, factor, _write(out))
 

@@ -1,6 +1,6 @@
-"""The library of C kernels: found beside this file, loaded when the first kernel is called, bound by ctypes.
+"""The library of C kernels: next to this file, loaded when the first kernel is called, bound by ctypes.
 
-ctypes lets go of the GIL during each call. It knows nothing of arrays: `address` checks what a kernel cannot.
+ctypes releases the GIL during each call. It does not know arrays: `address` checks what a kernel cannot check.
 """
 
 import ctypes
@@ -27,28 +27,28 @@ FLOAT = ctypes.c_float
 DOUBLE = ctypes.c_double
 
 Signatures = Mapping[str, tuple[Any, ...]]
-"""Of each kernel by name: the kind of its result, then of its arguments, as the C header declares them."""
+"""The C types of each kernel by name: of its result, then of its arguments, as the C header declares them."""
 
 _SUFFIXES = {"darwin": "dylib", "win32": "dll"}
 PATH = Path(__file__).with_name(f"libckpt.{_SUFFIXES.get(sys.platform, 'so')}")
 _ALIGNMENT = 64
-_LEAST_SCRATCH = 1 << 16
+_MIN_SCRATCH_NBYTES = 1 << 16
 
 
 class LibraryError(ImportError):
     """The compiled kernels are missing, or do not belong to this version or this CPU.
 
-    No CodecError, since data that cannot be decoded for this reason is not damaged.
+    It is not a CodecError, because data that cannot be decoded for this reason is not damaged.
     """
 
 
 class Kernels:
-    """The functions of one table of signatures, as attributes. The first use of any of them loads the library."""
+    """The functions of one table of signatures as attributes. The first use of one of them loads the library."""
 
     def __init__(self, signatures: Signatures) -> None:
         self._signatures = signatures
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:  # only where the attribute is not there yet
+    def __getattr__(self, name: str) -> Callable[..., Any]:  # only if there is no such attribute yet
         if name not in self._signatures:
             raise AttributeError(name)
         result, *arguments = self._signatures[name]
@@ -61,38 +61,38 @@ class Kernels:
 
 
 def bind(signatures: Signatures) -> Kernels:
-    """The kernels of a table of signatures, at this CPU's level.
+    """Return the kernels of a table of signatures at this CPU's level.
 
-    A kernel that returns a negative number was called with sizes that do not fit: that raises CodecError.
+    Calling a kernel raises CodecError if it returns a negative number: then the sizes of its arguments do not fit.
     """
     return Kernels(signatures)
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library.
+    """Return the loaded library.
 
     Raises:
         LibraryError: It is missing, or older or newer than the C sources of this checkout.
     """
     sources = find_sources()
-    mend = "run `make kernels`, or `pip install --editable .`" if sources else "install ckpt-suite again"
+    repair = "run `make kernels`, or `pip install --editable .`" if sources else "install ckpt-suite again"
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         reason = f"cannot be loaded ({error})" if PATH.exists() else "is missing"
-        raise LibraryError(f"the compiled kernels: {PATH} {reason}; {mend}") from error
+        raise LibraryError(f"the compiled kernels: {PATH} {reason}; {repair}") from error
     library.ckpt_level.restype = library.ckpt_sources.restype = INT64
     if sources and library.ckpt_sources() != hash_sources(sources):
-        raise LibraryError(f"the compiled kernels: {PATH} was not built from the sources in {sources}; {mend}")
+        raise LibraryError(f"the compiled kernels: {PATH} was not built from the sources in {sources}; {repair}")
     return library
 
 
 def levels() -> tuple[int, ...]:
-    """The levels of kernels that this CPU runs, the highest last.
+    """Return the levels of kernels that this CPU can run, the highest last.
 
     Raises:
-        LibraryError: It runs none.
+        LibraryError: It can run none.
     """
     highest = load().ckpt_level()
     if highest == 0:
@@ -102,22 +102,24 @@ def levels() -> tuple[int, ...]:
 
 @cache
 def level() -> int:
-    """The level that is bound: the highest, or what CKPT_CPU_LEVEL says.
+    """Return the level that is bound: the highest one, or that of the environment variable CKPT_CPU_LEVEL.
 
     Raises:
-        LibraryError: This CPU does not run the level that CKPT_CPU_LEVEL says.
+        LibraryError: This CPU cannot run the level of CKPT_CPU_LEVEL.
     """
-    asked = os.environ.get("CKPT_CPU_LEVEL", "")
+    requested = os.environ.get("CKPT_CPU_LEVEL", "")
     possible = levels()
-    if not asked:
+    if not requested:
         return possible[-1]
-    if asked not in map(str, possible):
-        raise LibraryError(f"CKPT_CPU_LEVEL={asked}: this CPU runs {' and '.join(map(str, possible))}")
-    return int(asked)
+    if requested not in map(str, possible):
+        raise LibraryError(f"CKPT_CPU_LEVEL={requested}: this CPU runs {' and '.join(map(str, possible))}")
+    return int(requested)
 
 
 def address(array: Array, dtype: DType | type[Any], writable: bool = False) -> int:
-    """Where the elements of an array lie. The caller keeps the array until the kernel has returned.
+    """Return the address of the first element of an array, of any shape and of the given dtype.
+
+    It is valid as long as the array: the caller holds a reference until the kernel returns.
 
     Raises:
         CodecError: The array has gaps, another dtype, or is read-only where the kernel writes.
@@ -125,19 +127,19 @@ def address(array: Array, dtype: DType | type[Any], writable: bool = False) -> i
     flags = array.flags
     if array.dtype != dtype or not flags.c_contiguous or (writable and not flags.writeable):
         wanted = f"{'writable ' if writable else ''}{np.dtype(dtype)}"
-        given = f"{array.dtype}, strides {array.strides}, {'' if flags.writeable else 'not '}writable"
-        raise CodecError(f"a kernel needs {wanted} without gaps, not {given}: this is a mistake of ckpt's own")
+        actual = f"{array.dtype}, strides {array.strides}, {'' if flags.writeable else 'not '}writable"
+        raise CodecError(f"a kernel needs {wanted} without gaps, not {actual}: this is a bug in ckpt")
     if flags.writeable and array.size:
         try:
             return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
         except ValueError:  # a dtype that NumPy does not know, like bfloat16
             pass
-    # Five times as slow.
+    # This takes five times as long.
     return int(array.__array_interface__["data"][0])
 
 
 def optional_address(array: Array | None, dtype: DType | type[Any], writable: bool = False) -> int | None:
-    """The same of an array that a kernel can do without: None, which C sees as NULL, if there is none."""
+    """Return the address of an array of any shape and the given dtype; None, which is NULL in C, if there is none."""
     return None if array is None else address(array, dtype, writable)
 
 
@@ -152,19 +154,19 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> tuple[int, int]:
-    """Address and size of memory for one call of a kernel: at least so many bytes, aligned to 64.
+    """Return address and size of memory for one call of a kernel: at least `size` bytes, aligned to 64.
 
-    It is the same memory for all calls of a thread: nothing in it outlives the call.
+    All calls of a thread use the same memory: it is valid during one call.
     """
     if _scratch.size < size:
-        whole = max(size, _LEAST_SCRATCH)
-        _scratch.array = np.empty(whole + _ALIGNMENT, np.uint8)
+        nbytes = max(size, _MIN_SCRATCH_NBYTES)
+        _scratch.array = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = address(_scratch.array, np.uint8, writable=True)
-        _scratch.address, _scratch.size = start + -start % _ALIGNMENT, whole
+        _scratch.address, _scratch.size = start + -start % _ALIGNMENT, nbytes
     return _scratch.address, _scratch.size
 
 
 def _check(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if result < 0:
-        raise CodecError(f"{function.__name__} returned {result}: sizes do not fit: this is a mistake of ckpt's own")
+        raise CodecError(f"{function.__name__} returned {result}: sizes do not fit: this is a bug in ckpt")
     return result

@@ -1,8 +1,8 @@
-"""The kernels of the lossless codecs, as functions of arrays. `codecs/kernels/lossless.h` says what each does.
+"""The kernels of the lossless codecs, as functions of arrays. `codecs/kernels/lossless.h` specifies them.
 
-Words are one-dimensional arrays of uint8, uint16, uint32 or uint64: the bits of values. Planes are uint8, as long as
-the words. Arrays have no gaps. `max_ratio`: a plane is coded if that makes it smaller than this share of its size.
-`sampled`: believe a sample of the plane that says that it will not.
+`words` are the bits of values: (n,) uint8, uint16, uint32 or uint64. Planes are (n,) uint8. Arrays have no gaps.
+`max_ratio`: a plane is coded if its stream is smaller than this share of it. `sampled`: do not try to code a plane if a
+sample of it predicts that its stream is larger.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,10 @@ _INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 
 
 def write_planes(words: Array, floats: bool, max_ratio: float, sampled: bool, out: Array) -> int:
-    """Write a chunk of planes to `out`, all but its first byte; returns where it ends.
+    """Write a chunk of planes to `out`, all but its first byte; return where it ends.
 
-    `floats`: the exponent has a plane of its own. `out`: uint8, at least 1 + width * (5 + words.size) bytes.
+    `words`: (n,) uint8, uint16, uint32 or uint64. `floats`: the exponent has its own plane. `out`: (m,) uint8,
+    m >= 1 + width * (5 + n).
     """
     width, size = words.itemsize, words.size
     return int(
@@ -54,7 +55,7 @@ def write_planes(words: Array, floats: bool, max_ratio: float, sampled: bool, ou
 
 
 def read_planes(source: Array, floats: bool, words: Array) -> bool:
-    """Fill `words` from a chunk of planes, uint8; False if a stream is damaged or holds a frame of zstd."""
+    """Fill `words`, (n,) uint8 to uint64, from a chunk of planes, (m,) uint8; False if that is not possible."""
     width, size = words.itemsize, words.size
     failed = kernels.read_planes(
         *(floats, width, address(source, _UINT8), source.size),
@@ -67,10 +68,10 @@ def read_planes(source: Array, floats: bool, words: Array) -> bool:
 def write_residuals(
     words: Array, base: Array | None, columns: int, max_ratio: float, sampled: bool, row_max_ratio: float, out: Array
 ) -> int:
-    """Write a chunk of residuals to `out`, all but its first byte; returns where it ends, or 0 if it gains nothing.
+    """Write a chunk of residuals to `out`, all but its first byte; return where it ends, or 0 if it saves nothing.
 
-    `words`, `base`: uint32 for float32, uint16 for bfloat16. `columns`: values per row. `row_max_ratio`: the max_ratio
-    of the streams of row scales.
+    `words`, `base`: (n,) uint32 for float32, (n,) uint16 for bfloat16. `columns`: values per row. `row_max_ratio`: the
+    max_ratio of the streams of row scales. `out`: (m,) uint8.
     """
     width, size = words.itemsize, words.size
     _check_base(base, words)
@@ -84,7 +85,7 @@ def write_residuals(
 
 
 def read_residuals(source: Array, base: Array | None, columns: int, words: Array) -> bool:
-    """Fill `words` from a chunk of residuals, uint8; False if a stream is damaged or holds a frame of zstd."""
+    """Fill `words`, (n,) uint16 or uint32, from a chunk of residuals, (m,) uint8; False if that is not possible."""
     width, size = words.itemsize, words.size
     _check_base(base, words)
     failed = kernels.read_residuals(
@@ -96,14 +97,19 @@ def read_residuals(source: Array, base: Array | None, columns: int, words: Array
 
 
 def write_streams(sizes: Sequence[int], max_ratios: Sequence[float], sampled: Sequence[bool], out: Array) -> int:
-    """Turn planes into streams in place, and write their directory to out[1:]; returns where the last stream ends.
+    """Turn planes into streams in place, and write their directory to out[1:]; return where the last stream ends.
 
-    The planes lie in `out`, uint8, one after another, from 1 + 5 * len(sizes) on.
+    `out`: (m,) uint8, has the planes, one after another, from 1 + 5 * len(sizes) on.
     """
-    given = np.array(sizes, _INT64), np.array(max_ratios, _FLOAT64), np.array(sampled, _UINT8)
+    arguments = np.array(sizes, _INT64), np.array(max_ratios, _FLOAT64), np.array(sampled, _UINT8)
     return int(
         kernels.write_streams(
-            *(address(given[0], _INT64), address(given[1], _FLOAT64), address(given[2], _UINT8), len(sizes)),
+            *(
+                address(arguments[0], _INT64),
+                address(arguments[1], _FLOAT64),
+                address(arguments[2], _UINT8),
+                len(sizes),
+            ),
             *(address(out, _UINT8, writable=True), out.size),
             *scratch(kernels.lossless_scratch(1, max(sizes, default=0), 0)),
         )
@@ -113,17 +119,17 @@ def write_streams(sizes: Sequence[int], max_ratios: Sequence[float], sampled: Se
 def read_streams(
     source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], places: Sequence[int], out: Array
 ) -> int:
-    """Fill planes from streams; returns the number of the first that is damaged or holds a frame of zstd.
+    """Fill planes from streams; return the index of the first that is damaged or has a frame of zstd.
 
-    Stream i is source[starts[i] : starts[i + 1]], and its plane out[places[i] : places[i] + sizes[i]]. Streams that are
-    stored, or frames of zstd, are left to the caller.
+    Stream i is source[starts[i] : starts[i + 1]], and its plane out[places[i] : places[i] + sizes[i]]. The caller
+    handles streams that are stored or frames of zstd. `source`, `out`: (m,) uint8.
     """
-    given = [np.array(numbers, _INT64) for numbers in (starts, sizes, places)]
-    held = np.array(kinds, _UINT8)
+    positions = [np.array(numbers, _INT64) for numbers in (starts, sizes, places)]
+    kind_bytes = np.array(kinds, _UINT8)
     return int(
         kernels.read_streams(
-            *(address(source, _UINT8), source.size, address(held, _UINT8)),
-            *(address(numbers, _INT64) for numbers in given),
+            *(address(source, _UINT8), source.size, address(kind_bytes, _UINT8)),
+            *(address(numbers, _INT64) for numbers in positions),
             *(len(sizes), address(out, _UINT8, writable=True), out.size),
             *scratch(kernels.lossless_scratch(1, max(sizes, default=0), 0)),
         )
@@ -131,9 +137,9 @@ def read_streams(
 
 
 def entropy_code(plane: Array, out: Array) -> int:
-    """Code a plane if that makes it smaller, into `out`, uint8 and as long as the plane.
+    """Code a plane, (n,) uint8, into `out`, (n,) uint8, if that makes it smaller.
 
-    Returns the number of bytes: 0 if the plane is to be stored, 1 if it is constant, else those of a Huffman code.
+    Return the number of bytes: 0 if the plane should be stored, 1 if it is constant, else those of a Huffman code.
     """
     return int(
         kernels.entropy_code(
@@ -144,12 +150,15 @@ def entropy_code(plane: Array, out: Array) -> int:
 
 
 def estimate_bits(plane: Array) -> float:
-    """Bits per symbol of a plane, estimated from a sample. Negative if it is too small for one."""
+    """Return the bits per symbol of a plane, (n,) uint8, estimated from a sample; negative if it is too small."""
     return float(kernels.estimate_bits(address(plane, _UINT8), plane.size))
 
 
 def split_planes(words: Array, floats: bool) -> Array:
-    """The planes of words: (width, words.size) uint8. `floats`: the exponent has a plane of its own, the last."""
+    """Return the planes of words, (width, n) uint8. `floats`: the exponent has its own plane, the last.
+
+    `words`: (n,) uint8, uint16, uint32 or uint64.
+    """
     planes = np.empty((words.itemsize, words.size), _UINT8)
     kernels.split_planes(
         *(floats, words.itemsize, address(words, words.dtype), words.size),
@@ -159,13 +168,16 @@ def split_planes(words: Array, floats: bool) -> Array:
 
 
 def to_bfloat16(words: Array, out: Array) -> None:
-    """Round float32, as uint32, to bfloat16, as uint16: ties to even. A NaN keeps its sign and no payload."""
+    """Round float32 to bfloat16, ties to even. Only the sign of a NaN remains.
+
+    `words`: (n,) uint32, the bits of float32. `out`: (n,) uint16, the bits of bfloat16.
+    """
     _check_sizes(words, out)
     kernels.to_bfloat16(address(words, _UINT32), words.size, address(out, _UINT16, writable=True))
 
 
 def is_bfloat16_of(words: Array, rounded: Array) -> bool:
-    """Are these the float32 values, rounded to bfloat16, and none of them a NaN?"""
+    """Tell if `rounded`, (n,) uint16, are the bits of `words`, (n,) uint32, rounded to bfloat16, without NaNs."""
     _check_sizes(words, rounded)
     return bool(kernels.is_bfloat16_of(address(words, _UINT32), address(rounded, _UINT16), words.size))
 
@@ -176,9 +188,9 @@ def _base(base: Array | None) -> tuple[int, int | None]:
 
 def _check_base(base: Array | None, words: Array) -> None:
     if base is not None and base.size != words.size:
-        raise CodecError(f"{base.size} values are no base of {words.size}: this is a mistake of ckpt's own")
+        raise CodecError(f"{base.size} values are no base of {words.size}: this is a bug in ckpt")
 
 
 def _check_sizes(words: Array, rounded: Array) -> None:
     if words.size != rounded.size:
-        raise CodecError(f"{words.size} values are not rounded to {rounded.size}: this is a mistake of ckpt's own")
+        raise CodecError(f"{words.size} values do not round to {rounded.size}: this is a bug in ckpt")

@@ -1,6 +1,6 @@
-"""The identity of the C sources: the build stores it in the library, and a checkout compares it.
+"""The hash of the C sources: the build stores it in the library, and a checkout compares it with its own sources.
 
-The build hook runs this file before any package is there, so it imports nothing of ckpt's and nothing installed.
+The build hook runs this file before any package is installed, so it imports the standard library only.
 """
 
 import zlib
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def find_sources() -> Path | None:
-    """The folder of the C sources if this is a checkout; an installed package has none."""
+    """Return the folder of the C sources in a checkout; None in an installed package."""
     folder = Path(__file__).resolve().parents[2] / "kernels"
     return folder if (folder / "level.c").is_file() else None
 
 
 def hash_sources(folder: Path) -> int:
-    """CRC-32 of the names and contents of all files that the library is built from.
+    """Return the CRC-32 of the names and contents of all files that the library is built from.
 
-    Programs that try the kernels, like `fuzz.c`, are no part of the library.
+    Programs that test the kernels, like `fuzz.c`, are not part of the library.
     """
     crc = 0
     for path in sorted(folder.glob("*.[ch]")):

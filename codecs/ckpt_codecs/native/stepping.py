@@ -1,10 +1,10 @@
-"""The compiled steps of optimizers. `stepping.h` says what each computes.
+"""The compiled steps of optimizers. `codecs/kernels/stepping.h` specifies them.
 
-States and gradients are flat float32 arrays of one size; states are stepped in place and share no memory. A step may be
-done in pieces: `vectors` is how many elements of the piece belong to whole vectors of the whole tensor.
+States and gradients are (n,) float32. States are updated in place and share no memory. A tensor may be stepped in
+parts: `vectors` is how many elements of the part are in whole vectors of the tensor.
 
 Raises:
-    CodecError: Arrays have other dtypes or sizes: a mistake of ckpt's own.
+    CodecError: Arrays have other dtypes or sizes: a bug in ckpt.
 """
 
 from enum import IntEnum
@@ -28,7 +28,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Decaying(IntEnum):
-    """What multiples of the weights are added to: NO_DECAY, ... of `stepping.h`."""
+    """What multiples of the weights are added to: NO_DECAY, DECAYS_GRADIENT or DECAYS_WEIGHTS of `stepping.h`."""
 
     NOTHING = 0
     GRADIENT = 1
@@ -46,18 +46,21 @@ def step_adam(
     weight_factor: float,
     l2: float,
     first_gain: float,
-    second_kept: float,
+    second_decay: float,
     second_gain: float,
     step_size: float,
     bias2_root: float,
     eps: float,
 ) -> None:
-    """Adam and AdamW. `largest` is None without amsgrad. Numbers are rounded to float32."""
+    """Step weights by Adam or AdamW. Numbers are rounded to float32.
+
+    All arrays: (n,) float32. `largest`: None without amsgrad.
+    """
     _check_sizes(weights, first, second, largest, gradients)
     kernels.step_adam(
         *(address(state, FLOAT32, writable=True) for state in (weights, first, second)),
         *(optional_address(largest, FLOAT32, writable=True), address(gradients, FLOAT32), weights.size, vectors),
-        *(gradient_sign, weight_factor, l2, first_gain, second_kept, second_gain, step_size, bias2_root, eps),
+        *(gradient_sign, weight_factor, l2, first_gain, second_decay, second_gain, step_size, bias2_root, eps),
     )
 
 
@@ -74,7 +77,10 @@ def step_sgd(
     is_nesterov: bool,
     step_size: float,
 ) -> None:
-    """Gradient descent. `buffer` is None without momentum. Numbers are rounded to float32."""
+    """Step weights by gradient descent. Numbers are rounded to float32.
+
+    All arrays: (n,) float32. `buffer`: None without momentum.
+    """
     _check_sizes(weights, buffer, gradients)
     kernels.step_sgd(
         *(address(weights, FLOAT32, writable=True), optional_address(buffer, FLOAT32, writable=True)),
@@ -91,27 +97,30 @@ def step_adam_deepspeed(
     vectors: int,
     decaying: Decaying,
     decay: float,
-    first_kept: float,
+    first_decay: float,
     first_gain: float,
-    second_kept: float,
+    second_decay: float,
     second_gain: float,
     step_size: float,
     bias2_scale: float,
     eps: float,
 ) -> None:
-    """Adam and AdamW of DeepSpeed's operator for CPUs. Numbers are rounded to float32."""
+    """Step weights by DeepSpeed's Adam or AdamW for CPUs. Numbers are rounded to float32. All arrays: (n,) float32."""
     _check_sizes(weights, first, second, gradients)
     kernels.step_adam_deepspeed(
         *(address(state, FLOAT32, writable=True) for state in (weights, first, second)),
         *(address(gradients, FLOAT32), weights.size, vectors, int(decaying)),
-        *(decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps),
+        *(decay, first_decay, first_gain, second_decay, second_gain, step_size, bias2_scale, eps),
     )
 
 
 def step_adagrad(
     weights: Array, total: Array, gradients: Array, gradient_sign: float, l2: float, rate: float, eps: float
 ) -> None:
-    """Adagrad. `total` is the sum of squares. Numbers are rounded to float32."""
+    """Step weights by Adagrad. Numbers are rounded to float32.
+
+    All arrays: (n,) float32. `total`: the sum of squares.
+    """
     _check_sizes(weights, total, gradients)
     kernels.step_adagrad(
         *(address(state, FLOAT32, writable=True) for state in (weights, total)),
@@ -128,7 +137,7 @@ def step_lion(
     weight_factor: float,
     rate: float,
 ) -> None:
-    """Lion. Numbers are rounded to float32."""
+    """Step weights by Lion. Numbers are rounded to float32. All arrays: (n,) float32."""
     _check_sizes(weights, average, gradients)
     kernels.step_lion(
         *(address(state, FLOAT32, writable=True) for state in (weights, average)),
@@ -138,4 +147,4 @@ def step_lion(
 
 def _check_sizes(*arrays: Array | None) -> None:
     if len({array.size for array in arrays if array is not None}) > 1:
-        raise CodecError("states and gradients of a step have one size: this is a mistake of ckpt's own")
+        raise CodecError("states and gradients of a step have one size: this is a bug in ckpt")

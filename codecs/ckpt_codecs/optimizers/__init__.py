@@ -1,4 +1,4 @@
-"""Steps of optimizers on arrays, without torch: the same bits as the trainer's own optimizer, given its gradients."""
+"""Optimizer steps on arrays, without torch: given the gradients, the same bits as the trainer's own optimizer."""
 
 from ckpt_codecs.optimizers.adagrad import Adagrad
 from ckpt_codecs.optimizers.adam import Adam

@@ -13,7 +13,8 @@ SUM = "sum"
 class Adagrad:
     """Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011): the bits of `torch.optim.Adagrad(..., fused=True)` on CPUs.
 
-    All elements are rounded alike, whatever `vectors` is. torch begins with a `sum` of its `initial_accumulator_value`.
+    All elements are rounded in the same way, for any `vectors`. torch initializes `sum` with
+    `initial_accumulator_value`.
     """
 
     lr: float
@@ -27,7 +28,7 @@ class Adagrad:
         return (WEIGHTS, SUM)
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`."""
+        """Update the states in place, (n,) float32; see `OptimizerStep.apply`."""
         check_count(count)
         stepping.step_adagrad(
             state_of(states, WEIGHTS),

@@ -14,8 +14,9 @@ FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 class Adam:
     """Adam (Kingma and Ba, arXiv 1412.6980), or AdamW (Loshchilov and Hutter, 1711.05101) if `decoupled_weight_decay`.
 
-    With the bits of `torch.optim.Adam(..., fused=True)` on CPUs. The for-loop and foreach implementations round moments
-    alike, but take roots by a function that is not IEEE 754's on every machine, so that weights may differ in a bit.
+    The results are the bits of `torch.optim.Adam(..., fused=True)` on CPUs. The for-loop and foreach implementations
+    compute the same moments, but their square root is not that of IEEE 754 on every machine, so weights may differ by
+    one bit.
     """
 
     lr: float
@@ -31,12 +32,12 @@ class Adam:
         return (WEIGHTS, FIRST, SECOND, LARGEST) if self.amsgrad else (WEIGHTS, FIRST, SECOND)
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`."""
+        """Update the states in place, (n,) float32; see `OptimizerStep.apply`."""
         check_count(count)
         beta1, beta2 = self.betas
         bias1, bias2 = 1 - beta1**count, 1 - beta2**count
         if not bias1 or not bias2:
-            raise CodecError(f"betas of {self.betas} leave no moments to correct")
+            raise CodecError(f"betas of {self.betas} make a bias correction zero")
         stepping.step_adam(
             state_of(states, WEIGHTS),
             state_of(states, FIRST),
@@ -48,7 +49,7 @@ class Adam:
             weight_factor=1 - self.lr * self.weight_decay if self.decoupled_weight_decay and self.weight_decay else 1,
             l2=0 if self.decoupled_weight_decay else self.weight_decay,
             first_gain=1 - beta1,
-            second_kept=beta2,
+            second_decay=beta2,
             second_gain=1 - beta2,
             step_size=-(self.lr / bias1),
             bias2_root=bias2**0.5,

@@ -1,4 +1,4 @@
-"""What every optimizer's step is: names of states, and how they follow from a gradient."""
+"""The interface of optimizer steps: the names of the states, and their update by a gradient."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -7,29 +7,29 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 
 States = Mapping[str, Array]
-"""The states of a tensor, or of a range of it, by torch's names: flat float32 arrays of one size."""
+"""The states of a tensor, or of a range of it, by torch's names: (n,) float32 each."""
 
 WEIGHTS = "param"
-"""What the steps call the tensor that they step: the master, where there is one."""
+"""The name of the tensor that is updated: the master, if there is one."""
 VECTOR = 8
-"""Elements that torch's fused kernels for CPUs take at once; what is left at a tensor's end is rounded otherwise."""
+"""Elements in a vector of torch's fused kernels for CPUs. The rest of a tensor is rounded differently."""
 
 
 class OptimizerStep(Protocol):
-    """One step of one parameter group: the options that the optimizer had at that moment."""
+    """One step of one parameter group, with the optimizer's options at this step."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states that it needs, the weights first."""
+        """The names of the states that the step needs, the weights first."""
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place.
+        """Update the states in place.
 
         Args:
-            states: All that `states` names.
-            gradients: float32, as the optimizer was given them; as many as there are weights.
+            states: The arrays of all names in `self.states`: (n,) float32 each.
+            gradients: (n,) float32, as the optimizer received them.
             count: The number of this step of this parameter, from 1.
-            vectors: How many of the elements lie in whole vectors of the tensor: see `whole_vectors`.
+            vectors: How many of the n elements are in whole vectors of the tensor: see `whole_vectors`.
 
         Raises:
             CodecError: A state is missing or has another size.
@@ -37,10 +37,10 @@ class OptimizerStep(Protocol):
 
 
 def whole_vectors(size: int, start: int, stop: int, is_fused: bool, width: int = VECTOR) -> int:
-    """How many elements of the range of a tensor of `size` elements lie in whole vectors of the optimizer's kernel.
+    """Return how many elements of a range of a tensor of `size` elements are in whole vectors of the kernel.
 
-    Only torch's fused implementations know vectors; in others all elements are rounded alike. DeepSpeed's operators are
-    fused, too, and have vectors of their own `width`. Its blocks, tiles and threads change nothing.
+    Only torch's fused implementations have vectors; the others round all elements in the same way. DeepSpeed's
+    operators are also fused and have another `width`. Its blocks, tiles and threads do not change the result.
 
     >>> whole_vectors(21, 8, 21, is_fused=True), whole_vectors(21, 0, 8, is_fused=True)
     (8, 8)
@@ -50,13 +50,13 @@ def whole_vectors(size: int, start: int, stop: int, is_fused: bool, width: int =
 
 
 def check_count(count: int) -> None:
-    """Raise CodecError for what is no number of a step."""
+    """Raise CodecError if this is not the number of a step."""
     if count < 1:
         raise CodecError(f"steps are counted from 1: there is no step {count}")
 
 
 def state_of(states: States, name: str) -> Array:
-    """A state by its name. Raises CodecError if it is missing."""
+    """Return a state by its name: (n,) float32. Raises CodecError if it is missing."""
     try:
         return states[name]
     except KeyError:

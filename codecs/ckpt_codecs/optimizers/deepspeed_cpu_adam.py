@@ -1,4 +1,4 @@
-"""Steps of DeepSpeed's Adam for CPUs, which offloads optimizers."""
+"""Steps of DeepSpeed's Adam for CPUs, which it uses for offloaded optimizers."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,21 +12,21 @@ from ckpt_codecs.optimizers.adam import FIRST, SECOND
 from ckpt_codecs.optimizers.base import WEIGHTS, States, check_count, state_of
 
 DEEPSPEED_VECTOR = 16
-"""Elements that the operator takes at once where it was built for AVX-512: 8 for AVX2, 4 for NEON. See `whole_vectors`.
+"""Elements in a vector of the operator if it was built for AVX-512; 8 for AVX2, 4 for NEON. See `whole_vectors`.
 
-Where it was built for none of these, no element lies in a whole vector."""
+If it was built for none of these, no element is in a whole vector."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedCpuAdam:
     """Adam, or AdamW if `adamw_mode`: the bits of `deepspeed.ops.adam.DeepSpeedCPUAdam` with float32 states.
 
-    The operator computes in float32 what torch computes in float64, the powers of the betas among it: each is that of
-    the step before times beta. After a checkpoint was loaded it begins anew, with a power that is rounded once.
+    The operator computes in float32 what torch computes in float64, including the powers of the betas: each is that of
+    the previous step times beta. After a checkpoint is loaded, the first power is computed anew and rounded once.
 
     Attributes:
-        powers_from: The step at which the powers of betas were computed anew: the first one after loading, or `count`
-            itself where groups have other betas or counts, so that they are at every step. 0: not since the beginning.
+        powers_from: The step at which the powers of the betas were last computed anew: the first step after loading, or
+            `count` itself if groups have different betas or counts, because then they are at every step. 0: never.
     """
 
     lr: float
@@ -42,7 +42,7 @@ class DeepSpeedCpuAdam:
         return (WEIGHTS, FIRST, SECOND)
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`. `vectors` counts vectors of the operator: DEEPSPEED_VECTOR."""
+        """Update the states in place, (n,) float32; see `OptimizerStep.apply`. Vectors are the operator's."""
         check_count(count)
         if not 0 <= self.powers_from <= count:
             raise CodecError(f"the powers of step {count} cannot be computed from those of step {self.powers_from}")
@@ -52,21 +52,21 @@ class DeepSpeedCpuAdam:
         if self.bias_correction:
             bias1, bias2 = (one - _power(float(beta), count, self.powers_from) for beta in (beta1, beta2))
             if not bias1 > 0 or not bias2 > 0:
-                raise CodecError(f"betas of {self.betas} leave no moments to correct")
-        decaying, decay = stepping.Decaying.NOTHING, np.float32(self.weight_decay)
+                raise CodecError(f"betas of {self.betas} make a bias correction zero")
+        decay_target, decay = stepping.Decaying.NOTHING, np.float32(self.weight_decay)
         if decay > 0:
-            decaying = stepping.Decaying.WEIGHTS if self.adamw_mode else stepping.Decaying.GRADIENT
+            decay_target = stepping.Decaying.WEIGHTS if self.adamw_mode else stepping.Decaying.GRADIENT
         stepping.step_adam_deepspeed(
             state_of(states, WEIGHTS),
             state_of(states, FIRST),
             state_of(states, SECOND),
             gradients,
             vectors,
-            decaying,
+            decay_target,
             decay=float(-lr * decay if self.adamw_mode else decay),
-            first_kept=float(beta1),
+            first_decay=float(beta1),
             first_gain=float(one - beta1),
-            second_kept=float(beta2),
+            second_decay=float(beta2),
             second_gain=float(one - beta2),
             step_size=float(-lr / bias1),
             bias2_scale=float(one / np.sqrt(bias2)),
@@ -75,8 +75,8 @@ class DeepSpeedCpuAdam:
 
 
 @lru_cache(64)
-def _power(beta: float, count: int, begin: int) -> np.float32:
-    """beta^count in float32: beta^begin, rounded once, times beta again and again."""
-    factors = np.full(count - begin + 1, beta, np.float32)
-    factors[0] = beta**begin
+def _power(beta: float, count: int, start: int) -> np.float32:
+    """Return beta^count in float32: beta^start rounded once, then times beta for each further step."""
+    factors = np.full(count - start + 1, beta, np.float32)
+    factors[0] = beta**start
     return np.float32(np.multiply.accumulate(factors)[-1])

@@ -1,4 +1,7 @@
-"""From states before and after a step to the numbers of the step. What is found wrong costs bytes, never exactness."""
+"""The fit of a step's numbers to states before and after it. A bad fit costs bytes, never exactness.
+
+All arrays of a sample are (n,) float32; 0 stands for before and 1 for after the step.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,112 +18,122 @@ from ckpt_codecs.optimizers.step import (
     BETWEEN,
     DESCENT,
     FORMS,
-    OptimizerStep,
+    FittedStep,
     adam_weights,
-    count_replayed,
+    count_first_moment_matches,
     descent_weights,
     extrapolated_weights,
     gradient,
     gradient_bits,
     gradients_from_bits,
-    number,
+    number_option,
     second_moment,
 )
 
-GOOD = 0.9
-"""The share of weights that are as foretold with numbers that need no fitting."""
-BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.9, 0.99), (0.8, 0.95))
-LIKELY = 0.7
-"""The same of the clearest gradients that a scale must make numbers of 8 bits, to be tried on more."""
-FEW, CLOSE = 2048, 0.02
-"""Values that tell which orders of operations are tried on more; how much worse than the best these may be."""
-MOST_STEPS = 10**9
-STARTS = 2
-"""Orders of operations that are searched from."""
-NEAR = 192
-"""Numbers on either side of a fitted one that are tried."""
+GOOD_SHARE = 0.9
+"""The share of exactly predicted weights from which on numbers are not searched."""
+MIN_SHARE = 0.3
+"""The same below which a step is not used."""
+USUAL_BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.9, 0.99), (0.8, 0.95))
+LIKELY_SHARE = 0.7
+"""The share of gradients near 8-bit multiples of a scale from which on the scale is tried on more gradients."""
+QUICK_SIZE, CLOSE_SHARE = 2048, 0.02
+"""Values on which all orders of operations are tried; those this close to the best are tried on all values."""
+MAX_STEPS = 10**9
+SEARCHED_STARTS = 2
+"""Orders of operations from which numbers are searched."""
+STEP_NEIGHBOURS, DECAY_NEIGHBOURS = 192, 4
+"""Neighbouring float32 numbers that are tried, in each direction."""
+CLEAREST = 512
+"""Gradients that a scale is fitted to: the largest relative to the moments, which have the fewest rounding errors."""
 
 
-def fit_adam(sample: Sample, step: StepInfo) -> OptimizerStep:
-    """The rule of one step of Adam; of several, if they are."""
+def fit_adam(sample: Sample, step: StepInfo) -> FittedStep:
+    """Return the numbers of one step of Adam, or of several if there are several between the states."""
     m0, v0, m1, v1 = _moments(sample)
-    steps = None if step.before is None or step.after is None else step.after - step.before
-    if steps in (None, 1):
-        beta1, beta2 = _betas(step.options, m0, m1, v0, v1)
-        base = OptimizerStep(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
-        tried = _compared(_adam_rules(base, step), sample)
-        rule, share = max(tried, key=_share_of)
-        if share < GOOD:
-            starts = {(rule.rule, rule.root): rule for rule, _ in tried if rule.rule != "apex"}
-            near = sorted(starts.values(), key=lambda start: _distance(_least(start, sample), sample))
-            rule, share = max([(rule, share), *(_searched(start, sample) for start in near[:STARTS])], key=_share_of)
-        if share > 0.3:
-            return fit_forms(fit_scale(rule, m0, m1), m0, m1, v0, v1)
-    return fit_between(sample)
+    count = None if step.before is None or step.after is None else step.after - step.before
+    if count in (None, 1):
+        beta1, beta2 = _fit_betas(step.options, m0, m1, v0, v1)
+        start = FittedStep(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
+        candidates = _compare(_adam_candidates(start, step), sample)
+        best, share = max(candidates, key=_share_of)
+        if share < GOOD_SHARE:
+            starts = {(fitted.rule, fitted.root): fitted for fitted, _ in candidates if fitted.rule != "apex"}
+            nearest = sorted(starts.values(), key=lambda start: _distance(_fit_linear(start, sample), sample))
+            searched = [_search(start, sample) for start in nearest[:SEARCHED_STARTS]]
+            best, share = max([(best, share), *searched], key=_share_of)
+        if share > MIN_SHARE:
+            return fit_second_form(fit_grad_scale(best, m0, m1), m0, m1, v0, v1)
+    return fit_several_steps(sample)
 
 
-def fit_descent(sample: Sample, step: StepInfo) -> OptimizerStep:
-    """The rule of one step of gradient descent with momentum."""
+def fit_descent(sample: Sample, step: StepInfo) -> FittedStep:
+    """Return the numbers of one step of gradient descent with momentum."""
     b0, b1 = sample.before["momentum_buffer"], sample.after["momentum_buffer"]
-    momentum = number(step.options, "momentum")
-    base = OptimizerStep(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
-    tried = _compared(_descent_rules(base, step), sample)
-    rule, share = max(tried, key=_share_of)
-    if share < GOOD:
-        rule, share = max((rule, share), _searched(rule, sample), key=_share_of)
-    return rule if share > 0.3 else OptimizerStep(fade=base.fade)
+    momentum = number_option(step.options, "momentum")
+    start = FittedStep(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
+    best, share = max(_compare(_descent_candidates(start, step), sample), key=_share_of)
+    if share < GOOD_SHARE:
+        best, share = max((best, share), _search(best, sample), key=_share_of)
+    return best if share > MIN_SHARE else FittedStep(fade=start.fade)
 
 
-def fit_between(sample: Sample) -> OptimizerStep:
-    """Least squares: how much of the way the first and the last update tell."""
+def fit_several_steps(sample: Sample) -> FittedStep:
+    """Return the numbers by which several steps of Adam are predicted, from the first and the last update directions.
+
+    Method: least squares.
+    """
     m0, v0, m1, v1 = _moments(sample)
     tiny = np.float32(1e-12)
-    known = np.stack([m0 / (np.sqrt(v0) + tiny), m1 / (np.sqrt(v1) + tiny), sample.w0], 1).astype(np.float64)
-    way = sample.w1.astype(np.float64) - sample.w0
-    found = _least_squares(known, way)
-    rule = OptimizerStep(BETWEEN, early=found[0], late=found[1], decay=1 + found[2], fade=_slope(m0, m1))
-    far = [_usual(np.abs(sample.w1 - w)) for w in (extrapolated_weights(rule, sample.w0, m0, v0, m1, v1), sample.w0)]
-    return rule if far[0] <= far[1] else replace(rule, early=0.0, late=0.0, decay=1.0)
+    directions = np.stack([m0 / (np.sqrt(v0) + tiny), m1 / (np.sqrt(v1) + tiny), sample.w0], 1).astype(np.float64)
+    early, late, growth = _least_squares(directions, sample.w1.astype(np.float64) - sample.w0)
+    fitted = FittedStep(BETWEEN, early=early, late=late, decay=1 + growth, fade=_slope(m0, m1))
+    predicted = extrapolated_weights(fitted, sample.w0, m0, v0, m1, v1)
+    errors = [_finite_median(np.abs(sample.w1 - weights)) for weights in (predicted, sample.w0)]
+    return fitted if errors[0] <= errors[1] else replace(fitted, early=0.0, late=0.0, decay=1.0)
 
 
-def fit_scale(rule: OptimizerStep, m0: Array, m1: Array) -> OptimizerStep:
-    """Were gradients in bfloat16, times one number? Then all of them are near its multiples by 8-bit numbers."""
-    g = gradient(rule, m0, m1).astype(np.float64)
-    clear = np.abs(g) / (np.abs(m0) + np.abs(m1))
-    usable = np.isfinite(clear) & (np.abs(g) > 1e-30) & (np.abs(g) < 1e30)
-    best = np.flatnonzero(usable)[_greatest(clear[usable], 512)]
-    if best.size < 16:
-        return rule
-    g = np.abs(g[best])
+def fit_grad_scale(fitted: FittedStep, m0: Array, m1: Array) -> FittedStep:
+    """Return the step with the scale of gradients that were bfloat16 times one number, if they were.
+
+    Then all gradients are near multiples of the scale by 8-bit numbers. `m0`, `m1`: (n,) float32.
+    """
+    g = gradient(fitted, m0, m1).astype(np.float64)
+    clarity = np.abs(g) / (np.abs(m0) + np.abs(m1))
+    usable = np.isfinite(clarity) & (np.abs(g) > 1e-30) & (np.abs(g) < 1e30)
+    clearest = np.flatnonzero(usable)[_largest(clarity[usable], CLEAREST)]
+    if clearest.size < 16:
+        return fitted
+    g = np.abs(g[clearest])
     scales = (np.frexp(g[:4, None] / np.arange(128, 256))[0] * 2).reshape(-1)
-    likely = scales[_near_bfloat16(g[:32], scales) >= LIKELY]
+    likely = scales[_share_near_bfloat16(g[:32], scales) >= LIKELY_SHARE]
     if not likely.size:
-        return rule
-    share, scale = max(zip(_near_bfloat16(g, likely).tolist(), likely.tolist(), strict=True))
-    if share < GOOD:
-        return rule
+        return fitted
+    share, scale = max(zip(_share_near_bfloat16(g, likely).tolist(), likely.tolist(), strict=True))
+    if share < GOOD_SHARE:
+        return fitted
     for _ in range(3):
-        whole = _rounded8(g / scale)
-        right = np.abs(g / scale / whole - 1) < 2.0**-11
-        if not right.any():
-            return rule
-        scale = float((g[right] * whole[right]).sum() / (whole[right] ** 2).sum())
-    around = [float(x) for x in _neighbours(np.float32(scale), 12)]
-    tried = [(x, form) for x in around for form in range(FORMS)]
-    for some, kept in ((best, 6), (slice(0, 8192), 1)):
-        few0, few1 = m0[some], m1[some]
-        shares = [count_replayed(rule, x, form, few0, few1) / few1.size for x, form in tried]
-        order = np.argsort(-np.array(shares), kind="stable")[:kept]
-        tried, share = [tried[i] for i in order], shares[order[0]]
-    scale, form = tried[0]
-    return replace(rule, scale=scale, first_form=form) if share > 0.5 else rule
+        multiples = _round_to_8_bits(g / scale)
+        close = np.abs(g / scale / multiples - 1) < 2.0**-11
+        if not close.any():
+            return fitted
+        scale = float((g[close] * multiples[close]).sum() / (multiples[close] ** 2).sum())
+    neighbours = [float(x) for x in _neighbours(np.float32(scale), 12)]
+    candidates = [(x, form) for x in neighbours for form in range(FORMS)]
+    for index, retained in ((clearest, 6), (slice(0, 8192), 1)):
+        some0, some1 = m0[index], m1[index]
+        shares = [count_first_moment_matches(fitted, x, form, some0, some1) / some1.size for x, form in candidates]
+        order = np.argsort(-np.array(shares), kind="stable")[:retained]
+        candidates, share = [candidates[i] for i in order], shares[order[0]]
+    scale, form = candidates[0]
+    return replace(fitted, scale=scale, first_form=form) if share > 0.5 else fitted
 
 
-def fit_forms(rule: OptimizerStep, m0: Array, m1: Array, v0: Array, v1: Array) -> OptimizerStep:
-    """The order of operations of the second moment, and of the first where gradients are known."""
-    g = gradients_from_bits(rule, gradient_bits(rule, m0, m1)) if rule.scale else gradient(rule, m0, m1)
-    forms = [replace(rule, second_form=form) for form in range(FORMS)]
-    return max(forms, key=lambda one: _share(second_moment(one, v0, g), v1))
+def fit_second_form(fitted: FittedStep, m0: Array, m1: Array, v0: Array, v1: Array) -> FittedStep:
+    """Return the step with the order of operations of the second moments. All arrays: (n,) float32."""
+    g = gradients_from_bits(fitted, gradient_bits(fitted, m0, m1)) if fitted.scale else gradient(fitted, m0, m1)
+    candidates = [replace(fitted, second_form=form) for form in range(FORMS)]
+    return max(candidates, key=lambda one: _equal_share(second_moment(one, v0, g), v1))
 
 
 def _moments(sample: Sample) -> tuple[Array, Array, Array, Array]:
@@ -128,168 +141,171 @@ def _moments(sample: Sample) -> tuple[Array, Array, Array, Array]:
     return before["exp_avg"], before["exp_avg_sq"], after["exp_avg"], after["exp_avg_sq"]
 
 
-def _betas(options: Mapping[str, Any], m0: Array, m1: Array, v0: Array, v1: Array) -> tuple[float, float]:
-    """Those of the options if they explain the second moments, else the usual ones that do best."""
-    given = options.get("betas")
-    listed = list(given) if isinstance(given, list | tuple) else [options.get("beta1"), options.get("beta2")]
-    pair = [number({"beta": beta}, "beta") for beta in listed[:2]]
-    asked = (
+def _fit_betas(options: Mapping[str, Any], m0: Array, m1: Array, v0: Array, v1: Array) -> tuple[float, float]:
+    """Return the betas of the options if they explain the second moments, else the best ones that are usual."""
+    option = options.get("betas")
+    values = list(option) if isinstance(option, list | tuple) else [options.get("beta1"), options.get("beta2")]
+    pair = [number_option({"beta": beta}, "beta") for beta in values[:2]]
+    stated = (
         [(a, b) for a, b in [tuple(pair)] if a is not None and b is not None and 0 <= a < 1 and 0 <= b < 1]
         if len(pair) == 2
         else []
     )
 
-    def far(betas: tuple[float, float]) -> float:
-        rule = OptimizerStep("torch", beta1=betas[0], beta2=betas[1])
-        made = second_moment(rule, v0, gradient(rule, m0, m1))
-        return _usual(np.abs(made.astype(np.float64) / v1 - 1))
+    def error(betas: tuple[float, float]) -> float:
+        step = FittedStep(ADAM[0], beta1=betas[0], beta2=betas[1])
+        predicted = second_moment(step, v0, gradient(step, m0, m1))
+        return _finite_median(np.abs(predicted.astype(np.float64) / v1 - 1))
 
-    if asked and far(asked[0]) < 1e-4:
-        return asked[0]
-    return min([*asked, *BETAS], key=far)
+    if stated and error(stated[0]) < 1e-4:
+        return stated[0]
+    return min([*stated, *USUAL_BETAS], key=error)
 
 
-def _adam_rules(base: OptimizerStep, step: StepInfo) -> Iterator[OptimizerStep]:
-    """Every order of operations, with and without decay of the weights and corrections of the bias."""
+def _adam_candidates(start: FittedStep, step: StepInfo) -> Iterator[FittedStep]:
+    """Yield steps in every order of operations, with and without weight decay and bias correction."""
     options = step.options
-    rate, eps = number(options, "lr"), number(options, "eps")
+    rate, eps = number_option(options, "lr"), number_option(options, "eps")
     rate, eps = 1e-3 if rate is None else rate, 1e-8 if eps is None else eps
-    pull = number(options, "weight_decay", "wd") or 0.0
-    pull *= number(options, "wd_mult") or 1.0
-    times = [min(step.after, MOST_STEPS)] if step.after is not None and step.after > 0 else []
-    for t in [*times, None]:
-        c1, c2 = (1.0, 1.0) if t is None else (1 - base.beta1**t, 1 - base.beta2**t)
-        for decay in dict.fromkeys([_single(1 - rate * pull), float(np.nan_to_num(1 - rate * pull)), 1.0]):
-            common = replace(base, decay=decay, eps=_single(eps))
+    weight_decay = number_option(options, "weight_decay", "wd") or 0.0
+    weight_decay *= number_option(options, "wd_mult") or 1.0
+    counts = [min(step.after, MAX_STEPS)] if step.after is not None and step.after > 0 else []
+    for count in [*counts, None]:
+        bias1, bias2 = (1.0, 1.0) if count is None else (1 - start.beta1**count, 1 - start.beta2**count)
+        factor = 1 - rate * weight_decay
+        for decay in dict.fromkeys([_to_float32(factor), float(np.nan_to_num(factor)), 1.0]):
+            common = replace(start, decay=decay, eps=_to_float32(eps))
             for order in ADAM[:2]:
-                yield replace(common, rule=order, step=_single(-rate / c1), root=_single(c2**0.5))
-            yield replace(common, rule="cpu-adam", step=_single(-rate / c1), root=_single(c2**-0.5))
-        for decay in dict.fromkeys([_single(pull), 0.0]):
-            numbers = replace(base, rule="apex", decay=decay, eps=_single(eps), step=-_single(rate))
-            yield replace(numbers, root=_single(c2), correction=_single(c1))
+                yield replace(common, rule=order, step=_to_float32(-rate / bias1), root=_to_float32(bias2**0.5))
+            yield replace(common, rule="cpu-adam", step=_to_float32(-rate / bias1), root=_to_float32(bias2**-0.5))
+        for decay in dict.fromkeys([_to_float32(weight_decay), 0.0]):
+            apex = replace(start, rule="apex", decay=decay, eps=_to_float32(eps), step=-_to_float32(rate))
+            yield replace(apex, root=_to_float32(bias2), correction=_to_float32(bias1))
 
 
-def _descent_rules(base: OptimizerStep, step: StepInfo) -> Iterator[OptimizerStep]:
-    rate = number(step.options, "lr")
+def _descent_candidates(start: FittedStep, step: StepInfo) -> Iterator[FittedStep]:
+    rate = number_option(step.options, "lr")
     rate = 0.1 if rate is None else rate
-    pull = number(step.options, "weight_decay") or 0.0
+    weight_decay = number_option(step.options, "weight_decay") or 0.0
     for order in DESCENT:
-        for decay in dict.fromkeys([1.0, _single(1 - rate * pull)]):
-            yield replace(base, rule=order, step=_single(-rate), decay=decay)
+        for decay in dict.fromkeys([1.0, _to_float32(1 - rate * weight_decay)]):
+            yield replace(start, rule=order, step=_to_float32(-rate), decay=decay)
 
 
-def _least(rule: OptimizerStep, sample: Sample) -> OptimizerStep:
-    """The rule with step and decay by least squares."""
-    unit = _weights(replace(rule, step=1.0, decay=0.0), sample)
-    known = np.stack([unit, sample.w0], 1).astype(np.float64)
-    found = _least_squares(known, sample.w1.astype(np.float64) - sample.w0)
-    return replace(rule, step=_single(found[0]), decay=_single(1 + found[1]))
+def _fit_linear(start: FittedStep, sample: Sample) -> FittedStep:
+    """Return the step with step size and weight factor by least squares."""
+    unit_update = _weights(replace(start, step=1.0, decay=0.0), sample)
+    inputs = np.stack([unit_update, sample.w0], 1).astype(np.float64)
+    step_size, growth = _least_squares(inputs, sample.w1.astype(np.float64) - sample.w0)
+    return replace(start, step=_to_float32(step_size), decay=_to_float32(1 + growth))
 
 
-def _distance(rule: OptimizerStep, sample: Sample) -> float:
-    return _usual(np.abs(_weights(rule, sample).astype(np.float64) - sample.w1))
+def _distance(fitted: FittedStep, sample: Sample) -> float:
+    return _finite_median(np.abs(_weights(fitted, sample).astype(np.float64) - sample.w1))
 
 
-def _searched(rule: OptimizerStep, sample: Sample) -> tuple[OptimizerStep, float]:
-    """Step and decay from the weights themselves: least squares, then every number near by."""
-    fitted = _least(rule, sample)
-    few = sample.part(4096)
-    best, share = fitted, _matches(fitted, few)
+def _search(start: FittedStep, sample: Sample) -> tuple[FittedStep, float]:
+    """Return the step with step size and weight factor by least squares and a search of their float32 neighbours.
+
+    The second result is the share of weights that it predicts exactly.
+    """
+    best = _fit_linear(start, sample)
+    some = sample.subsample(4096)
+    share = _exact_share(best, some)
     for _ in range(2):
-        for name, reach in (("step", NEAR), ("decay", 4)):
-            around = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)] + [getattr(rule, name)]
-            for value in around:
-                one = replace(best, **{name: value})
-                now = _matches(one, few)
-                if now > share:
-                    best, share = one, now
-    return best, _matches(best, sample)
+        for name, reach in (("step", STEP_NEIGHBOURS), ("decay", DECAY_NEIGHBOURS)):
+            neighbours = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)]
+            for value in [*neighbours, getattr(start, name)]:
+                candidate = replace(best, **{name: value})
+                candidate_share = _exact_share(candidate, some)
+                if candidate_share > share:
+                    best, share = candidate, candidate_share
+    return best, _exact_share(best, sample)
 
 
-def _weights(rule: OptimizerStep, sample: Sample) -> Array:
-    if rule.rule in DESCENT:
-        return descent_weights(rule, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
-    return adam_weights(rule, sample.w0, sample.after["exp_avg"], _under(sample))
+def _weights(fitted: FittedStep, sample: Sample) -> Array:
+    if fitted.rule in DESCENT:
+        return descent_weights(fitted, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
+    divisors = sample.after.get(LARGEST, sample.after["exp_avg_sq"])
+    return adam_weights(fitted, sample.w0, sample.after["exp_avg"], divisors)
 
 
-def _under(sample: Sample) -> Array:
-    return sample.after.get(LARGEST, sample.after["exp_avg_sq"])
+def _compare(candidates: Iterator[FittedStep], sample: Sample) -> list[tuple[FittedStep, float]]:
+    """Return steps with the share of weights that they predict exactly: of all values for those that may be best."""
+    some = sample.subsample(QUICK_SIZE)
+    quick = [(fitted, _exact_share(fitted, some)) for fitted in candidates]
+    best = max(share for _, share in quick)
+    return [(f, _exact_share(f, sample) if share > best - CLOSE_SHARE else share) for f, share in quick]
 
 
-def _compared(rules: Iterator[OptimizerStep], sample: Sample) -> list[tuple[OptimizerStep, float]]:
-    """Rules and the shares of weights that come out bit for bit: those that may be the best, by all of the sample."""
-    few = sample.part(FEW)
-    tried = [(rule, _matches(rule, few)) for rule in rules]
-    best = max(share for _, share in tried)
-    return [(rule, _matches(rule, sample) if share > best - CLOSE else share) for rule, share in tried]
+def _exact_share(fitted: FittedStep, sample: Sample) -> float:
+    """Return the share of weights that are predicted bit for bit."""
+    return _equal_share(_weights(fitted, sample), sample.w1)
 
 
-def _matches(rule: OptimizerStep, sample: Sample) -> float:
-    """The share of weights that come out bit for bit."""
-    return _share(_weights(rule, sample), sample.w1)
-
-
-def _greatest(values: Array, count: int) -> Array:
-    """The places of the greatest values, these first."""
+def _largest(values: Array, count: int) -> Array:
+    """Return the indices of the `count` largest values, the largest first."""
     if values.size <= count:
         return np.argsort(-values, kind="stable")
-    places = np.flatnonzero(values >= np.partition(values, -count)[-count])
-    return places[np.argsort(-values[places], kind="stable")[:count]]
+    indices = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return indices[np.argsort(-values[indices], kind="stable")[:count]]
 
 
-def _share_of(pair: tuple[OptimizerStep, float]) -> float:
-    return pair[1]
+def _share_of(candidate: tuple[FittedStep, float]) -> float:
+    return candidate[1]
 
 
-def _share(made: Array, true: Array) -> float:
-    return np.count_nonzero(made.view(np.uint32) == true.view(np.uint32)) / true.size if true.size else 0.0
+def _equal_share(predicted: Array, actual: Array) -> float:
+    if not actual.size:
+        return 0.0
+    return np.count_nonzero(predicted.view(np.uint32) == actual.view(np.uint32)) / actual.size
 
 
-def _least_squares(known: Array, found: Array) -> list[float]:
-    usable = np.isfinite(known).all(axis=1) & np.isfinite(found)
+def _least_squares(inputs: Array, outputs: Array) -> list[float]:
+    """Return the factor of each column of `inputs`, (n, m) float64, whose sum is nearest `outputs`, (n,) float64."""
+    usable = np.isfinite(inputs).all(axis=1) & np.isfinite(outputs)
     if np.count_nonzero(usable) < 8:
-        return [0.0] * known.shape[1]
-    known, found = known[usable], found[usable]
-    scale = np.sqrt(np.mean(np.square(known), axis=0)) + 1e-300
-    made = np.linalg.lstsq(known / scale, found, rcond=None)[0] / scale
-    return [float(x) if np.isfinite(x) else 0.0 for x in made]
+        return [0.0] * inputs.shape[1]
+    inputs, outputs = inputs[usable], outputs[usable]
+    scale = np.sqrt(np.mean(np.square(inputs), axis=0)) + 1e-300
+    factors = np.linalg.lstsq(inputs / scale, outputs, rcond=None)[0] / scale
+    return [float(x) if np.isfinite(x) else 0.0 for x in factors]
 
 
 def _slope(x: Array, y: Array) -> float:
-    """What is left of the earlier values in the later ones."""
+    """Return the factor from 0 to 1 by which `x` is nearest `y`, by weighted least squares."""
     weight = 1 / (np.square(y, dtype=np.float64) + np.square(x, dtype=np.float64) + 1e-300)
     slope = float(np.nansum(x.astype(np.float64) * y * weight) / np.nansum(np.square(x, dtype=np.float64) * weight))
     return min(max(slope, 0.0), 1.0) if np.isfinite(slope) else 0.0
 
 
 def _neighbours(middle: np.float32, reach: int) -> Array:
-    """The numbers of single precision around one, itself first."""
-    word = int(np.float32(middle).view(np.int32))
+    """Return the finite float32 numbers around one, the nearest first: (m,) float32."""
+    bits = int(np.float32(middle).view(np.int32))
     offsets = sorted(range(-reach, reach + 1), key=abs)
-    made = np.array([word + offset for offset in offsets], np.int64).astype(np.int32).view(np.float32)
-    return made[np.isfinite(made)]
+    numbers = np.array([bits + offset for offset in offsets], np.int64).astype(np.int32).view(np.float32)
+    return numbers[np.isfinite(numbers)]
 
 
-def _rounded8(x: Array) -> Array:
+def _round_to_8_bits(x: Array) -> Array:
     mantissa, exponent = np.frexp(x)
-    made: Array = np.ldexp(np.round(mantissa * 256), exponent - 8)
-    return made
+    rounded: Array = np.ldexp(np.round(mantissa * 256), exponent - 8)
+    return rounded
 
 
-def _near_bfloat16(g: Array, scales: Array) -> Array:
-    """The share of the values that each scale makes numbers of 8 bits, nearly."""
+def _share_near_bfloat16(g: Array, scales: Array) -> Array:
+    """Return the share of gradients that each scale turns into 8-bit numbers, nearly: (m,) float64."""
     mantissa = np.frexp(g / scales[:, None])[0] * 256
-    made: Array = np.mean(np.abs(mantissa - np.rint(mantissa)) < 0.02, axis=1)
-    return made
+    shares: Array = np.mean(np.abs(mantissa - np.rint(mantissa)) < 0.02, axis=1)
+    return shares
 
 
-def _usual(x: Array) -> float:
-    """The median of what is finite."""
+def _finite_median(x: Array) -> float:
     finite = x[np.isfinite(x)]
     return float(np.median(finite)) if finite.size else np.inf
 
 
-def _single(x: float) -> float:
-    """In single precision; 0 where that has no such number."""
-    made = float(np.float32(x))
-    return made if np.isfinite(made) else 0.0
+def _to_float32(x: float) -> float:
+    """Return the number rounded to float32; 0 if that is not finite."""
+    rounded = float(np.float32(x))
+    return rounded if np.isfinite(rounded) else 0.0

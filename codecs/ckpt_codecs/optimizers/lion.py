@@ -13,9 +13,9 @@ AVERAGE = "exp_avg"
 class Lion:
     """Lion (Chen et al., arXiv 2302.06675), written with torch's operations: the same bits on CPUs.
 
-    For the weights w, their gradient g and the average m these are `w.mul_(1 - lr * weight_decay)`,
-    `w.sub_(m.lerp(g, 1 - beta1).sign(), alpha=lr)` and `m.lerp_(g, 1 - beta2)`. All elements are rounded alike,
-    whatever `vectors` is.
+    For the weights w, their gradient g and the average m these operations are `w.mul_(1 - lr * weight_decay)`,
+    `w.sub_(m.lerp(g, 1 - beta1).sign(), alpha=lr)` and `m.lerp_(g, 1 - beta2)`. All elements are
+    rounded in the same way, for any `vectors`.
     """
 
     lr: float
@@ -27,7 +27,7 @@ class Lion:
         return (WEIGHTS, AVERAGE)
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`."""
+        """Update the states in place, (n,) float32; see `OptimizerStep.apply`."""
         check_count(count)
         beta1, beta2 = self.betas
         stepping.step_lion(

@@ -11,7 +11,7 @@ BUFFER = "momentum_buffer"
 
 @dataclass(frozen=True)
 class Sgd:
-    """Gradient descent, perhaps with momentum or Nesterov's: the bits of `torch.optim.SGD` on CPUs.
+    """Gradient descent, optionally with momentum or Nesterov's momentum: the bits of `torch.optim.SGD` on CPUs.
 
     The first step of a parameter (`count` 1) sets its momentum to its gradient, as torch does.
     """
@@ -28,7 +28,7 @@ class Sgd:
         return (WEIGHTS, BUFFER) if self.momentum else (WEIGHTS,)
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`."""
+        """Update the states in place, (n,) float32; see `OptimizerStep.apply`."""
         check_count(count)
         stepping.step_sgd(
             state_of(states, WEIGHTS),

@@ -1,4 +1,4 @@
-"""The states of a parameter that the rules of optimizers tell of, by the names that optimizers give them."""
+"""The states that optimizer steps use, by the optimizers' names for them."""
 
 import numpy as np
 
@@ -11,18 +11,18 @@ WEIGHTS = ("fp32", "param")
 
 
 def weights_of(states: States) -> str | None:
-    """The state that the optimizer steps: the masters, or the weights if they are as fine."""
+    """Return the name of the state that the optimizer steps: float32 masters, else float32 weights; None: neither."""
     return next((name for name in WEIGHTS if name in states and states[name].dtype == np.float32), None)
 
 
-def has_all(change: StatePair, rule: str, weights: str) -> bool:
-    """Does the chunk have, before and after, what the rule works with?"""
-    needed = (weights, MOMENTUM) if rule in DESCENT else (weights, FIRST, SECOND)
-    return all(is_told(change, name, weights) for name in needed)
+def has_step_states(change: StatePair, optimizer: str, weights: str) -> bool:
+    """Tell if a chunk has, before and after, the float32 states that a step of this optimizer needs."""
+    needed = (weights, MOMENTUM) if optimizer in DESCENT else (weights, FIRST, SECOND)
+    return all(has_state(change, name, weights) for name in needed)
 
 
-def is_told(change: StatePair, name: str, weights: str) -> bool:
-    """Is this state there before and after, in float32 and of the shape of the weights?"""
+def has_state(change: StatePair, name: str, weights: str) -> bool:
+    """Tell if a chunk has a state before and after, in float32 and of the shape of the weights."""
     shape = change.after[weights].shape
     return all(
         name in states and states[name].dtype == np.float32 and states[name].shape == shape

@@ -111,7 +111,7 @@ def _check_chunk(
         if unequal.any():
             first = int(unequal.argmax())
             tensor = next(
-                segment.layout.tensors[one.piece.tensor].name
+                segment.layout.tensors[one.part.tensor].name
                 for one in segment.layout.ranks[rank].ranges(index)
                 if one.offset <= first < one.offset + one.size
             )

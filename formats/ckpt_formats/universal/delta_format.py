@@ -90,7 +90,7 @@ def fitted_to_checkpoint(
 def warnings_for(codec: DeltaCodec, source: Checkpoint) -> list[str]:
     """What the user of a codec should know about this run."""
     steps = _steps(source, None) or [StepInfo()]
-    return list(dict.fromkeys(said for step in steps if (said := codec.caution(step)) is not None))
+    return list(dict.fromkeys(said for step in steps if (said := codec.warning(step)) is not None))
 
 
 def _steps(source: Checkpoint, before: Checkpoint | None) -> list[StepInfo]:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs import Codec, CodecError, NotApplicable, candidate_codecs, from_config
-from ckpt_codecs.base import Bytes, room
+from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import Parameter
@@ -74,7 +74,7 @@ def choose_for(
         try:
             for place, index in enumerate(indices):
                 values, base = pieces.fetch(index, transfer, counted=False)
-                out = thread_buffer(f"tried/{number}/{place}", room(values.nbytes))
+                out = thread_buffer(f"tried/{number}/{place}", encode_bound(values.nbytes))
                 choice.coded[index] = codec.encode_into(values, base, out)
         except NotApplicable:
             continue
@@ -202,7 +202,7 @@ def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
 
 def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
     try:
-        return choice.codec.encode_into(values, base, thread_buffer("coded", room(values.nbytes)))
+        return choice.codec.encode_into(values, base, thread_buffer("coded", encode_bound(values.nbytes)))
     except NotApplicable as error:  # though it held the chunks that were tried
         raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}") from None
 

@@ -37,14 +37,14 @@ class ModelCopy:
         if master is None or copy is None or master.shape != copy.shape:
             return None
         alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if alike and Rounded.rounds(master.dtype, copy.dtype) else None
+        return cls(copy, master) if alike and Rounded.can_round(master.dtype, copy.dtype) else None
 
     def compare(self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, kept: Array | None = None) -> None:
         """`kept` is what is kept of the master, where that is not the master itself."""
         if not self.derived:
             return
         if self._by_definition:
-            self.derived = self._codec.holds(master, self.tensor.dtype)
+            self.derived = self._codec.is_defined(master, self.tensor.dtype)
             values = self._codec.decode(b"", master.shape, self.tensor.dtype, master)
         else:
             values = transfer.fetch(tensor, box, "copy")
@@ -53,7 +53,7 @@ class ModelCopy:
             except NotApplicable:
                 self.derived = False
         if kept is not None:
-            self.derived &= self._codec.holds(kept, self.tensor.dtype)
+            self.derived &= self._codec.is_defined(kept, self.tensor.dtype)
             rounded = np.ascontiguousarray(self._codec.decode(b"", kept.shape, self.tensor.dtype, kept))
             self._lost += measured(values, rounded)
             values = rounded

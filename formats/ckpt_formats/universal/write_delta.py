@@ -52,7 +52,7 @@ def write_delta(
         kept = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
         if lossless and not _same(kept, change.after):
             raise RuntimeError(f"codec {plan.codec.name} does not give back what it was given: {where}, chunk {index}")
-        if not lossless and (broken := plan.codec.broken(change, kept)) is not None:
+        if not lossless and (broken := plan.codec.broken_promise(change, kept)) is not None:
             raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
         for state, values in kept.items():
             digests[state].update(as_bytes(values).data)

@@ -1,88 +1,109 @@
-"""How far words are from what foretold them: the forms, and which of them to try."""
+"""The choice of a form for residuals."""
 
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, DType
-from ckpt_codecs.chunk.frame import MOST, ChunkWriter, read
+from ckpt_codecs.chunk.frame import MAX_ELEMENTS, ChunkWriter, read_chunk
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
-from ckpt_codecs.deltas.format_ids import BUCKETS, CHANGES, CONSTANT_UNIT, GRID, RARE, TABLES
-from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA
+from ckpt_codecs.deltas.format_ids import ANS_STEPS, BUCKETS, CONSTANT_UNIT, FLOAT32_GRID, RARE, SPARSE_STEPS
+from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import decode_float16, encode_float16
 from ckpt_codecs.deltas.residuals.float32_grid import best_shift, decode_grid, encode_grid
 from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
-from ckpt_codecs.deltas.unpredicted import sampled
+from ckpt_codecs.deltas.unpredicted import sample_runs
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas, lossless
 
-LEAST = 512
-"""Values that are worth tables."""
-LEAST_HALVES = 16
-"""Values of 16 bits that are worth a model."""
-FEW_PLANES = 2
-"""Planes of differences of float32 that leave a grid nothing to save."""
+MIN_GRID_VALUES = 512
+"""Values of float32 from which on a grid is tried."""
+MIN_FLOAT16_VALUES = 16
+"""Values of 16 bits from which on the forms for these are tried."""
+MAX_SMALL_PLANES = 2
+"""Planes of differences of float32 up to which a grid cannot save anything."""
 
 
 def encode_residual(
-    foretold: Array,
-    found: Array,
+    predicted: Array,
+    actual: Array,
     dtype: DType,
     level: str,
-    told: SecondMoments,
+    second_moments: SecondMoments,
     source: int = CONSTANT_UNIT,
     contexts: bool = False,
 ) -> bytes | None:
-    """The form that suits; None if the words are stored better as they are."""
-    effort, size = LEVELS[level], found.size
-    if size > MOST:
+    """Return residuals in the form that suits; None if the values by themselves take fewer bytes.
+
+    Args:
+        predicted, actual: (n,) uint8, uint16, uint32 or uint64: the bits of values of `dtype`.
+        source: Where the units of a grid come from.
+        contexts: Use contexts for the symbols of a grid.
+    """
+    coding_level, size = LEVELS[level], actual.size
+    if size > MAX_ELEMENTS:
         return None
-    if dtype.name in MANTISSA and size >= LEAST_HALVES:
-        made = encode_float16(foretold, found, MANTISSA[dtype.name])
-        if made is not None:
-            return made
-    planes = (deltas.zigzag_bits(foretold, found) + 7) // 8
-    if size >= LEAST and planes > FEW_PLANES and dtype.name == "float32":
-        best = best_shift(foretold, found, source, told)
-        if best is not None and best[1] < guess_steps(foretold, found):
-            made = encode_grid(foretold, found, source, best[0], contexts, told, effort)
-            if made is not None:
-                return made
-    return encode_steps(foretold, found, planes, effort)
+    if dtype.name in MANTISSA_BITS and size >= MIN_FLOAT16_VALUES:
+        residuals = encode_float16(predicted, actual, MANTISSA_BITS[dtype.name])
+        if residuals is not None:
+            return residuals
+    planes = (deltas.zigzag_bits(predicted, actual) + 7) // 8
+    if size >= MIN_GRID_VALUES and planes > MAX_SMALL_PLANES and dtype.name == "float32":
+        best = best_shift(predicted, actual, source, second_moments)
+        if best is not None and best[1] < estimate_zigzags(predicted, actual):
+            residuals = encode_grid(predicted, actual, source, best[0], contexts, second_moments, coding_level)
+            if residuals is not None:
+                return residuals
+    return encode_zigzags(predicted, actual, planes, coding_level)
 
 
-def decode_residual(data: Bytes, foretold: Array, dtype: DType, told: SecondMoments) -> Array:
-    """The words. `data` is hostile, and has at least one byte."""
-    if data[0] <= foretold.itemsize:
-        return decode_steps(data, foretold)
-    if data[0] == GRID:
-        return decode_grid(data, foretold, told)
-    if data[0] in (BUCKETS, RARE, CHANGES, TABLES) and dtype.name in MANTISSA:
-        return decode_float16(data, foretold, MANTISSA[dtype.name])
+def decode_residual(data: Bytes, predicted: Array, dtype: DType, second_moments: SecondMoments) -> Array:
+    """Return the actual bits: (n,) of the dtype of `predicted`.
+
+    Args:
+        data: Untrusted bytes, at least one.
+        predicted: (n,) uint8, uint16, uint32 or uint64: the bits of values of `dtype`.
+
+    Raises:
+        CodecError: The residuals are damaged.
+    """
+    if data[0] <= predicted.itemsize:
+        return decode_zigzags(data, predicted)
+    if data[0] == FLOAT32_GRID:
+        return decode_grid(data, predicted, second_moments)
+    if data[0] in (BUCKETS, RARE, SPARSE_STEPS, ANS_STEPS) and dtype.name in MANTISSA_BITS:
+        return decode_float16(data, predicted, MANTISSA_BITS[dtype.name])
     raise CodecError(f"a part has no residuals of form {data[0]}")
 
 
-def encode_steps(foretold: Array, found: Array, planes: int, effort: CodingLevel) -> bytes | None:
-    """Planes of zigzagged differences: as many as any needs."""
-    size = found.size
-    writer = ChunkWriter(planes, planes, size * found.itemsize)
-    parts = [writer.plane(size, effort) for _ in range(planes)]
+def encode_zigzags(predicted: Array, actual: Array, planes: int, level: CodingLevel) -> bytes | None:
+    """Return residuals as planes of zigzagged differences; None if they take more bytes than the values.
+
+    `predicted`, `actual`: (n,) uint8, uint16, uint32 or uint64. `planes`: as many as the largest difference needs.
+    """
+    size = actual.size
+    writer = ChunkWriter(planes, planes, size * actual.itemsize)
+    buffers = [writer.plane(size, level) for _ in range(planes)]
     if planes:
-        deltas.split_zigzags(foretold, found, parts)
-    made = writer.data(size * found.itemsize + 1)
-    return None if made is None else bytes(made)
+        deltas.split_zigzags(predicted, actual, buffers)
+    chunk = writer.finish(size * actual.itemsize + 1)
+    return None if chunk is None else bytes(chunk)
 
 
-def decode_steps(data: Bytes, foretold: Array) -> Array:
-    parts = read(data, [foretold.size] * data[0])
-    if not parts:
-        return foretold.copy()
-    out = np.empty_like(foretold)
-    deltas.merge_zigzags(foretold, parts, out)
-    return out
+def decode_zigzags(data: Bytes, predicted: Array) -> Array:
+    """Return the actual bits, (n,) of the dtype of `predicted`: uint8, uint16, uint32 or uint64."""
+    planes = read_chunk(data, [predicted.size] * data[0])
+    if not planes:
+        return predicted.copy()
+    actual = np.empty_like(predicted)
+    deltas.merge_zigzags(predicted, planes, actual)
+    return actual
 
 
-def guess_steps(foretold: Array, found: Array) -> float:
-    """Bytes for each value that planes of differences would take, told from a sample."""
-    foretold, found = sampled(foretold), sampled(found)
-    parts = [np.empty(found.size, np.uint8) for _ in range(found.itemsize)]
-    deltas.split_zigzags(foretold, found, parts)
-    return sum(map(lossless.estimate_bits, parts)) / 8
+def estimate_zigzags(predicted: Array, actual: Array) -> float:
+    """Return how many bytes per value planes of differences would take, estimated from a sample.
+
+    `predicted`, `actual`: (n,) uint8, uint16, uint32 or uint64.
+    """
+    predicted, actual = sample_runs(predicted), sample_runs(actual)
+    planes = [np.empty(actual.size, np.uint8) for _ in range(actual.itemsize)]
+    deltas.split_zigzags(predicted, actual, planes)
+    return sum(map(lossless.estimate_bits, planes)) / 8

@@ -1,4 +1,4 @@
-"""Symbols put together by what is known beforehand of each, so that each context has a code of its own."""
+"""Symbols grouped by their contexts, so that each context has its own code."""
 
 import numpy as np
 
@@ -7,16 +7,19 @@ from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import thread_buffer
 
 
-def together(symbols: Array, which: Array, many: int) -> list[Array]:
-    """The symbols of each context, in their order: this thread's scratch."""
-    gathered = thread_buffer("gathered", symbols.size)
-    deltas.gather(which, symbols, gathered)
-    return np.split(gathered, np.cumsum(deltas.count_contexts(which, many))[:-1])
+def group_by_context(symbols: Array, contexts: Array, count: int) -> list[Array]:
+    """Return the symbols of each of `count` contexts, in their order: (m,) uint8 each, in this thread's buffer.
+
+    `symbols`, `contexts`: (n,) uint8.
+    """
+    grouped = thread_buffer("gathered", symbols.size)
+    deltas.gather(contexts, symbols, grouped)
+    return np.split(grouped, np.cumsum(deltas.count_contexts(contexts, count))[:-1])
 
 
-def apart(groups: list[Array], which: Array) -> Array:
-    """The symbols in their places again: this thread's scratch."""
-    gathered, symbols = thread_buffer("gathered", which.size), thread_buffer("scattered", which.size)
-    np.concatenate(groups, out=gathered)
-    deltas.scatter(which, gathered, symbols)
+def undo_grouping(groups: list[Array], contexts: Array) -> Array:
+    """Return the symbols in their original order: (n,) uint8, this thread's buffer. `contexts`: (n,) uint8."""
+    grouped, symbols = thread_buffer("gathered", contexts.size), thread_buffer("scattered", contexts.size)
+    np.concatenate(groups, out=grouped)
+    deltas.scatter(contexts, grouped, symbols)
     return symbols

@@ -1,42 +1,47 @@
-"""Residuals of 16-bit floats: differences of their words, told apart by the exponents of what foretells them."""
+"""Residuals of 16-bit floats: differences of their bits, in buckets by the exponents of the predictions."""
 
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.deltas.format_ids import CHANGES, MOST_BUCKETS, TABLES
+from ckpt_codecs.deltas.format_ids import ANS_STEPS, MAX_BUCKETS, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.ans_steps import decode_ans_steps, encode_ans_steps
 from ckpt_codecs.deltas.residuals.exponent_buckets import buckets_for
 from ckpt_codecs.deltas.residuals.old_buckets import decode_buckets
 from ckpt_codecs.deltas.residuals.sparse_steps import decode_sparse_steps, encode_sparse_steps
 from ckpt_codecs.scratch import thread_buffer
 
-SELDOM = 0.06
-"""The share of values that change, below which it pays to say where."""
-FEW = 1 << 13
-"""Values that are too few for tables."""
-USUAL = 8
+MAX_SPARSE_SHARE = 0.06
+"""The share of changed values below which their places are stored."""
+MAX_SPARSE_VALUES = 1 << 13
+"""Values up to which tables of weights save less than they take."""
+FEW_BUCKETS = 8
 """Buckets of so few values."""
 
 
-def encode_float16(foretold: Array, found: Array, mantissa: int) -> bytes | None:
-    """A part; None if it would be larger than the values."""
-    few, changed = found.size <= FEW, count_changed(foretold, found)
+def encode_float16(predicted: Array, actual: Array, mantissa_bits: int) -> bytes | None:
+    """Return residuals of `actual`, (n,) uint16; None if they take more bytes than the values.
+
+    `predicted`: (n,) uint16. `mantissa_bits`: 7 for bfloat16, 10 for float16.
+    """
+    is_small, changed = actual.size <= MAX_SPARSE_VALUES, count_changed(predicted, actual)
     if not changed:
         return bytes([0])
-    span = buckets_for(foretold, mantissa, USUAL if few else MOST_BUCKETS)
-    if few or changed < SELDOM * found.size:
-        return encode_sparse_steps(foretold, found, span, changed)
-    return encode_ans_steps(foretold, found, span)
+    buckets = buckets_for(predicted, mantissa_bits, FEW_BUCKETS if is_small else MAX_BUCKETS)
+    if is_small or changed < MAX_SPARSE_SHARE * actual.size:
+        return encode_sparse_steps(predicted, actual, buckets, changed)
+    return encode_ans_steps(predicted, actual, buckets)
 
 
-def decode_float16(data: Bytes, foretold: Array, mantissa: int) -> Array:
-    if data[0] == CHANGES:
-        return decode_sparse_steps(data, foretold, mantissa)
-    if data[0] == TABLES:
-        return decode_ans_steps(data, foretold, mantissa)
-    return decode_buckets(data, foretold, mantissa)
+def decode_float16(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
+    """Return the actual bits, (n,) uint16. `predicted`: (n,) uint16. Raises CodecError if `data` is damaged."""
+    if data[0] == SPARSE_STEPS:
+        return decode_sparse_steps(data, predicted, mantissa_bits)
+    if data[0] == ANS_STEPS:
+        return decode_ans_steps(data, predicted, mantissa_bits)
+    return decode_buckets(data, predicted, mantissa_bits)
 
 
-def count_changed(foretold: Array, found: Array) -> int:
-    changed = thread_buffer("changed", found.size).view(np.bool_)
-    return int(np.count_nonzero(np.not_equal(foretold, found, out=changed)))
+def count_changed(predicted: Array, actual: Array) -> int:
+    """Return how many values differ. `predicted`, `actual`: (n,) uint16."""
+    changed = thread_buffer("changed", actual.size).view(np.bool_)
+    return int(np.count_nonzero(np.not_equal(predicted, actual, out=changed)))

@@ -3,7 +3,7 @@
 from struct import Struct
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.chunk.frame import read
+from ckpt_codecs.chunk.frame import read_chunk
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import thread_buffer
@@ -14,12 +14,12 @@ DENSE = 255
 MOST_BITS = 24
 
 
-def decode(data: Bytes, which: Array, counts: Array, others: list[int]) -> list[Array]:
-    """The plane, and the others, which have such sizes."""
+def decode(data: Bytes, which: Array, counts: Array, other_sizes: list[int]) -> list[Array]:
+    """Return the plane, (n,) uint8, and other planes of these sizes. `which`: (n,) uint8; `counts`: (m,) int64."""
     used = _SIZE.unpack_from(data)[0] if len(data) >= _SIZE.size else which.size + 1
     if used > which.size:
         raise CodecError("a part of rare values ends in its head")
-    *rest, kinds, coded = read(data[_SIZE.size :], [*others, counts.size, used], "rare")
+    *rest, kinds, coded = read_chunk(data[_SIZE.size :], [*other_sizes, counts.size, used], "rare")
     if ((kinds > MOST_BITS) & (kinds != DENSE)).any():
         raise CodecError("a part of rare values has gaps that are too long")
     gathered, plane = thread_buffer("gathered", which.size), thread_buffer("scattered", which.size)

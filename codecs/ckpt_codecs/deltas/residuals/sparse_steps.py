@@ -1,42 +1,53 @@
-"""Residuals of halves of which few change, or which are few: where, and by how much."""
+"""Residuals of 16-bit floats of which few change: the places of the changes, and their steps."""
 
 from struct import Struct
 
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.deltas.format_ids import CHANGES, MOST_BUCKETS
+from ckpt_codecs.deltas.format_ids import MAX_BUCKETS, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.exponent_buckets import ExponentBuckets, bucket_of
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas
 from ckpt_codecs.scratch import thread_buffer
 
 HEAD = Struct("<BBB")
-"""The form, the least exponent, how many buckets."""
-FINE = 2
-"""Octaves from a usual gap to the steps in which gaps are told."""
-MOST_SHIFT = 24
+"""Form, least exponent, number of buckets."""
+GAP_OCTAVES = 2
+"""Octaves from the mean gap of a bucket down to the unit in which its gaps are coded."""
+MAX_SHIFT = 24
 
 
-def encode_sparse_steps(foretold: Array, found: Array, span: ExponentBuckets, changed: int) -> bytes | None:
-    """A part that says where values change, `changed` of them; None if it would be larger than the values."""
-    which = bucket_of(foretold, span)
-    buckets, gaps, steps, sizes, first_gaps = deltas.find_steps(foretold, found, which, span.many, changed)
-    often = (sizes + 1) / (np.bincount(buckets, minlength=span.many) + 1)
-    kinds = np.clip(np.frexp(often)[1] - 1 - FINE, 0, MOST_SHIFT).astype(np.uint8)
-    out = thread_buffer("changes", 2 * found.size)
-    used = deltas.write_sparse_steps(buckets, gaps, steps, sizes, first_gaps, kinds, out)
-    return None if used > out.size else HEAD.pack(CHANGES, span.least, span.many) + out[:used].tobytes()
+def encode_sparse_steps(predicted: Array, actual: Array, buckets: ExponentBuckets, changed: int) -> bytes | None:
+    """Return residuals with the places of the `changed` values that differ; None if they take more than the values.
+
+    `predicted`, `actual`: (n,) uint16.
+    """
+    which = bucket_of(predicted, buckets)
+    steps = deltas.find_steps(predicted, actual, which, buckets.count, changed)
+    bucket_of_step, _, _, bucket_sizes, _ = steps
+    mean_gaps = (bucket_sizes + 1) / (np.bincount(bucket_of_step, minlength=buckets.count) + 1)
+    shifts = np.clip(np.frexp(mean_gaps)[1] - 1 - GAP_OCTAVES, 0, MAX_SHIFT).astype(np.uint8)
+    out = thread_buffer("changes", 2 * actual.size)
+    nbytes = deltas.write_sparse_steps(*steps, shifts, out)
+    head = HEAD.pack(SPARSE_STEPS, buckets.min_exponent, buckets.count)
+    return None if nbytes > out.size else head + out[:nbytes].tobytes()
 
 
-def decode_sparse_steps(data: Bytes, foretold: Array, mantissa: int) -> Array:
+def decode_sparse_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
+    """Return the actual bits, (n,) uint16. `data`: untrusted bytes. `predicted`: (n,) uint16.
+
+    Raises:
+        CodecError: The residuals are damaged.
+    """
     if len(data) < HEAD.size:
-        raise CodecError("a part of changes ends in its head")
-    _, least, many = HEAD.unpack_from(data)
-    if not 1 <= many <= MOST_BUCKETS:
-        raise CodecError("the head of a part of changes is damaged")
-    which = bucket_of(foretold, ExponentBuckets(mantissa, least, many))
-    sizes, out = deltas.count_contexts(which, many), np.empty_like(foretold)
-    if not deltas.read_sparse_steps(np.frombuffer(data, np.uint8, offset=HEAD.size), foretold, which, sizes, out):
-        raise CodecError("a part of changes is damaged")
-    return out
+        raise CodecError("residuals of sparse steps end in their head")
+    _, min_exponent, count = HEAD.unpack_from(data)
+    if not 1 <= count <= MAX_BUCKETS:
+        raise CodecError("the head of residuals of sparse steps is damaged")
+    which = bucket_of(predicted, ExponentBuckets(mantissa_bits, min_exponent, count))
+    bucket_sizes, actual = deltas.count_contexts(which, count), np.empty_like(predicted)
+    content = np.frombuffer(data, np.uint8, offset=HEAD.size)
+    if not deltas.read_sparse_steps(content, predicted, which, bucket_sizes, actual):
+        raise CodecError("residuals of sparse steps are damaged")
+    return actual

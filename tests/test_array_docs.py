@@ -1,0 +1,85 @@
+"""Every public function of the codecs that takes or returns arrays names their shapes and dtypes in its docstring."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import ckpt_codecs
+
+FOLDER = Path(ckpt_codecs.__file__).parent
+TO_COME: tuple[str, ...] = ()
+"""Rooms whose docstrings are not checked yet. It should be empty."""
+
+ARRAYS = re.compile(r"\b(Array|ndarray)\b")
+SHAPE = re.compile(
+    r"\([a-z0-9_*+ .\[\]]+,[^)]*\)|\((size|shape)\)|\b(any|one|this|same|chunk's) shapes?\b", re.IGNORECASE
+)
+DTYPE = re.compile(r"\b(uint(8|16|32|64)?|int(8|16|32|64)|b?float(16|32|64)|dtypes?)\b")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules() -> list[Path]:
+    paths = sorted(FOLDER.rglob("*.py"))
+    rooms = [FOLDER / room for room in TO_COME]
+    return [path for path in paths if not any(path == room or room in path.parents for room in rooms)]
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
+    """Yield the public functions of a module, and the public methods of its public classes."""
+    for node in tree.body:
+        if isinstance(node, Function) and not node.name.startswith("_"):
+            yield None, node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for inner in node.body:
+                if isinstance(inner, Function) and (not inner.name.startswith("_") or inner.name == "__init__"):
+                    yield node, inner
+
+
+def has_arrays(function: Function) -> bool:
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    annotations = [one.annotation for one in every if one is not None] + [function.returns]
+    return any(one is not None and ARRAYS.search(ast.unparse(one)) for one in annotations)
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py"))
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def docstring(owner: ast.ClassDef | None, function: Function, known: dict[str, ast.ClassDef]) -> str:
+    """Return the docstring of a function: of a method without one, that of the method which it overrides."""
+    text = ast.get_docstring(function)
+    if text is not None or owner is None:
+        return text or ""
+    for base in owner.bases:
+        parent = known.get(ast.unparse(base))
+        if parent is None:
+            continue
+        for inner in parent.body:
+            if isinstance(inner, Function) and inner.name == function.name and ast.get_docstring(inner):
+                return docstring(parent, inner, known)
+        if inherited := docstring(parent, function, known):
+            return inherited
+    return ""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(FOLDER).as_posix())
+def test_functions_of_arrays_name_shapes_and_dtypes(path: Path) -> None:
+    known = classes()
+    bad = []
+    for owner, function in functions(ast.parse(path.read_text(encoding="utf-8"))):
+        text = docstring(owner, function, known)
+        if has_arrays(function) and not (SHAPE.search(text) and DTYPE.search(text)):
+            bad.append(f"{path.name}:{function.lineno} {function.name}")
+    assert not bad
+
+
+def test_the_rooms_to_come_exist() -> None:
+    assert [room for room in TO_COME if not (FOLDER / room).exists()] == []
