@@ -57,12 +57,6 @@ i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *ste
 i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, const u8 *which, i64 n,
                            const i64 *sizes, i64 buckets, u16 *out);
 
-/* ---- sparse_plane.c: 16 contexts at most, each of counts[c] bytes of the plane ---- */
-
-/* `shifts`: of each context, the bits of a gap that are told evenly, 0 to 24, or 255 if there are no gaps. */
-i64 API(read_sparse_plane)(const u8 *data, i64 data_size, const i64 *counts, const u8 *shifts, i64 contexts, u8 *plane,
-                           i64 size);
-
 /* ---- ans_steps.c: words of 16-bit floats, each of one of up to 16 buckets; tables of 108 symbols for each bucket ---- */
 
 /* Each value's bucket << 8 and symbol, and how often each symbol occurs in each bucket; returns how many bits of far steps

@@ -18,7 +18,7 @@ i64 API(write_planes)(int floats, i64 width, const u8 *words, i64 count, double 
                       i64 out_size, u8 *scratch, i64 scratch_size);
 
 /* Fill `words` from a chunk of planes, of which the first byte is not looked at. Returns 0; or 1 + the number of the
- * first stream that is damaged or a frame of zstd; or 1 + width if the directory is damaged. */
+ * first damaged stream; or 1 + width if the directory is damaged. */
 i64 API(read_planes)(int floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
                      i64 scratch_size);
 
@@ -42,8 +42,8 @@ i64 API(write_streams)(const i64 *sizes, const double *max_ratios, const u8 *sam
                        u8 *scratch, i64 scratch_size);
 
 /* Fill planes from streams: stream i is source[starts[i]] to source[starts[i + 1]], of kinds[i]; its plane of sizes[i]
- * bytes goes to out[places[i]]. Stored streams and frames of zstd are left to the caller. Returns the number of the
- * first stream that is damaged or holds a frame of zstd, or `count`. */
+ * bytes goes to out[places[i]]. The caller handles stored streams. Returns the number of the first damaged stream,
+ * or `count`. */
 i64 API(read_streams)(const u8 *source, i64 source_size, const u8 *kinds, const i64 *starts, const i64 *sizes,
                       const i64 *places, i64 count, u8 *out, i64 out_size, u8 *scratch, i64 scratch_size);
 
@@ -66,8 +66,8 @@ i64 API(is_bfloat16_of)(const u32 *words, const u16 *rounded, i64 count);
 
 /* ---- shared by the files of this family ---- */
 
-/* How a stream holds its plane: the numbers in files, as in ckpt_codecs.kinds. */
-enum { STORED, CONSTANT, PACKED7, HUFFMAN, ZSTD_FRAME, RUNS, DIGITS };
+/* How a stream holds its plane: the numbers in files, as in ckpt_codecs.format_ids. */
+enum { STORED, CONSTANT, PACKED7, HUFFMAN, RUNS, DIGITS };
 /* Bytes of a stream's entry in a directory, which is also the head of an inner stream: its kind, its size in 4 bytes. */
 enum { ENTRY = 5 };
 enum { STREAMS = 8, MAX_LENGTH = 11, TABLE_SIZE = 1 << MAX_LENGTH };

@@ -61,7 +61,7 @@ static int write_stream(const u8 *plane, i64 size, double max_ratio, bool sample
     return PACKED7;
 }
 
-/* Fills a plane from a stream of any kind but STORED at the top level; false if it is damaged or a frame of zstd. */
+/* Fills a plane from a stream of any kind but STORED at the top level; false if it is damaged. */
 static bool read_stream(int kind, const u8 *source, i64 source_size, u8 *plane, i64 size, Scratch scratch, Code *code) {
     switch (kind) {
         case STORED:

@@ -44,7 +44,6 @@ SIGNATURES = {
         *(ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     ),
     "read_sparse_steps": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
-    "read_sparse_plane": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     "count_step_symbols_scratch": (INT64,),
     "count_step_symbols": (
         *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, ADDRESS),
@@ -327,21 +326,6 @@ def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array,
         kernels.read_sparse_steps(
             *(address(data, BYTE), data.size, address(predicted, WORD16), address(which, BYTE), n),
             *(address(sizes, SIZE), sizes.size, address(out, WORD16, writable=True)),
-        )
-    )
-
-
-def read_sparse_plane(data: Array, counts: Array, shifts: Array, plane: Array) -> bool:
-    """Fill a plane that is mostly zero, (n,) uint8; False if `data`, (m,) uint8, is not its bytes.
-
-    `counts`: (contexts,) int64, how many values each context has. `shifts`: (contexts,) uint8, how many bits of its
-    gaps have equal probabilities, at most 24; 255 if there are no gaps.
-    """
-    _check_sizes(counts.size, shifts)
-    return bool(
-        kernels.read_sparse_plane(
-            *(address(data, BYTE), data.size, address(counts, SIZE), address(shifts, BYTE), counts.size),
-            *(address(plane, BYTE, writable=True), plane.size),
         )
     )
 
