@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_codecs import CODECS
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.encoding import LEVELS, EncodingOptions
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
