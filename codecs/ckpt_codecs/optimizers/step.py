@@ -32,7 +32,9 @@ class FittedStep:
         optimizer: One of `OPTIMIZERS`; empty: there is no step, and states are predicted from themselves.
         weight_factor: What the weights are multiplied by; for `adam-apex` the weight decay.
         step_size: What the update is multiplied by; it is negative.
-        bias2_root, bias1_factor: The bias corrections of second and first moments.
+        bias2_root: The square root of the bias correction of second moments; its inverse for `adam-deepspeed-cpu`, its
+            square for `adam-apex`.
+        bias1_factor: The bias correction of first moments, for `adam-apex`.
         first_form, second_form: The order of operations of first and second moments.
         grad_scale: The factor of gradients that were bfloat16; 0 if they were not.
         old_direction, new_direction: The factors of the first and the last update direction of several steps.
