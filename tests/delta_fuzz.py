@@ -20,7 +20,7 @@ CHOSEN = (
     "masters-and-copy-bfloat16",
     "amsgrad",
     "rows-grow",
-    "seldom",
+    "few-changes",
     "momentum",
     "foreign",
     "counters",

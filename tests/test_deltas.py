@@ -15,7 +15,7 @@ from ckpt_codecs.deltas.residuals.float16 import encode_float16
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
-from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, fitted, only, seldom
+from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, few_changes, fitted, only
 from effort import examples
 from held import FLOATS, array, bits
 
@@ -146,7 +146,7 @@ def test_deltas_are_as_small_as_they_should_be() -> None:
     assert cost(only(change, "fp32"), step) < 21
     copies = StatePair({"param": change.before["fp32"].astype(BF16)}, {"param": change.after["fp32"].astype(BF16)})
     assert cost(copies, step) < 4.5
-    assert cost(*seldom(0)) < 0.4
+    assert cost(*few_changes(0)) < 0.4
     assert cost(StatePair(change.before, change.before), step) < 0.01
 
 

@@ -241,7 +241,7 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return lambda run: read_by(run.read_rows, np.empty(n, np.uint8), data, columns)
 
 
-def halves(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, int]:
+def float16_words(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, int]:
     before, after = change(random, n, [np.uint16])
     count = int(random.integers(1, 17))
     return before, after, buckets(random, n, count), count
@@ -249,14 +249,14 @@ def halves(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, in
 
 @trial("find_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     changes = int(np.count_nonzero(predicted != actual))
     return lambda run: run.find_steps(predicted, actual, which, count, changes)
 
 
 def sparse(random: np.random.Generator, n: int) -> tuple[tuple[Array, ...], Array, Array]:
     """What is written, the predictions and the buckets."""
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     steps = TWINS.find_steps(predicted, actual, which, count, int(np.count_nonzero(predicted != actual)))
     shifts = random.integers(0, 25, count).astype(np.uint8) // random.integers(1, 9, dtype=np.uint8)
     return (*steps, shifts), predicted, which
@@ -286,7 +286,7 @@ def _(random: np.random.Generator, n: int) -> Trial:
 
 @trial("count_step_symbols")
 def _(random: np.random.Generator, n: int) -> Trial:
-    arguments = halves(random, n)
+    arguments = float16_words(random, n)
     return lambda run: [part.copy() for part in run.count_step_symbols(*arguments)]
 
 
@@ -300,14 +300,14 @@ def weights_for(counts: Array) -> Array:
 
 @trial("write_ans_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    symbols, counts, _ = TWINS.count_step_symbols(*halves(random, n))
+    symbols, counts, _ = TWINS.count_step_symbols(*float16_words(random, n))
     weights = weights_for(counts)
     return lambda run: [part.copy() for part in run.write_ans_steps(symbols, weights)]
 
 
 @trial("read_ans_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     symbols, counts, bits = TWINS.count_step_symbols(predicted, actual, which, count)
     weights = weights_for(counts)
     states, found = TWINS.write_ans_steps(symbols, weights)

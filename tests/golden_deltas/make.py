@@ -16,7 +16,7 @@ from ckpt_formats.core.tensor import Array
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from delta_cases import BF16, DELTAS, Case, adam, as_type, fitted, momentum, only, seldom  # noqa: E402
+from delta_cases import BF16, DELTAS, Case, adam, as_type, few_changes, fitted, momentum, only  # noqa: E402
 
 
 def chosen() -> Iterator[Case]:
@@ -38,7 +38,7 @@ def chosen() -> Iterator[Case]:
     yield "momentum", *momentum(shape, 7)
     many = adam((150, 64), 1, 7)[0]
     yield "copy", StatePair(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
-    yield "seldom", *seldom(7)
+    yield "few-changes", *few_changes(7)
     few, many = copies_that_change()
     yield "sparse-steps", few, StepInfo()
     yield "ans-steps", many, StepInfo()
