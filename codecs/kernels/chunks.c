@@ -1,7 +1,7 @@
 /* Whole chunks in one call: words to planes to streams, and back.
  *
- * Why it is safe: every exported kernel checks its sizes at its top, so that planes, streams and scratch are inside what
- * the caller lent; streams are never larger than their planes. */
+ * Memory safety: every exported kernel first checks its sizes, so that planes, streams and scratch are inside the
+ * caller's buffers; streams are never larger than their planes. */
 #include "lossless.h"
 
 enum { MAX_STREAMS = 64 };

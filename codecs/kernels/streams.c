@@ -1,6 +1,6 @@
-/* One plane as a stream: how it is held is decided here.
+/* One plane as a stream: this file chooses its kind.
  *
- * docs/codecs.md, "A stream", specifies the kinds. Why it is safe: a plane is coded only after the size of its code is
+ * docs/codecs.md, "A stream", specifies the kinds. Memory safety: a plane is coded only after the size of its code is
  * known to be smaller than the plane; a stream is read into a plane of known size, or refused. */
 #include "lossless.h"
 
