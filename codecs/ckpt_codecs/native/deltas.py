@@ -341,7 +341,7 @@ def count_step_symbols(predicted: Array, actual: Array, which: Array, buckets: i
     """
     n = actual.size
     _check_sizes(n, predicted, which)
-    symbols, bits = thread_buffer("told", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
+    symbols, bits = thread_buffer("step symbols", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
     counts = np.empty((buckets, STEP_SYMBOLS), np.uint32)
     used = kernels.count_step_symbols(
         *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n),
