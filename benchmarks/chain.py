@@ -4,7 +4,7 @@ A run of PyTorch's AdamW on gradients that are random but of low rank: masters i
 Each state is appended to a chain, in FOLDER, where a later run finds it again. The last one is then restored in three
 ways, in one run, each in a process of its own: by `ckpt restore`; by copying the full state, flushed to the disk; and
 delta by delta, each on the full state that the one before it left, as a program does that knows only one delta at a
-time. All must give the bytes of the state as it was saved. Then, on copies of the chain: `diff --into`, `verify` and
+time. All must give the bytes of the state as it was saved. Then, on copies of the chain: `append`, `verify` and
 `compact`.
 """
 
@@ -26,9 +26,10 @@ from measure import Run, measure, medians, warm
 
 from ckpt.chains.append import BasePolicy, append
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources, copy
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.universal import Universal, manifest
@@ -87,7 +88,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
             seconds += time.monotonic() - began if step != 1 else 0.0
         whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
         if not whole.exists():
-            copy(state, Universal(), Goal(whole), "", Resources())
+            save(state, whole, Universal(), Resources())
     return seconds
 
 
@@ -151,7 +152,7 @@ def changed(kept: Path, scratch: Path) -> dict[str, Run]:
     """What else is done with a chain."""
     longer, shorter = (linked(kept / "run", scratch / name) for name in ("longer", "shorter"))
     commands = {
-        "ckpt diff --into, one more": ["diff", "--into", longer, str(kept / "next")],
+        "ckpt append, one more": ["append", longer, str(kept / "next")],
         "ckpt verify, all states": ["verify", str(kept / "run")],
         "ckpt compact --keep last:1": ["compact", shorter, "--keep", "last:1"],
     }

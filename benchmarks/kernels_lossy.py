@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[str, StatePair, dict[str, Any]]]:
     """What is coded, by name, with the settings of the codec."""
     usual = moved(SHAPE)
     for step in (1.0, 2.0, 4.0):
-        yield f"step {step:g}", usual, {"step": step}
+        yield f"step {step:g}", usual, {"step_size": step}
     yield "no basis", usual, {"rank": 0}
     yield "anchor", StatePair({}, usual.after), {}
     yield "flat", flat(usual), {}

@@ -167,8 +167,8 @@ def _zstd(plane: Array) -> bytes:
 EXCP = Excp(alpha=1.0)
 """With its default `alpha` next to nothing is pruned of a small model; its published ratio needs the cap."""
 METHODS: dict[str, Entry] = {
-    **{f"subspace {s:g}": Entry(by_codec(Subspace(step=s))) for s in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6)},
-    "subspace 2, no basis": Entry(by_codec(Subspace(step=2.0, rank=0))),
+    **{f"subspace {s:g}": Entry(by_codec(Subspace(step_size=s))) for s in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6)},
+    "subspace 2, no basis": Entry(by_codec(Subspace(step_size=2.0, rank=0))),
     "lc 2-bit": Entry(weights_alone(by_codec(LcCheckpoint(2))), False),
     "lc 2-bit packed": Entry(weights_alone(by_codec(LcCheckpoint(2, coder="packed"))), False),
     "lc 3-bit": Entry(weights_alone(by_codec(LcCheckpoint(3))), False),
@@ -340,7 +340,11 @@ def ten(results: Results, trajectory: Trajectory, beta2: float, start: int, ever
 
 def chain(results: Results, trajectory: Trajectory, beta2: float, start: int, many: int) -> None:
     """A lossy anchor, and deltas on it; no training goes on, since `single` and `ten` say what that costs."""
-    for name, codec in {"resume": Subspace(step=1.0), "balanced": Subspace(), "archive": Subspace(step=4.0)}.items():
+    for name, codec in {
+        "resume": Subspace(step_size=1.0),
+        "balanced": Subspace(),
+        "archive": Subspace(step_size=4.0),
+    }.items():
 
         def make(codec: Subspace = codec) -> dict[str, Any]:
             held: State = {}
@@ -381,7 +385,7 @@ def speed(results: Results) -> None:
     """On chunks as the format cuts them: by codec, and ours by shape. Encoding decodes what it has made."""
     usual, ours = moved((1024, 256)), Subspace()
     works: dict[str, tuple[DeltaCodec, StatePair]] = {
-        **{f"subspace {s}": (Subspace(step=float(s)), usual) for s in (1, 2, 3)},
+        **{f"subspace {s}": (Subspace(step_size=float(s)), usual) for s in (1, 2, 3)},
         "subspace 2, no basis": (Subspace(rank=0), usual),
         "subspace 2, anchor": (ours, StatePair({}, usual.after)),
         **{f"subspace 2, {n} x {m}": (ours, moved((n, m))) for n, m in ((512, 512), (256, 1024), (128, 256))},

@@ -113,14 +113,14 @@ HOOKS: list[float] = []
 def time_of_hook(recorder: Recorder) -> list[float]:
     """The seconds that each call of the recorder's hook takes, as a list that grows."""
     seconds: list[float] = []
-    take = recorder._take
+    take = recorder._record_call
 
     def timed(optimizer: torch.optim.Optimizer) -> None:
         began = time.perf_counter()
         take(optimizer)
         seconds.append(time.perf_counter() - began)
 
-    recorder._take = timed  # type: ignore[method-assign]
+    recorder._record_call = timed  # type: ignore[method-assign]
     return seconds
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "verify": "ckpt_cli.commands.verify:verify",
     "rules": "ckpt_cli.commands.rules:rules",
     "diff": "ckpt_cli.commands.diff:diff",
+    "append": "ckpt_cli.commands.append:append",
     "restore": "ckpt_cli.commands.restore:restore",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",

@@ -4,15 +4,47 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import click
 
 _EVERY = 30.0
 
 
+class Bar:
+    """Shows how far a command is. Called with the bytes moved so far and in all; from any thread."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._stack = ExitStack()
+        self._show: Callable[[int], None] | None = None
+        self._total, self._done = -1, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._show is None or total != self._total or done < self._done:  # another job begins
+            self._stack.close()
+            self._total, self._done = total, 0
+            self._show = self._stack.enter_context(_counter(self._label, total))
+        self._show(done - self._done)
+        self._done = done
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._stack.close()
+
+
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(label: str) -> Iterator[Bar]:
+    """A callback for the library's functions that shows a bar on a terminal, lines elsewhere."""
+    bar = Bar(label)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+@contextmanager
+def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Count bytes towards `total`. The function it gives may be called from any thread."""
     if sys.stderr is None:  # closed by whoever started us
         yield lambda nbytes: None

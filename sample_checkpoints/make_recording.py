@@ -156,7 +156,7 @@ class RankFile:
     def vector(self, tensors: Mapping[str, Array]) -> Array:
         """What the rank has of whole tensors; zeros of those that are not given."""
         parts = []
-        for piece in self._rank.pieces:
+        for piece in self._rank.parts:
             tensor = self._layout.tensors[piece.tensor]
             values = tensors.get(tensor.name, np.zeros(tensor.shape, np.float32))
             parts.append(values[piece.box.index].reshape(-1)[piece.start : piece.stop])
@@ -278,7 +278,7 @@ def train(run: Run, recording: Recording, step: int) -> None:
 
 
 def base_of(run: Run, step: int, scratch: Path) -> Path:
-    """A chain of the state alone, made by `ckpt diff --into`."""
+    """A chain of the state alone, made by `ckpt append`."""
     number = {id(tensor): i for i, tensor in enumerate(run.net.parameters())}
     state = {number[id(one)]: run.optimizers[of].state[one] for of, _, one in run.vectors}
     groups = [
@@ -288,7 +288,7 @@ def base_of(run: Run, step: int, scratch: Path) -> Path:
     ]
     kept = {"model": run.net.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": step}
     torch.save(kept, scratch / "base.pt")
-    sys.argv = ["ckpt", "diff", "--into", str(scratch / "base.chain"), str(scratch / "base.pt")]
+    sys.argv = ["ckpt", "append", str(scratch / "base.chain"), str(scratch / "base.pt")]
     try:
         command()
     except SystemExit as end:

@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ckpt.job import save
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
@@ -139,7 +141,7 @@ def main() -> None:
     origin = Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
     source = Checkpoint(HERE / "made", origin, parameters, groups, extras(), aliases)
     shutil.rmtree(HERE / NAME, ignore_errors=True)
-    copy(source, Universal(), Goal(HERE / NAME), "", Resources(1))
+    save(source, HERE / NAME, Universal(), Resources(1))
 
     tensors = {
         f"{name}/{state}": _torch(values) for name, (_, held, _) in made.items() for state, values in held.items()

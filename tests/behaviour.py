@@ -135,7 +135,7 @@ def write_weights(path: Path, seed: int, scale: float) -> None:
 def append(chain: Path, state: Path, step: int, *more: str) -> str:
     if "append" in cli.list_commands(None):  # type: ignore[arg-type]
         return run("append", chain, state, "--step", step, *more)[0]
-    return run("diff", "--into", chain, state, "--step", step, *more)[0]
+    return run("append", chain, state, "--step", step, *more)[0]
 
 
 def of_chains(folder: Path, values: bool) -> Iterator[tuple[str, list[str | None]]]:

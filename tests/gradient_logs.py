@@ -153,7 +153,7 @@ def vector(layout: SegmentLayout, rank: int, tensors: Mapping[str, Array]) -> Ar
     """What a rank has of whole tensors."""
     parts = [
         tensors[layout.tensors[piece.tensor].name][piece.box.index].reshape(-1)[piece.start : piece.stop]
-        for piece in layout.ranks[rank].pieces
+        for piece in layout.ranks[rank].parts
     ]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 

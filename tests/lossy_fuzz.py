@@ -30,11 +30,11 @@ def seeds() -> list[Seed]:
 def survives(codec: DeltaCodec, data: bytes, before: States, shape: tuple[int, ...], form: dict[str, DType]) -> bool:
     """Decode it: True if arrays came of it."""
     try:
-        made = codec.decode(data, before, shape, form)
+        decoded = codec.decode(data, before, shape, form)
     except CodecError:
         return False
-    assert {n: a.dtype for n, a in made.items()} == form
-    assert all(a.shape == shape for a in made.values())
+    assert {n: a.dtype for n, a in decoded.items()} == form
+    assert all(a.shape == shape for a in decoded.values())
     return True
 
 

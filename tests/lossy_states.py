@@ -12,9 +12,9 @@ from held import array
 
 LOSSY: list[DeltaCodec] = [
     Subspace(),
-    Subspace(step=1.0, rank=0, octaves=0.0, first="coarse"),
-    Subspace(max_abs_err=1e-4, first="zero"),
-    Subspace(rel_error=0.1, first="exact"),
+    Subspace(step_size=1.0, rank=0, second_octaves=0.0, first_moments="coarse"),
+    Subspace(max_abs_err=1e-4, first_moments="zero"),
+    Subspace(rel_error=0.1, first_moments="exact"),
     LcCheckpoint(),
     LcCheckpoint(2, coder="packed"),
     LcCheckpoint(3, coder="context"),
@@ -24,21 +24,21 @@ F32, BF16, F16 = (DTYPES[name] for name in ("float32", "bfloat16", "float16"))
 SHAPES = [(96, 64), (24, 129), (2000,), (300,), (3, 5), (1,), (0,), (1, 70), (500, 8)]
 
 
-def training(shape: tuple[int, ...], many: int, seed: int = 0) -> list[dict[str, Array]]:
+def training(shape: tuple[int, ...], count: int, seed: int = 0) -> list[dict[str, Array]]:
     """States of so many steps, far apart, of a weight whose changes share a few directions."""
     random = np.random.default_rng(seed)
     rows, columns = (1, *shape)[-2:]
-    few = min(rows, columns, 4)
-    left, right = random.standard_normal((rows, few)), random.standard_normal((few, columns))
+    rank = min(rows, columns, 4)
+    left, right = random.standard_normal((rows, rank)), random.standard_normal((rank, columns))
     scales = np.exp(random.normal(0, 1, (rows, 1))) * np.exp(random.normal(0, 1, columns)) * 1e-8
-    weights, made = random.normal(0, 0.02, (rows, columns)), []
-    for _ in range(many):
-        moved = (left * random.normal(1, 0.3, few)) @ right + 0.3 * random.standard_normal((rows, columns))
+    weights, steps = random.normal(0, 0.02, (rows, columns)), []
+    for _ in range(count):
+        update = (left * random.normal(1, 0.3, rank)) @ right + 0.3 * random.standard_normal((rows, columns))
         second = scales * random.chisquare(4, (rows, columns))
-        weights = weights + 1e-3 * moved
-        states = {"fp32": weights, "exp_avg": -0.3 * np.sqrt(second) * moved, "exp_avg_sq": second}
-        made.append({n: a.astype(F32).reshape(shape) for n, a in states.items()})
-    return made
+        weights = weights + 1e-3 * update
+        states = {"fp32": weights, "exp_avg": -0.3 * np.sqrt(second) * update, "exp_avg_sq": second}
+        steps.append({n: a.astype(F32).reshape(shape) for n, a in states.items()})
+    return steps
 
 
 def changes() -> Iterator[tuple[str, StatePair]]:

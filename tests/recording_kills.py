@@ -233,7 +233,7 @@ class Campaign:
         stepping = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
         kept = {"model": net.state_dict(), "optimizer": stepping.state_dict(), "step": 0}
         torch.save(kept, self._root / "base.pt")
-        done = ckpt("diff", "--into", self._root / "based.chain", self._root / "base.pt")
+        done = ckpt("append", self._root / "based.chain", self._root / "base.pt")
         assert done.code == 0, done.err
 
     def round(self, plan: Plan) -> dict[str, Any]:

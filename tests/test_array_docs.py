@@ -11,7 +11,7 @@ import pytest
 import ckpt_codecs
 
 FOLDER = Path(ckpt_codecs.__file__).parent
-TO_COME = ("lossy", "gradients", "native/lossy.py", "native/gradients.py")
+TO_COME: tuple[str, ...] = ()
 """Rooms whose docstrings are not checked yet. It should be empty."""
 
 ARRAYS = re.compile(r"\b(Array|ndarray)\b")

@@ -7,24 +7,26 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ckpt.chains.append import BasePolicy, append
+from ckpt.chains.append import append
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources, copy
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_codecs import NotApplicable, from_config
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
 from ckpt_formats.universal import manifest
@@ -69,13 +71,11 @@ def drifting(steps: int, elements: int = 1000, seed: int = 0) -> Iterator[Checkp
         )
 
 
-def chain_of(
-    run: Path, states: Iterator[Checkpoint], codec: str = "auto", anchors: BasePolicy | None = None
-) -> list[Checkpoint]:
+def chain_of(run: Path, states: Iterator[Checkpoint], codec: str = "auto", **policy: Any) -> list[Checkpoint]:
     """Append all; what was appended."""
     made = list(states)
     for state in made:
-        append(run, state, None, DeltaPolicy.of(codec), anchors or BasePolicy(), Resources())
+        append(run, state, None, DeltaPolicy(codec, **policy), Resources())
     return made
 
 
@@ -87,7 +87,7 @@ def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path
     saved = save_run(tmp_path, STEPS, optimizer, form)
     run = tmp_path / "run"
     for path in saved:
-        done = ckpt("diff", "--into", run, path, "--json")
+        done = ckpt("append", run, path, "--json")
         assert done.code == 0, done.err
         assert json.loads(done.out)["exact"] is True
     assert ckpt("verify", run).code == 0
@@ -97,7 +97,7 @@ def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path
     for step, path in enumerate(saved, 1):
         expected = open_checkpoint(path)
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, expected)
-        copy(expected, writable("universal"), Goal(tmp_path / f"whole{step}"), "", Resources())
+        save(expected, tmp_path / f"whole{step}", writable("universal"), Resources())
         assert chain.members[step - 1].content == content(tmp_path / f"whole{step}")
 
 
@@ -105,7 +105,7 @@ def test_a_chain_is_a_checkpoint_to_every_command(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 2)
     run = tmp_path / "run"
     for path in saved:
-        ckpt("diff", "--into", run, path)
+        ckpt("append", run, path)
     assert detect(run).name == "chain"
     assert detect(run / index.read(run).members[1].folder).name == "universal"
     assert ckpt("diff", run, saved[1]).code == 0
@@ -196,7 +196,7 @@ def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
     chain_of(tmp_path / "run", iter([state]))
     Refusing.encoded.clear()
     later = checkpoint(state.parameters.values(), state.groups, origin=Origin("held", None, 2))
-    append(tmp_path / "run", later, None, DeltaPolicy.of(f"{Refusing.name}:holds={holds}"), BasePolicy(), Resources(1))
+    append(tmp_path / "run", later, None, DeltaPolicy(f"{Refusing.name}:holds={holds}"), Resources(1))
     assert index.read(tmp_path / "run").members[1].kind == "base"
     assert_same_state(open_checkpoint(tmp_path / "run"), later)
 
@@ -238,7 +238,7 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("coded", [False, True], ids=["exact anchor", "coded anchor"])
 def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(12), coarse, BasePolicy(coded=coded))
+    made = chain_of(run, drifting(12), coarse, base="coded" if coded else "exact")
     largest = []
     for step, state in enumerate(made, 1):
         found = open_step(run, step, ReadOptions()).checkpoint
@@ -271,7 +271,7 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
         made.append(checkpoint([parameter(n, arrays, role) for n, role in names], origin=Origin("held", None, step)))
     run = tmp_path / "run"
     for state in made:
-        append(run, state, None, DeltaPolicy.of(coarse, ["^kept"]), BasePolicy(), Resources())
+        append(run, state, None, DeltaPolicy(coarse, ("^kept",)), Resources())
     found = open_checkpoint(run)
     assert {name for name, _ in found.errors} == {"lossy"}
     assert contents(found) != contents(made[1])
@@ -282,7 +282,7 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
 
 def test_each_nth_member_is_a_base(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(7), anchors=BasePolicy(3))
+    made = chain_of(run, drifting(7), base_every=3)
     assert "".join(member.kind[0] for member in index.read(run).members) == "bddbddb"
     for step, state in enumerate(made, 1):
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
@@ -306,7 +306,7 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
 
     saved = save_run(tmp_path, 3)
     for path in saved:
-        ckpt("diff", "--into", tmp_path / "run", path)
+        ckpt("append", tmp_path / "run", path)
     found = UniversalReader(tmp_path / "run" / "step-0000000003", decode, replay)
     assert found.manifest["version"] == 3
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
@@ -316,25 +316,25 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
 def test_steps_only_grow(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     run = tmp_path / "run"
-    assert ckpt("diff", "--into", run, saved[1]).code == 0
+    assert ckpt("append", run, saved[1]).code == 0
     before = sorted(os.listdir(run))
     for path, told, words in (
         (saved[1], (), "step 2 is there already"),
         (saved[0], (), "step 1 comes before 2"),
         (saved[2], ("--step", "1"), "step 1 comes before 2"),
     ):
-        done = ckpt("diff", "--into", run, path, *told)
+        done = ckpt("append", run, path, *told)
         assert done.code == 22
         assert words in done.err
         assert sorted(os.listdir(run)) == before
-    assert ckpt("diff", "--into", run, saved[0], "--step", "9").code == 0
+    assert ckpt("append", run, saved[0], "--step", "9").code == 0
     assert [member.step for member in index.read(run).members] == [2, 9]
 
 
 def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
     state = checkpoint(next(drifting(1)).parameters.values(), origin=Origin("held"))
-    copy(state, writable("safetensors"), Goal(tmp_path / "w.safetensors"), "", Resources())
-    done = ckpt("diff", "--into", tmp_path / "run", tmp_path / "w.safetensors")
+    save(state, tmp_path / "w.safetensors", writable("safetensors"), Resources())
+    done = ckpt("append", tmp_path / "run", tmp_path / "w.safetensors")
     assert done.code == 22
     assert "--step N" in done.err
     assert not (tmp_path / "run").exists()
@@ -345,7 +345,7 @@ def test_a_dry_run_tells_what_will_be_stored_and_writes_nothing(tmp_path: Path) 
     saved, run, alone = save_run(tmp_path, 3), tmp_path / "run", tmp_path / "alone"
     for path, options in zip(saved, ((), (), ("--preset", "resume")), strict=True):
         before = sorted(run.rglob("*"))
-        told = ("diff", "--into", run, path, *options, "--json")
+        told = ("append", run, path, *options, "--json")
         dry = json.loads(ckpt(*told, "--dry-run").out)
         assert sorted(run.rglob("*")) == before
         assert run.exists() == (path != saved[0])
@@ -363,7 +363,7 @@ def test_a_dry_run_tells_what_will_be_stored_and_writes_nothing(tmp_path: Path) 
 
 def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, 1)
-    done = ckpt("diff", "--into", tmp_path, path)
+    done = ckpt("append", tmp_path, path)
     assert done.code == 30
     assert "no chain" in done.err
     assert os.listdir(tmp_path) == [path.name]
@@ -372,24 +372,24 @@ def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 2)
     run = tmp_path / "run"
-    ckpt("diff", "--into", run, saved[0])
+    ckpt("append", run, saved[0])
     with chain_folder.locked(run):
-        for command in (("diff", "--into", run, saved[1]), ("compact", run)):
+        for command in (("append", run, saved[1]), ("compact", run)):
             assert ckpt(*command).code == 11
-    assert ckpt("diff", "--into", run, saved[1]).code == 0
+    assert ckpt("append", run, saved[1]).code == 0
 
 
 def test_what_a_crash_left_is_said_and_removed(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     run = tmp_path / "run"
-    ckpt("diff", "--into", run, saved[0])
+    ckpt("append", run, saved[0])
     before = (run / index.NAME).read_bytes()
-    ckpt("diff", "--into", run, saved[1])
+    ckpt("append", run, saved[1])
     (run / index.NAME).write_bytes(before)  # as if the machine had stopped just before
     (run / ".step-0000000009.ckpt-partial").mkdir()
     (run / "mine").write_text("a file of the user's")
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(saved[0]))
-    done = ckpt("diff", "--into", run, saved[2])
+    done = ckpt("append", run, saved[2])
     assert done.code == 0
     assert "removed step-0000000002" in done.err
     assert "removed .step-0000000009" in done.err
@@ -418,24 +418,31 @@ def test_a_delta_on_its_own(tmp_path: Path) -> None:
     assert done.code == 0
     assert "exact" in done.err
     assert json.loads((tmp_path / "whole" / manifest.NAME).read_text())["version"] == 1
-    ckpt("diff", "--into", tmp_path / "run", saved[0])
+    ckpt("append", tmp_path / "run", saved[0])
     assert ckpt("diff", tmp_path / "run", saved[1], "-o", tmp_path / "fourth").code == 0
     assert_same_state(open_checkpoint(tmp_path / "fourth"), open_checkpoint(saved[1]))
 
 
 def test_a_codec_that_is_not_there(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, 1)
-    done = ckpt("diff", "--into", tmp_path / "run", path, "--codec", "no-such")
+    done = ckpt("append", tmp_path / "run", path, "--codec", "no-such")
     assert done.code == 22
     assert DEFAULT_DELTA in done.err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "told", [("a", "-o", "d"), ("a", "b", "--into", "c"), ("a", "b", "-o", "d", "--into", "c"), ("a",)]
+    "arguments",
+    [
+        ("diff", "a", "-o", "d"),
+        ("diff", "a"),
+        ("append", "c"),
+        ("append", "c", "a", "b"),
+        ("diff", "a", "b", "--into", "c"),
+    ],
 )
-def test_wrong_usage(told: tuple[str, ...]) -> None:
-    assert ckpt("diff", *told).code == 2
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    assert ckpt(*arguments).code == 2
 
 
 def peak(run: Path) -> int:
@@ -487,7 +494,7 @@ def test_each_stored_byte_is_read_once(form: str, tmp_path: Path, monkeypatch: p
     assert contents(open_checkpoint(tmp_path / "out")) == contents(made[-1])
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
     if form == "universal":
-        copy(made[-1], writable(form), Goal(tmp_path / "saved"), "", Resources())
+        save(made[-1], tmp_path / "saved", writable(form), Resources())
         files = [path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved").rglob("*.safetensors")]
         assert files
         assert all((tmp_path / "out" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes() for file in files)

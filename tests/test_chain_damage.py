@@ -120,7 +120,7 @@ def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path
     assert ckpt("restore", run, out / "good", "--step", str(good)).code == 0
     assert contents(open_checkpoint(out / "good")) == contents(open_checkpoint(whole / f"step{good}"))
     if name != "altered":  # which shows only where the bytes are read
-        assert ckpt("diff", "--into", run, whole / "step4", "--step", "9").code == 20
+        assert ckpt("append", run, whole / "step4", "--step", "9").code == 20
     assert ckpt("compact", run, "--keep", "4").code == 20
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert after == before
@@ -145,7 +145,7 @@ def test_a_damaged_list_is_refused_and_the_members_can_still_be_read(byte: int, 
     for told in (
         ("log", run),
         ("restore", run, tmp_path / "out"),
-        ("diff", "--into", run, whole / "step4"),
+        ("append", run, whole / "step4"),
         ("compact", run),
     ):
         done = ckpt(*told)

@@ -47,7 +47,7 @@ def test_a_run_that_changed_its_stage_and_degree(tmp_path: Path) -> None:
     assert len(later) == 2
     run = tmp_path / "run"
     for path in (first, *later):
-        done = ckpt("diff", "--into", run, path)
+        done = ckpt("append", run, path)
         assert done.code == 0, done.err
     assert [member.kind for member in index.read(run).members] == ["base", "delta", "delta"]
     for path, member in zip((first, *later), index.read(run).members, strict=True):

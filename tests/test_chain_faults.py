@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = chained(tmp_path_factory.mktemp("whole"), STEPS)
     (at / "run").rename(at / "all")
     for step in range(1, STEPS):
-        assert ckpt("diff", "--into", at / "run", at / f"step{step}").code == 0
+        assert ckpt("append", at / "run", at / f"step{step}").code == 0
     return at
 
 
@@ -86,7 +86,7 @@ def is_state(run: Path, saved: Path) -> bool:
 def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, disk: Path) -> None:
     run = shutil.copytree(whole / "run", disk / "run")
     before = snapshot(run)
-    told = ("diff", "--into", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
+    told = ("append", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
     fill(disk, ROOM)
     done = ckpt(*told)
     assert done.code == FULL, done.err
@@ -105,11 +105,11 @@ def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, d
 
 def test_a_chain_that_cannot_even_begin_leaves_nothing_that_looks_like_one(whole: Path, disk: Path) -> None:
     fill(disk, ROOM)
-    done = ckpt("diff", "--into", disk / "run", whole / "step1")
+    done = ckpt("append", disk / "run", whole / "step1")
     assert done.code == FULL, done.err
     assert ckpt("log", disk / "run").code == 10
     remount(disk, "size=64m")
-    assert ckpt("diff", "--into", disk / "run", whole / "step1").code == 0
+    assert ckpt("append", disk / "run", whole / "step1").code == 0
     assert is_state(disk / "run", whole / "step1")
 
 
@@ -119,10 +119,10 @@ def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str,
     fill(disk, raw + ROOM)  # for the target, and not for what is replayed beside it
     done = ckpt("restore", whole / "run", disk / "out", "--to", form)
     assert done.code == FULL, done.err
-    assert "replayed beside the target" in done.err
+    assert "replayed next to the target" in done.err
     assert os.listdir(disk) == []
     dry = ckpt("restore", whole / "run", disk / "out", "--to", form, "--dry-run")
-    assert "replayed beside the target" in dry.err
+    assert "replayed next to the target" in dry.err
     done = ckpt("restore", whole / "run", disk / "out")
     assert done.code == 0, done.err
     assert is_state(disk / "out", whole / "step3")
@@ -131,7 +131,7 @@ def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str,
 def test_a_disk_that_fills_up_while_it_is_replayed(whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = index.read(whole / "run").members[-1].raw_nbytes
     fill(disk, raw + ROOM)
-    monkeypatch.setattr(restoring, "_check_room", lambda *given: None)  # as if another took it meanwhile
+    monkeypatch.setattr(restoring, "_check_space", lambda *given: None)  # as if another took it meanwhile
     told = ("restore", whole / "run", disk / "out", "--to", "dcp")
     assert ckpt(*told).code == FULL
     assert os.listdir(disk) == [".out.ckpt-partial"]
@@ -152,8 +152,8 @@ def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path
         assert done.code == 0, done.err
         assert is_state(tmp_path / form, whole / "step2")
     assert ckpt("compact", run, "--keep", "last:1", "--dry-run").code == 0
-    assert ckpt("diff", "--into", run, whole / "step4", "--dry-run").code == 0
-    for told in (("diff", "--into", run, whole / "step4"), ("compact", run, "--keep", "last:1")):
+    assert ckpt("append", run, whole / "step4", "--dry-run").code == 0
+    for told in (("append", run, whole / "step4"), ("compact", run, "--keep", "last:1")):
         done = ckpt(*told)
         assert done.code == OUTPUT, done.err
         assert "Read-only" in done.err
@@ -164,7 +164,7 @@ def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path
 @pytest.mark.slow
 def test_a_limit_of_file_sizes(command: str, whole: Path, run: Path) -> None:
     before = snapshot(run)
-    told = ["diff", "--into", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
+    told = ["append", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -182,7 +182,7 @@ def test_a_chain_may_be_moved_and_renamed_as_a_whole(whole: Path, run: Path, tmp
     elsewhere.parent.mkdir()
     run.rename(elsewhere)
     assert ckpt("verify", elsewhere).code == 0
-    assert ckpt("diff", "--into", elsewhere, whole / "step4").code == 0
+    assert ckpt("append", elsewhere, whole / "step4").code == 0
     assert ckpt("compact", elsewhere, "--keep", "2").code == 0
     (tmp_path / "link").symlink_to(elsewhere)
     for at in (elsewhere, tmp_path / "link"):
@@ -201,7 +201,7 @@ def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
         run = shutil.copytree(whole / "run", tmp_path / f"run{i}")
         both = []
         for step in (10, 11):
-            told = ["diff", "--into", run, whole / "step4", "--step", step]
+            told = ["append", run, whole / "step4", "--step", step]
             both.append(subprocess.Popen([*CKPT, *map(str, told)], stderr=subprocess.PIPE, text=True))
             time.sleep(random_.random() * 0.2 * i)
         said = [one.communicate(timeout=120)[1] for one in both]

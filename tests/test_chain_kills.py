@@ -22,7 +22,7 @@ POINTS = 10
 KILLS = 2
 """By the clock, in a process of its own, of each command."""
 COMMANDS = {
-    "into": (("diff", "--into", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
+    "into": (("append", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
     "compact": (("compact", "RUN", "--keep", "2,4"), [2, 4]),
 }
 BOTH = pytest.mark.parametrize("name", ["into", pytest.param("compact", marks=pytest.mark.slow)])
@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of five states, `step1` to `step5`, and a chain of the first four."""
     at = tmp_path_factory.mktemp("whole")
     for path in save_run(at, 5)[:4]:
-        assert ckpt("diff", "--into", at / "run", path).code == 0
+        assert ckpt("append", at / "run", path).code == 0
     return at
 
 

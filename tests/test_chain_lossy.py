@@ -15,15 +15,17 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from ckpt.chains.append import BasePolicy, append
+from ckpt.chains.append import append
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources, copy
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_codecs.base import Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
 from ckpt_codecs.registry import DELTA_CODECS
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.registry import open_checkpoint, writable
 from ckpt_formats.universal import manifest
@@ -44,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def appended(run: Path, states: Iterable[Path], *options: object) -> list[Ran]:
-    done = [ckpt("diff", "--into", run, path, *options) for path in states]
+    done = [ckpt("append", run, path, *options) for path in states]
     assert [one.code for one in done] == [0] * len(done), done[-1].err
     return done
 
@@ -121,7 +123,7 @@ def test_no_weight_is_off_by_more_than_was_promised(
     bound: float, anchor: str, saved: list[Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    appended(run, saved[:3], "--max-abs-err", bound, "--anchor", anchor)
+    appended(run, saved[:3], "--max-abs-err", bound, "--base", anchor)
     for step, path in enumerate(saved[:3], 1):
         out = tmp_path / f"out{step}"
         assert ckpt("restore", run, out, "--step", step).code == 0
@@ -137,7 +139,7 @@ def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path
     for step, states in enumerate(training((700, 400), 3), 1):
         held = {**states, "param": states["fp32"].astype(BF16)}
         state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
-        append(run, state, None, DeltaPolicy.of(f"subspace:max_abs_err={bound}"), BasePolicy(), Resources())
+        append(run, state, None, DeltaPolicy(f"subspace:max_abs_err={bound}"), Resources())
         found = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
         off = np.abs(found["fp32"].astype(np.float64) - states["fp32"]).max()
         assert off <= bound
@@ -175,8 +177,8 @@ def test_a_promise_that_is_not_kept_is_found_while_writing(
     monkeypatch.setitem(DELTA_CODECS, Careless.name, Careless)
     run = tmp_path / "run"
     appended(run, saved[:1])
-    monkeypatch.setattr(Careless, "_weights", Subspace(step=8.0)._weights)
-    done = ckpt("diff", "--into", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
+    monkeypatch.setattr(Careless, "_encode_weights", Subspace(step_size=8.0)._encode_weights)
+    done = ckpt("append", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
     assert done.code not in (0, 2)
     assert [member.step for member in index.read(run).members] == [1]
 
@@ -221,7 +223,7 @@ def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypa
     for step in (1, 2):
         states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
-        append(tmp_path / "run", state, None, DeltaPolicy.of(Zeroing.name), BasePolicy(), Resources())
+        append(tmp_path / "run", state, None, DeltaPolicy(Zeroing.name), Resources())
     found = open_checkpoint(tmp_path / "run").parameters["scale"].states
     assert {state: set(read(tensor)) for state, tensor in found.items()} == {
         state: {2 if state == "step" else 0} for state in states
@@ -246,7 +248,7 @@ class Surveying(Subspace):
         return super().survey(iter(found), step)
 
     def fit(self, changes, step):  # type: ignore[no-untyped-def]
-        self.fitted.append(self.scale)
+        self.fitted.append(self.rms)
         return self
 
 
@@ -272,7 +274,7 @@ def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
     assert Surveying.fitted[0] is not None
     entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
     codecs = [entry.delta.codec for entry in entries if entry.delta and entry.delta.codec["name"] == Surveying.name]
-    assert {codec["scale"] for codec in codecs} == set(Surveying.fitted)
+    assert {codec["rms"] for codec in codecs} == set(Surveying.fitted)
     assert len(codecs) == len(trained)
 
 
@@ -301,10 +303,10 @@ def adam(beta2: float) -> Iterator[Checkpoint]:
 )
 def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float, warned: bool, tmp_path: Path) -> None:
     for step, state in enumerate(adam(beta2), 1):
-        copy(state, writable("universal"), Goal(tmp_path / f"step{step}"), "", Resources())
+        save(state, tmp_path / f"step{step}", writable("universal"), Resources())
     appended(tmp_path / "run", [tmp_path / "step1"])
     (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
-    assert ("may blow up" in done.err and "beta2 is 0.999" in done.err) == warned
+    assert ("may diverge" in done.err and "beta2 is 0.999" in done.err) == warned
 
 
 # --- nothing is silent
@@ -316,8 +318,8 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
     for run, options in ((exact, ()), (lossy, ("--preset", "balanced"))):
         dry = []
         for path in saved[:2]:
-            dry.append(ckpt("diff", "--into", run, path, *options, "--dry-run").out)
-            last = ckpt("diff", "--into", run, path, *options)
+            dry.append(ckpt("append", run, path, *options, "--dry-run").out)
+            last = ckpt("append", run, path, *options)
             assert last.code == 0, last.err
             assert ("approximate" in dry[-1]) == ("approximate" in last.out)
         assert "approximate" not in dry[0]
@@ -363,7 +365,7 @@ import time
 from pathlib import Path
 import numpy as np
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.tensor import read
+from ckpt_formats.core.tensor import read
 
 def logits(path):
     states = open_checkpoint(Path(path)).parameters
@@ -391,8 +393,7 @@ def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: lis
     script.write_text(EVALUATION)
     command = f"{sys.executable} '{script}' {{}} {saved[1]}"
     first, second = (
-        ckpt("diff", "--into", run, path, "--max-loss-increase", limit, "--eval-cmd", command, "--json")
-        for path in saved[:2]
+        ckpt("append", run, path, "--max-loss-increase", limit, "--eval-cmd", command, "--json") for path in saved[:2]
     )
     assert any("nothing to evaluate" in note["text"] for note in json.loads(first.out)["notes"])
     assert second.code == 0, second.err
@@ -430,7 +431,7 @@ def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, save
     run = tmp_path / "run"
     appended(run, saved[:1])
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    done = ckpt("diff", "--into", run, saved[1], "--max-loss-increase", "0.1", "--eval-cmd", command)
+    done = ckpt("append", run, saved[1], "--max-loss-increase", "0.1", "--eval-cmd", command)
     assert done.code == UNSUPPORTED, done.err
     assert words in done.err
     assert "hint: " in done.err
@@ -467,10 +468,10 @@ def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tm
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("arguments", "words"),
     [
         *(
-            ((*report, *where), f"{report[0]} is of the report")
+            (("diff", "a", "b", "-o", "d", *report), f"{report[0]} is for the report")
             for report in (
                 ("--html", "page.html"),
                 ("--only", "w"),
@@ -481,37 +482,42 @@ def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tm
                 ("--state", "weight"),
                 ("--tensors-only",),
             )
-            for where in (("a", "--into", "c"), ("a", "b", "-o", "d"))
         ),
         *(
-            (("a", "b", *option), f"{option[0]} is of deltas")
+            (("diff", "a", "b", *option), f"{option[0]} is for deltas")
             for option in (
                 ("--preset", "resume"),
                 ("--codec", "lc"),
                 ("--max-abs-err", "1"),
                 ("--exact", "w"),
                 ("--dry-run",),
-                ("--anchor", "coded"),
                 ("--step", "3"),
             )
         ),
-        (("a", "b", "-o", "d", "--anchor-every", "3"), "--anchor-every is of chains"),
-        (("a", "b", "-o", "d", "--preset", "standalone"), "--preset standalone is of chains"),
-        (("a", "--into", "c", "--preset", "standalone", "--anchor", "exact"), "--anchor does not go with it"),
-        (("a", "--into", "c", "--preset", "resume", "--codec", "lc"), "leave out --codec"),
-        (("a", "--into", "c", "--preset", "none"), "--preset"),
-        (("a", "--into", "c", "--max-loss-increase", "1"), "need each other"),
-        (("a", "--into", "c", "--eval-cmd", "e {}"), "need each other"),
-        (("a", "--into", "c", "--max-loss-increase", "nan", "--eval-cmd", "e {}"), "--max-loss-increase is a number"),
-        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "e"), "needs {}"),
-        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "'e {}"), "no command"),
-        (("a", "--into", "c", "--max-loss-increase", "1", "--eval-cmd", "e {}", "--max-abs-err", "1"), "one of them"),
-        (("a", "--into", "c", "--max-abs-err", "0"), "--max-abs-err"),
-        (("a", "--into", "c", "--rel-error", "-1"), "--rel-error"),
+        (("diff", "a", "b", "-o", "d", "--base-every", "3"), "--base-every"),
+        (("diff", "a", "b", "-o", "d", "--preset", "standalone"), "--preset"),
+        (("append", "c", "a", "--preset", "standalone", "--base", "coded"), "--base and --base-every do not apply"),
+        (("append", "c", "a", "--preset", "standalone", "--base-every", "3"), "--base and --base-every do not apply"),
+        (("append", "c", "a", "--preset", "resume", "--codec", "lc"), "leave out --codec"),
+        (("append", "c", "a", "--preset", "none"), "--preset"),
+        (("append", "c", "a", "--max-loss-increase", "1"), "need each other"),
+        (("append", "c", "a", "--eval-cmd", "e {}"), "need each other"),
+        (
+            ("append", "c", "a", "--max-loss-increase", "nan", "--eval-cmd", "e {}"),
+            "--max-loss-increase is a number",
+        ),
+        (("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "e"), "needs {}"),
+        (("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "'e {}"), "no command"),
+        (
+            ("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "e {}", "--max-abs-err", "1"),
+            "one of them",
+        ),
+        (("append", "c", "a", "--max-abs-err", "0"), "--max-abs-err"),
+        (("append", "c", "a", "--rel-error", "-1"), "--rel-error"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(told: tuple[str, ...], words: str) -> None:
-    done = ckpt("diff", *told)
+def test_options_that_do_not_go_together_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    done = ckpt(*arguments)
     assert done.code == 2
     assert words in done.err
 
@@ -529,6 +535,6 @@ def test_options_that_do_not_go_together_are_refused(told: tuple[str, ...], word
 def test_bounds_that_no_codec_can_keep_are_refused(
     options: tuple[str, ...], code: int, saved: list[Path], tmp_path: Path
 ) -> None:
-    done = ckpt("diff", "--into", tmp_path / "run", saved[0], *options)
+    done = ckpt("append", tmp_path / "run", saved[0], *options)
     assert done.code == code
     assert not (tmp_path / "run").exists()

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Goal, Parameter, ReadOptions
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Parameter
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor
 from ckpt_formats.universal import Universal
@@ -27,7 +29,7 @@ def test_every_flaw_is_found_with_its_tensor() -> None:
 
 
 def test_damage_is_found_with_the_tensor_that_it_touches(tmp_path: Path) -> None:
-    copy(everything(), Universal(), Goal(tmp_path / "u"), "", EFFORT)
+    save(everything(), tmp_path / "u", Universal(), EFFORT)
     source = Universal().read(tmp_path / "u", ReadOptions())
     raws = [(p.name, raw) for p, _, tensor in source.tensors() for raw in tensor.sources() if raw.span]
     assert len(raws) > 5

@@ -16,10 +16,9 @@ import pytest
 from click import Context
 
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli, exit_code
-from ckpt_cli.options import LayoutOptions, SourceOptions
-from ckpt_cli.work import goal_of
 from ckpt_formats.core import errors
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.engines.megatron import MegatronDist
 from damage import HOSTILE_NAMES, SAMPLES, ckpt
 
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
@@ -239,17 +238,17 @@ def test_files_and_folders_without_permission_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "pp"),
+    ("format", "pp"),
     [
-        (LayoutOptions(), None),
-        (LayoutOptions(pp=4), 4),
-        (LayoutOptions(stages=(3, 5)), 2),
-        (LayoutOptions(stages=(1, 2, 3, 4), vpp=2), 2),
-        (LayoutOptions(stages=(1, 2, 3, 4), pp=2), 2),
+        (MegatronDist(), None),
+        (MegatronDist(pp=4), 4),
+        (MegatronDist(stages=(3, 5)), 2),
+        (MegatronDist(stages=(1, 2, 3, 4), vpp=2), 2),
+        (MegatronDist(stages=(1, 2, 3, 4), pp=2), 2),
     ],
 )
-def test_how_many_stages_there_are_is_said_or_counted(cut: LayoutOptions, pp: int | None) -> None:
-    assert goal_of("target", cut, SourceOptions()).degrees.pp == pp
+def test_how_many_stages_there_are_is_stated_or_counted(format: MegatronDist, pp: int | None) -> None:
+    assert format.stage_count == pp
 
 
 # Streams

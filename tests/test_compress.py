@@ -15,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import sizes as savings
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_codecs import candidate_codecs
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Parameter, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.encoding import LEVELS, EncodingOptions
+from ckpt_formats.core.encoding import LEVELS
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
 from ckpt_formats.core.files import Reader, verify_seals
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
@@ -38,13 +40,13 @@ F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 REAL = sorted(p for p in SAMPLES.iterdir() if p.is_dir() and p.name not in ("damaged",))
 
 
-def compress(source: Checkpoint, target: Path, coding: EncodingOptions | None = None) -> Checkpoint:
-    copy(source, Universal(), Goal(target, coding=coding or EncodingOptions()), "", EFFORT)
+def compress(source: Checkpoint, target: Path, **encoding: Any) -> Checkpoint:
+    save(source, target, Universal(**{"codec": "auto", **encoding}), EFFORT)
     return Universal().read(target, ReadOptions())
 
 
 def decompress(source: Checkpoint, target: Path) -> Path:
-    copy(source, Universal(), Goal(target), "", EFFORT)
+    save(source, target, Universal(), EFFORT)
     return target
 
 
@@ -72,10 +74,10 @@ def trained(shape: tuple[int, ...] = (600, 1000), seed: int = 0) -> Parameter:
 @pytest.mark.parametrize("level", LEVELS)
 def test_everything_comes_back(level: str, tmp_path: Path) -> None:
     source = checkpoint([*everything().parameters.values(), trained()], extras={"epoch": 2})
-    made = compress(source, tmp_path / "small", EncodingOptions(level=level))
+    made = compress(source, tmp_path / "small", level=level)
     assert contents(made) == contents(source)
     assert [f.kind for f in find_problems(made, EFFORT) if f.kind != "copy"] == []
-    copy(source, Universal(), Goal(tmp_path / "plain"), "", EFFORT)
+    save(source, tmp_path / "plain", Universal(), EFFORT)
     assert files(decompress(made, tmp_path / "again")) == files(tmp_path / "plain")
 
 
@@ -84,7 +86,7 @@ def test_everything_comes_back(level: str, tmp_path: Path) -> None:
 def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
     source = open_checkpoint(sample)
     made = compress(source, tmp_path / "small")
-    copy(source, Universal(), Goal(tmp_path / "plain"), "", EFFORT)
+    save(source, tmp_path / "plain", Universal(), EFFORT)
     assert files(decompress(made, tmp_path / "again")) == files(tmp_path / "plain")
     assert (
         manifest.load(tmp_path / "small" / manifest.NAME).content
@@ -108,7 +110,7 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_training_leaves_becomes_smaller(level: str, tmp_path: Path) -> None:
-    made = compress(checkpoint([trained()]), tmp_path / "small", EncodingOptions(level=level))
+    made = compress(checkpoint([trained()]), tmp_path / "small", level=level)
     found = {row.state: row for row in savings.rows(made)}
     assert isinstance(blob(made, "w", "param"), DerivedBlob)
     assert found["param"].stored == 0
@@ -161,7 +163,7 @@ def test_the_file_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path)
 def test_workers_memory_and_checks_do_not_show_in_the_files(tmp_path: Path) -> None:
     source = checkpoint([trained(), trained((300, 1000), 1)][:1] + list(everything().parameters.values()))
     for i, (effort, check) in enumerate([(Resources(1, 1 << 30), True), (Resources(3, 1), False)]):
-        copy(source, Universal(), Goal(tmp_path / str(i), coding=EncodingOptions(check=check)), "", effort)
+        save(source, tmp_path / str(i), Universal(codec="auto", check=check), effort)
     assert files(tmp_path / "0") == files(tmp_path / "1")
 
 

@@ -92,7 +92,7 @@ def assert_refused(done: Ran, damage: Damage) -> None:
 DAMAGED = {
     "dcp-flipped-bit": (20, "tok_embeddings.weight"),
     "flipped-bit": (20, "rank_1_mp_rank_00_optim_states"),
-    "megatron-shifted-optimizer": (20, "not those of the weights"),
+    "megatron-shifted-optimizer": (20, "do not round to the weights"),
     "missing-rank": (20, "files of 1 are here"),
     "mixed-steps": (20, "`step` is 5.0"),
     "truncated-shard": (20, "rank_1_mp_rank_00_optim_states.pt"),

@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ParallelDegrees, ReadOptions
+from ckpt.job import save as save_checkpoint
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
@@ -42,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: Any) -> Path:
-    copy(source, DCP(), Goal(target, ParallelDegrees(dp=dp, tp=tp), **goal), "", EFFORT)
+    save_checkpoint(source, target, DCP(dp=dp, tp=tp, **goal), EFFORT)
     return target
 
 
@@ -201,7 +203,7 @@ def test_the_metadata_is_what_torch_writes_itself(tmp_path: Path) -> None:
 def test_universal_and_back_changes_nothing(tmp_path: Path) -> None:
     saved = state()
     save(saved, tmp_path / "saved")
-    copy(open_checkpoint(tmp_path / "saved"), Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    save_checkpoint(open_checkpoint(tmp_path / "saved"), tmp_path / "universal", Universal(), EFFORT)
     assert exact(loaded(write(open_checkpoint(tmp_path / "universal"), tmp_path / "written", 4))) == exact(saved)
 
 
@@ -365,7 +367,7 @@ def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:
     source = checkpoint([parameter(f"w{i}", {"param": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
-    sizes = [part.nbytes for part in DCP().plan(source, Goal(tmp_path / "x", ParallelDegrees(dp=4)))]
+    sizes = [part.nbytes for part in DCP(dp=4).plan(source).files]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
 
@@ -377,7 +379,7 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
     found = open_checkpoint(tmp_path / "run")
     assert_holds(found, state(seed=10))
     assert [str(notice) for notice in found.notices] == [
-        "of 3 checkpoints here, step-10 is read, the newest",
+        "step-10 is read, the newest of 3 checkpoints here",
         "other checkpoints of the folder, which are not read: checkpoint/step-5/, checkpoint/step-9/",
     ]
     (tmp_path / "run" / "checkpoint" / "step-10" / ".metadata").unlink()

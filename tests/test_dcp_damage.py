@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Goal, ParallelDegrees
+from ckpt.job import save as save_checkpoint
+from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.dcp import DCP
 from ckpt_formats.registry import open_checkpoint
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     source = open_checkpoint(save(state(), folder / "one"))
-    copy(source, DCP(), Goal(folder / "two", ParallelDegrees(dp=2)), "", Resources(1))
+    save_checkpoint(source, folder / "two", DCP(dp=2), Resources(1))
     return folder / "two"
 
 
@@ -131,7 +131,7 @@ def test_items_that_were_swapped_are_refused(damaged: Path) -> None:
         places[one], places[two] = places[two], places[one]
 
     change(damaged, swapped)
-    refused(damaged, 20, "the item holds float32 [3], but .metadata says float32 [3, 4]")
+    refused(damaged, 20, "the item holds float32 [3], but .metadata states float32 [3, 4]")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckpt.edits import cast
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ParallelDegrees, ReadOptions
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
+from ckpt_formats.core.edits import cast
 from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.registry import open_checkpoint, writable
@@ -254,7 +256,7 @@ def test_it_verifies(kind: Kind, found: Checkpoint) -> None:
 
 
 def test_universal_holds_the_same(kind: Kind, found: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
-    copy(found, writable("universal"), Goal(tmp_path / "u"), "", Resources())
+    save(found, tmp_path / "u", writable("universal"), Resources())
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
     assert again.groups == found.groups
@@ -313,11 +315,11 @@ def write(job: Job, zoo: Path, out: Path) -> None:
     """Write the checkpoint of a job as ours does."""
     source = opened(job.kind, zoo, truth_of(job.kind, zoo)) if job.kind else cast(open_checkpoint(SAMPLE), "fp32")
     if job.by_universal:
-        copy(source, writable("universal"), Goal(out / f"{job}.universal"), "", Resources())
+        save(source, out / f"{job}.universal", writable("universal"), Resources())
         source = open_checkpoint(out / f"{job}.universal")
     layout = LAYOUTS[job.layout]
-    degrees = ParallelDegrees(dp=layout["shards"], tp=layout["tp"] if layout["tp"] > 1 else None)
-    copy(source, writable("dcp"), Goal(out / str(job), degrees, keys=job.keys), "", Resources())
+    degrees = {"dp": layout["shards"], "tp": layout["tp"] if layout["tp"] > 1 else None}
+    save(source, out / str(job), writable("dcp", keys=job.keys, **degrees), Resources())
 
 
 def truth_of_deepspeed() -> dict[str, Any]:
@@ -444,7 +446,7 @@ def test_a_flipped_bit_that_torch_takes_is_refused_by_name(broken: Broken, tmp_p
     source = open_checkpoint(broken.flipped)
     assert [VICTIM in str(finding) for finding in find_problems(source, Resources())] == [True]
     with pytest.raises(Corrupt, match=re.escape(VICTIM)):
-        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Resources())
+        save(source, tmp_path / "u", writable("universal"), Resources())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -457,12 +459,12 @@ def test_a_flipped_bit_in_what_was_compressed_is_refused_by_name(zoo: Path, tmp_
     source = open_checkpoint(folder)
     assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Resources()))
     with pytest.raises((Corrupt, Incomplete), match=re.escape(VICTIM.removeprefix("model."))):
-        copy(source, writable("universal"), Goal(tmp_path / "u"), "", Resources())
+        save(source, tmp_path / "u", writable("universal"), Resources())
     assert not (tmp_path / "u").exists()
 
 
 def test_a_missing_chunk_that_torch_takes_is_refused_with_tensor_and_box(broken: Broken, tmp_path: Path) -> None:
     assert broken.merged["missing"].shape == broken.truth.shape
     with pytest.raises(Incomplete, match=r"tok_embeddings\.weight.*\[126:251, 0:48\]"):
-        copy(open_checkpoint(broken.missing), writable("universal"), Goal(tmp_path / "u"), "", Resources())
+        save(open_checkpoint(broken.missing), tmp_path / "u", writable("universal"), Resources())
     assert list(tmp_path.iterdir()) == []

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_formats.containers.torchfile import CompactRecord, load_pickle
-from ckpt_formats.core.checkpoint import ReadOptions
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
@@ -177,7 +177,7 @@ def test_replicas_that_differ_are_refused_unless_a_rule_says_which_counts(tmp_pa
 _MANY = """
 import re, sys, time
 from pathlib import Path
-from ckpt_formats.dcp.metadata import read_metadata
+from ckpt_formats.engines.dcp.metadata import read_metadata
 
 began = time.process_time()
 found = read_metadata(Path(sys.argv[1]))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.detection.unread_files import BESIDE
 from ckpt_formats.registry import open_checkpoint, writable
@@ -50,7 +51,7 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
 
 
 def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
-    copy(open_checkpoint(sample), writable("universal"), Goal(tmp_path / "u"), "", Resources())
+    save(open_checkpoint(sample), tmp_path / "u", writable("universal"), Resources())
     assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
 
 

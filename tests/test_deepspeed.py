@@ -18,7 +18,7 @@ from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.optimizer_states import check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
-from ckpt_formats.engines.deepspeed.rules import rules_of
+from ckpt_formats.state_dicts.universal_info import rules_of
 from held import lay
 
 
@@ -39,7 +39,7 @@ def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int
     alone = Parameter("frozen", "frozen", {MODEL: states[MODEL]}, {})
     parameters = {"frozen": alone, "w": Parameter("w", "parameter", states, {})}
     if shift:
-        with pytest.raises(Corrupt, match="the masters in optim are not those of the weights in model"):
+        with pytest.raises(Corrupt, match="the masters in optim do not belong to the weights in model"):
             check_same_run(parameters, tmp_path)
     else:
         check_same_run(parameters, tmp_path)

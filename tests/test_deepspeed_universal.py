@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ParallelDegrees
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, format_named, open_checkpoint, writable
+from ckpt_formats.registry import detect, open_checkpoint, writable
 from damage import SAMPLES, ckpt
 from held import checkpoint, parameter
 
@@ -39,8 +40,7 @@ def step_in(folder: Path) -> Path:
 
 
 def write(checkpoint: Checkpoint, folder: Path, **degrees: Any) -> Checkpoint:
-    goal = Goal(folder, ParallelDegrees(**degrees))
-    copy(checkpoint, writable("deepspeed-universal"), goal, "", Resources())
+    save(checkpoint, folder, writable("deepspeed-universal", **degrees), Resources())
     return open_checkpoint(folder)
 
 
@@ -85,7 +85,7 @@ def trained(*names: str) -> Checkpoint:
 
 
 def plan(made: Checkpoint, tmp_path: Path, **degrees: Any) -> tuple[Any, ...]:
-    return writable("deepspeed-universal").plan(made, Goal(tmp_path / "u", ParallelDegrees(**degrees)))
+    return writable("deepspeed-universal", **degrees).plan(made).files
 
 
 def copied(tmp_path: Path, round_robin: bool = False) -> Path:
@@ -179,7 +179,7 @@ def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) ->
 
 def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
     first = write(source(ZERO1), tmp_path / "a")
-    copy(first, writable("deepspeed"), Goal(tmp_path / "b", ParallelDegrees(dp=3, zero=3)), "", Resources())
+    save(first, tmp_path / "b", writable("deepspeed", dp=3, zero=3), Resources())
     last = write(open_checkpoint(tmp_path / "b"), tmp_path / "c", zero=2)
     assert_same(last, source(ZERO1))
 
@@ -285,7 +285,7 @@ def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
         Rule("norm", "replicated"),
         Rule("column"),
     )
-    copy(made, writable("deepspeed-universal"), Goal(tmp_path / "u", rules=rules), "", Resources())
+    save(made, tmp_path / "u", writable("deepspeed-universal", rules=rules), Resources())
     found = {file.parent.name: open_file(file).root for file in (tmp_path / "u").glob("**/fp32.pt")}
     entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in found.items()}
     sub_shape = entries["qkv"].pop("sub_param_shape")
@@ -308,8 +308,8 @@ def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> Non
     assert ckpt("verify", tmp_path / "u").code == 0
     made = trained("w")
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
-    losses = format_named("deepspeed-universal").losses(replace(made, extras={"ds_config": config}), ())  # type: ignore[attr-defined]
-    assert "round_robin_gradients" in losses[0]
+    (dropped,) = writable("deepspeed-universal").plan(replace(made, extras={"ds_config": config})).dropped
+    assert "round_robin_gradients" in dropped
 
 
 # Round-robin gradients
@@ -347,7 +347,7 @@ def test_masters_without_weights_to_hold_them_against_are_refused_of_such_a_run(
     change(folder / "mp_rank_00_model_states.pt", drop)
     for name in ("drift", "places", "seen"):
         shutil.rmtree(folder / "zero" / name)
-    with pytest.raises(Corrupt, match="no weights here to tell by"):
+    with pytest.raises(Corrupt, match="no weights here to check it"):
         open_checkpoint(folder)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import Goal
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.registry import open_checkpoint, writable
 from engines import launch
@@ -161,7 +161,7 @@ def reports(
     out = tmp_path_factory.mktemp("ours")
     jobs = [*JOBS, MIXES_UP, FIRST_OPTIONS]
     for kind in dict.fromkeys(job.kind for job in jobs):
-        copy(open_checkpoint(zoo / kind / "ckpt"), writable("deepspeed-universal"), Goal(out / kind), "", Resources())
+        save(open_checkpoint(zoo / kind / "ckpt"), out / kind, writable("deepspeed-universal"), Resources())
     given = [
         {
             "checkpoint": (theirs if job.by_them else out) / job.kind,

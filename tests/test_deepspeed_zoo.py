@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint, writable
 from engines.kinds import EVERY_KIND, KINDS
@@ -70,7 +71,7 @@ def test_groups_keep_their_options(kind, truth):
 
 
 def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
-    copy(open_checkpoint(kind / "ckpt"), writable("universal"), Goal(tmp_path / "u"), "", Resources())
+    save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"), Resources())
     found = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(found, truth)
     assert find_problems(found, Resources()) == []
@@ -81,7 +82,7 @@ def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
 
 
 def test_torch_loads_what_we_write_without_running_code(kind, truth, tmp_path):
-    copy(open_checkpoint(kind / "ckpt"), writable("torch"), Goal(tmp_path / "m.pt"), "", Resources())
+    save(open_checkpoint(kind / "ckpt"), tmp_path / "m.pt", writable("torch"), Resources())
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, states in truth["params"].items():
         assert torch.equal(loaded["model"][name], states["lp"]), name

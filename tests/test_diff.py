@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ckpt.compare import Diff, DiffSums, Histogram, Selection, TensorDiff, compare, diff_sums, pair_tensors, select_both
 from ckpt.compare.groups import grouped, layer_of, role_of
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.registry import writable
@@ -26,7 +27,7 @@ EFFORT = Resources(2, 1 << 20)
 
 
 def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
-    copy(source, writable(to), Goal(target), "", EFFORT)
+    save(source, target, writable(to), EFFORT)
     return target
 
 

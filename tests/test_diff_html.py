@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import writable
 from damage import NOT_FOUND, OUTPUT, SAMPLES, ckpt
 from held import checkpoint, everything, parameter
@@ -66,7 +67,7 @@ class Page(HTMLParser):
 
 
 def written(source: Checkpoint, target: Path) -> Path:
-    copy(source, writable("torch"), Goal(target), "", Resources())
+    save(source, target, writable("torch"), Resources())
     return target
 
 

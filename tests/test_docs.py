@@ -11,13 +11,14 @@ import click
 import numpy as np
 import pytest
 
-from ckpt.edits import cast
-from ckpt.pipeline import Resources, copy, plan
-from ckpt.verify import find_problems
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources, plan
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_formats import registry
-from ckpt_formats.core.checkpoint import Goal, WritableFormat
+from ckpt_formats.core.edits import cast
 from ckpt_formats.core.errors import Unsafe, Unsupported
+from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.tensor import read
@@ -157,7 +158,7 @@ def npy(tmp_path, monkeypatch):
 def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
     source = cast(open_checkpoint(SAMPLE), "fp32")
     out = tmp_path / "arrays"
-    copy(source, npy, Goal(out), "", Resources())
+    save(source, out, npy, Resources())
     assert detect(out).name == "npy"
     found = open_checkpoint(out)
     assert list(found.parameters) == list(source.parameters)
@@ -166,14 +167,14 @@ def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
         np.load(file)
     for name, parameter in source.parameters.items():
         assert np.array_equal(read(found.parameters[name].weight), read(parameter.weight)), name
-    copy(found, writable("universal"), Goal(tmp_path / "back"), "", Resources())
+    save(found, tmp_path / "back", writable("universal"), Resources())
     back = open_checkpoint(tmp_path / "back")
     assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
 
 
 def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
     with pytest.raises(Unsupported, match="bfloat16"):
-        plan(open_checkpoint(SAMPLE), npy, Goal(tmp_path / "out"))
+        plan(open_checkpoint(SAMPLE), tmp_path / "out", npy)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "names.json").write_text(json.dumps({"w": "../../etc/passwd"}))
     with pytest.raises(Unsafe):

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.edits import cast
-from ckpt.pipeline import Resources, copy
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_codecs import from_config
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.edits import cast
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
 from ckpt_formats.registry import open_checkpoint, writable
@@ -31,7 +31,7 @@ def held(array):
 
 
 def universal(source, out):
-    copy(source, writable("universal"), Goal(out), "", Resources())
+    save(source, out, writable("universal"), Resources())
     return out
 
 
@@ -76,7 +76,7 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
     large["param"] = large["fp32"].astype(DTYPES["bfloat16"])
     parameters = {**source.parameters, "large": Parameter("large", "parameter", {s: held(a) for s, a in large.items()})}
     source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
-    copy(source, writable("universal"), Goal(tmp_path / "u", coding=EncodingOptions()), "", Resources())
+    save(source, tmp_path / "u", writable("universal", codec="auto"), Resources())
     found = UniversalReader(tmp_path / "u", decode)
     assert found.manifest["version"] == 2
     for parameter, state, tensor in source.tensors():

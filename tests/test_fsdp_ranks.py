@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources, check_complete
-from ckpt.verify import find_problems
 from ckpt_cli.main import cli
 from ckpt_formats.containers.torchfile import TensorRef, open_file
-from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size
 from ckpt_formats.engines.fsdp_ranks import FsdpRanks
@@ -331,7 +332,7 @@ def test_a_missing_model_is_named(folder):
 
 def test_files_of_another_world_size_are_refused(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_4_rank_0.pt")
-    with pytest.raises(Corrupt, match="several world sizes lie in one folder: 6 of 2 ranks; 1 of 4 ranks"):
+    with pytest.raises(Corrupt, match="several world sizes are in one folder: 6 of 2 ranks; 1 of 4 ranks"):
         open_checkpoint(folder)
 
 
@@ -683,7 +684,7 @@ def flat(rank: int, world: int, tensors: dict[str, torch.Tensor], *, views: bool
 
 def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> ReadOptions:
     torch.save(tensors, tmp_path / "shapes.pt")
-    return ReadOptions(shapes=tmp_path / "shapes.pt")
+    return ReadOptions(shapes=open_checkpoint(tmp_path / "shapes.pt"))
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
@@ -719,7 +720,7 @@ def test_a_flat_parameter_without_views_needs_the_order(tmp_path):
 
     write(tmp_path / "run", 3, model=model)
     options = shapes_of(tmp_path, dict(sorted(tensors.items())))
-    with pytest.raises(Unsupported, match="40 elements, but the 0 parameters") as caught:
+    with pytest.raises(Unsupported, match="40 elements, but the 0 known parameters") as caught:
         open_checkpoint(tmp_path / "run", options)
     assert "--param-order" in caught.value.hint
     found = open_checkpoint(tmp_path / "run", ReadOptions(order=("w", "v"), shapes=options.shapes))

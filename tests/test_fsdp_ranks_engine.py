@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ReadOptions
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
 from rank_jobs import launch
@@ -42,7 +44,12 @@ class Job:
     def open(self) -> Checkpoint:
         """With what the user has to say about such files."""
         order = tuple(n for group in self.truth["groups"] for n in group) if self.kind.optimizer == "raw" else ()
-        return open_checkpoint(self.path, ReadOptions(order=order if self.named else (), shapes=self.shapes))
+        return open_checkpoint(
+            self.path,
+            ReadOptions(
+                order=order if self.named else (), shapes=None if self.shapes is None else open_checkpoint(self.shapes)
+            ),
+        )
 
     @property
     def shapes(self) -> Path | None:
@@ -104,14 +111,14 @@ def test_what_we_read_is_what_the_job_held(job):
 
 
 def test_what_we_convert_is_the_same(job, tmp_path):
-    copy(job.open(), writable("universal"), Goal(tmp_path / "u"), "", Resources())
+    save(job.open(), tmp_path / "u", writable("universal"), Resources())
     found = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(found, job)
     assert find_problems(found, Resources()) == []
 
 
 def test_torch_loads_what_we_convert(job, tmp_path):
-    copy(job.open(), writable("torch"), Goal(tmp_path / "m.pt"), "", Resources())
+    save(job.open(), tmp_path / "m.pt", writable("torch"), Resources())
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, expected in job.truth["model"].items():
         assert torch.equal(loaded["model"][name], expected), name
@@ -188,7 +195,7 @@ def test_shapes_of_another_model_are_refused(jobs):
     other = job.folder / "narrow.pt"
     torch.save({name: tensor.flatten()[:-1] for name, tensor in job.truth["model"].items() if tensor.dim()}, other)
     with pytest.raises(CkptError, match="elements"):
-        open_checkpoint(job.path, ReadOptions(shapes=other))
+        open_checkpoint(job.path, ReadOptions(shapes=open_checkpoint(other)))
 
 
 def test_states_of_whole_units_are_carried_as_each_rank_has_them(jobs):

@@ -15,7 +15,7 @@ from ckpt_formats.core.geometry import Box, missing, overlaps
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, gather
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
-from ckpt_formats.engines.fsdp_ranks.placement import Placement, PlacementSpec, cut, cut_first
+from ckpt_formats.engines.fsdp_ranks.placement import Placement, PlacementSpec, block_of_rank, without_strides
 
 
 @st.composite
@@ -41,7 +41,7 @@ def as_torch(placement: Placement) -> object:
 
 
 def elements(spec: PlacementSpec, rank: int) -> list[tuple[Box, Box]]:
-    return [(placed.local, placed.whole) for placed in cut(spec, rank).blocks()]
+    return [(placed.local, placed.whole) for placed in block_of_rank(spec, rank).blocks()]
 
 
 @given(specs())
@@ -50,7 +50,7 @@ def test_every_rank_has_the_shape_and_the_place_that_torch_computes(spec):
         at = list(spec.mesh.coordinate(rank))
         placements = [as_torch(placement) for placement in spec.placements]
         shape, offset = _compute_local_shape_and_global_offset(spec.shape, spec.mesh.shape, at, placements)
-        mine = cut(spec, rank)
+        mine = block_of_rank(spec, rank)
         assert mine.shape == shape
         if prod(shape):
             assert min(whole.start for _, whole in elements(spec, rank)) == offset
@@ -66,7 +66,7 @@ def test_every_rank_has_the_elements_that_torch_gives_it(spec):
             if placement.axis is not None:
                 pieces, _ = as_torch(placement)._split_tensor(theirs, spec.mesh.shape[dim], with_padding=False)
                 theirs = pieces[i]
-        mine = torch.full(cut(spec, rank).shape, -1)
+        mine = torch.full(block_of_rank(spec, rank).shape, -1)
         for local, place in elements(spec, rank):
             mine[local.index] = whole[place.index]
         assert torch.equal(mine, theirs)
@@ -88,11 +88,11 @@ def test_a_stride_is_another_order_of_plain_cuts_where_sizes_divide(spec, rows, 
     dp = spec.mesh.shape[0]
     mesh = Mesh((dp, tp), tuple(range(dp * tp)))
     strided = PlacementSpec((dp * tp * rows, 2), mesh, (Placement(0, tp), Placement(0)), (0, 1))
-    plain = cut_first(strided)
+    plain = without_strides(strided)
     assert plain is not None
     assert plain.order == ((1, 0) if tp > 1 else (0, 1))
     for rank in mesh.ranks:
-        assert cut(plain, rank) == cut(strided, rank)
+        assert block_of_rank(plain, rank) == block_of_rank(strided, rank)
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
@@ -100,26 +100,28 @@ def test_both_ways_to_read_a_stride_give_each_row_of_ranks_the_same_elements(len
     """They only share them out differently, which the ranks' own shapes show: so there is never a choice."""
     mesh = Mesh((dp, tp), tuple(range(dp * tp)))
     strided = PlacementSpec((length,), mesh, (Placement(0, tp), Placement(0)), (0, 1))
-    plain = cut_first(strided)
+    plain = without_strides(strided)
     for row in range(dp):
         ranks = [row * tp + column for column in range(tp)]
         one, other = (
-            [i for rank in ranks for runs in cut(way, rank).axes for run in runs for i in range(*run)]
+            [i for rank in ranks for runs in block_of_rank(way, rank).axes for run in runs for i in range(*run)]
             for way in (strided, plain)
         )
         assert one == other
-    same_shapes = all(cut(strided, rank).shape == cut(plain, rank).shape for rank in mesh.ranks)
-    assert same_shapes == all(cut(strided, rank) == cut(plain, rank) for rank in mesh.ranks)
+    same_shapes = all(block_of_rank(strided, rank).shape == block_of_rank(plain, rank).shape for rank in mesh.ranks)
+    assert same_shapes == all(block_of_rank(strided, rank) == block_of_rank(plain, rank) for rank in mesh.ranks)
 
 
 def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
     mesh, whole = Mesh((3, 2), tuple(range(6))), torch.arange(14.0).reshape(7, 2)
     strided = PlacementSpec((7, 2), mesh, (Placement(0, 2), Placement(0)), (0, 1))
-    plain = cut_first(strided)
+    plain = without_strides(strided)
     assert plain is not None
-    assert [cut(plain, rank).shape for rank in mesh.ranks] != [cut(strided, rank).shape for rank in mesh.ranks]
+    assert [block_of_rank(plain, rank).shape for rank in mesh.ranks] != [
+        block_of_rank(strided, rank).shape for rank in mesh.ranks
+    ]
     for way in (strided, plain):
-        shards = [torch.empty(cut(way, rank).shape) for rank in mesh.ranks]
+        shards = [torch.empty(block_of_rank(way, rank).shape) for rank in mesh.ranks]
         for rank, local in enumerate(shards):
             for inside, place in elements(way, rank):
                 local[inside.index] = whole[place.index]
@@ -131,14 +133,14 @@ def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
 
 def test_a_stride_that_no_order_explains_has_none():
     mesh = Mesh((2, 2), (0, 1, 2, 3))
-    assert cut_first(PlacementSpec((12,), mesh, (Placement(0, 3), Placement(0)), (0, 1))) is None
-    assert cut_first(PlacementSpec((12, 4), mesh, (Placement(0, 2), Placement(1)), (0, 1))) is None
+    assert without_strides(PlacementSpec((12,), mesh, (Placement(0, 3), Placement(0)), (0, 1))) is None
+    assert without_strides(PlacementSpec((12, 4), mesh, (Placement(0, 2), Placement(1)), (0, 1))) is None
 
 
 def test_a_tensor_in_countless_pieces_is_refused_in_no_time():
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     with pytest.raises(Unsafe, match="pieces"):
-        cut(PlacementSpec((1 << 40,), mesh, (Placement(0, 1 << 19), Placement(0)), (0, 1)), 3)
+        block_of_rank(PlacementSpec((1 << 40,), mesh, (Placement(0, 1 << 19), Placement(0)), (0, 1)), 3)
     wide = PlacementSpec((4096,) * 3, mesh, (Placement(0, 2048), Placement(1, 2048)), (0, 1))
     with pytest.raises(Unsafe, match="blocks"):
-        list(cut(wide, 3).blocks())
+        list(block_of_rank(wide, 3).blocks())

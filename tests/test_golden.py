@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Origin
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import DerivedBlob, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
@@ -185,7 +186,7 @@ def test_it_is_undamaged(golden: Checkpoint) -> None:
 
 def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
     """Today's writer and that of version 1 do not differ, but for who wrote, and the spaces of the manifest."""
-    copy(golden, Universal(), Goal(tmp_path / "again"), "", Resources(2))
+    save(golden, tmp_path / "again", Universal(), Resources(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):
         assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
     ours, theirs = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import xxhash
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources
-from ckpt.verify import find_problems
 from ckpt_codecs import CODECS
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS

@@ -49,9 +49,9 @@ def gradients(seed: int = 0, n: int = CHUNK) -> Array:
 
 def rounded(values: Array) -> Array:
     """Rounded to bfloat16, as float32."""
-    halves = np.empty(values.size, np.uint16)
-    lossless.to_bfloat16(values.view(U32), halves)
-    return (halves.astype(U32) << U32(16)).view(F32)
+    numbers = np.empty(values.size, np.uint16)
+    lossless.to_bfloat16(values.view(U32), numbers)
+    return (numbers.astype(U32) << U32(16)).view(F32)
 
 
 def largest(values: Array, share: float) -> Array:

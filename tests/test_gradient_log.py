@@ -69,11 +69,11 @@ def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> No
         offset, ranges = 0, list(rank.ranges(chunk))
         for one in ranges:
             assert one.offset == offset
-            assert one.whole == one.size
+            assert one.vectorized == one.size
             offset += one.size
-            found.append((one.piece.tensor, one.start, one.stop))
+            found.append((one.part.tensor, one.start, one.stop))
         assert offset == stop - start
-        if any(one.piece.size >= ALONE for one in ranges):
+        if any(one.part.size >= ALONE for one in ranges):
             assert len(ranges) == 1
         at = stop
     assert at == rank.size == sum(sizes)
@@ -340,7 +340,7 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
     }.items():
         run = tmp_path / name
         torch.save({"model": tensors, "step": 0}, tmp_path / f"{name}.pt")
-        assert ckpt("diff", "--into", run, tmp_path / f"{name}.pt").code == 0
+        assert ckpt("append", run, tmp_path / f"{name}.pt").code == 0
         base = index.load(run / index.NAME).members[0]
         log = small.copy()
         log.layout = SegmentLayout(

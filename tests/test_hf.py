@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt.pipeline import Resources, check_complete, copy
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Parameter, ReadOptions
+from ckpt.findings import find_problems
+from ckpt.job import Job
+from ckpt.job import save as save_checkpoint
+from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
+from ckpt_formats.core.edits import Select
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
 from ckpt_formats.engines.hf import side_files as beside
@@ -61,12 +66,12 @@ def save(folder: Path, config: dict[str, Any] | None = TIED, head: bool = False)
     return folder
 
 
-def write(source: Checkpoint, target: Path, **goal: Any) -> tuple[str, str]:
-    """Write it; what is lost and what is remarked, as texts."""
-    format, asked = writable("hf"), Goal(target, **goal)
-    parts = format.plan(source, asked)
-    copy(source, format, asked, "", EFFORT)
-    return " ".join(map(str, format.losses(source, parts))), " ".join(map(str, format.remarks(source, parts)))
+def write(source: Checkpoint, target: Path, **options: Any) -> tuple[str, str]:
+    """Write it; what is dropped, and the notes, as texts."""
+    job = Job(source, target, writable("hf", **options))
+    plan = job.plan()
+    job.run(EFFORT)
+    return " ".join(map(str, plan.dropped)), " ".join(map(str, plan.notes))
 
 
 # What is one
@@ -145,8 +150,8 @@ def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.
     folder = save(tmp_path / "model")
     for name, nbytes in {"a.txt": 50, "b.txt": 101, "c.txt": 60, "d.txt": 40}.items():
         (folder / name).write_bytes(bytes(nbytes))
-    monkeypatch.setattr(beside, "MOST_FILE", 100)
-    monkeypatch.setattr(beside, "MOST_FILES", 100)
+    monkeypatch.setattr(beside, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(beside, "MAX_TOTAL_BYTES", 100)
     found = open_checkpoint(folder)
     assert {"hf/a.txt", "hf/d.txt"} <= set(found.extras)
     assert not {"hf/b.txt", "hf/c.txt"} & set(found.extras)
@@ -159,7 +164,7 @@ def test_a_large_json_is_carried_as_bytes_and_written_back_as_it_was(
     folder = save(tmp_path / "model")
     text = '{"vocab":   {"a": 1}}'
     (folder / "tokenizer.json").write_text(text)
-    monkeypatch.setattr(beside, "MOST_JSON", 10)
+    monkeypatch.setattr(beside, "MAX_JSON_BYTES", 10)
     found = open_checkpoint(folder)
     assert isinstance(found.extras["hf/tokenizer.json"], TensorName)
     write(found, tmp_path / "out")
@@ -582,7 +587,7 @@ def running_mixtral(experts: int) -> Checkpoint:
 def test_stacks_of_experts_are_taken_apart(experts: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": experts}))
     _, remarks = write(running_mixtral(experts), tmp_path / "out", config=tmp_path / "config.json")
-    assert "taken apart" in remarks
+    assert "stacks of experts are divided" in remarks
     held = load_file(tmp_path / "out" / "model.safetensors")
     for e in range(experts):
         place = f"model.layers.0.block_sparse_moe.experts.{e}"
@@ -625,8 +630,8 @@ def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_pa
     more = checkpoint([*source.parameters.values(), parameter("value_head", {MODEL: np.ones(2)})], (), source.extras)
     with pytest.raises(Unsupported, match=r"2 layers.*num_hidden_layers 3"):
         write(more, tmp_path / "none")
-    _, remarks = write(more, tmp_path / "out", partial=True)
-    assert "missing that the model has" in remarks
+    _, remarks = write(replace(more, history=(Select((), ("x",)),)), tmp_path / "out")
+    assert "tensors of the model are missing" in remarks
     assert "`model.layers.2.self_attn.q_proj.weight`" in remarks
     assert "and 6 more" in remarks
     assert "`value_head`" in remarks
@@ -667,7 +672,7 @@ def test_both_names_are_written_where_the_model_may_not_tie_them(config: dict[st
 def test_two_tensors_that_the_configuration_ties_are_both_written_and_remarked(tmp_path: Path) -> None:
     _, remarks = write(llama(config=TIED), tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(names())
-    assert "may take one for both" in remarks
+    assert "may use one of them for both" in remarks
 
 
 def test_a_configuration_is_taken_from_where_the_user_says(tmp_path: Path) -> None:
@@ -829,7 +834,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     (found,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
     assert found.where.endswith("optimizer.pt")
     with pytest.raises(Corrupt):
-        copy(open_checkpoint(tmp_path / "run"), writable("universal"), Goal(tmp_path / "out"), "", EFFORT)
+        save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), EFFORT)
 
 
 TOKENS = [b"-1", b"null", b"[]", b"{}", b"1e999", b'"x"', b"99999999999999999999", b"true", b"\0", b"\xff\xff"]
@@ -847,4 +852,4 @@ def test_damage_anywhere_is_harmless_or_an_error_of_ours(name: str, tmp_path: Pa
         with contextlib.suppress(CkptError):
             found = open_checkpoint(tmp_path / "run")
             check_complete(found)
-            writable("hf").plan(found, Goal(tmp_path / "out"))
+            writable("hf").plan(found)

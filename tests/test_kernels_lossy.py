@@ -77,12 +77,12 @@ def agree(name: str, inputs: Sequence[object], *outputs: Array, changed: bool = 
 
     `changed`: the outputs come first, and are inputs as well.
     """
-    found = []
+    results = []
     for function in (getattr(lossy, name), TWINS[name]):
         own = [out.copy() for out in outputs]
         result = function(*own, *inputs) if changed else function(*inputs, *own)
-        found.append((repr(result), [bits(out) for out in own]))
-    assert found[0] == found[1]
+        results.append((repr(result), [bits(out) for out in own]))
+    assert results[0] == results[1]
 
 
 def room(*shape: int, dtype: object = F32) -> Array:
@@ -234,11 +234,11 @@ def test_quotients_of_the_coder_are_exact(share: int) -> None:
 
 def same_decoding(code: bytes, columns: int, shift: int, size: int) -> None:
     """Symbols are compared only where the code is one: what a refused code leaves behind nobody reads."""
-    data, found = np.frombuffer(code, np.uint8), []
+    data, results = np.frombuffer(code, np.uint8), []
     for function in (lossy.decode_symbols, TWINS["decode_symbols"]):
         decoded = np.zeros(size, np.int32)
-        found.append(decoded.tolist() if function(data, columns, shift, decoded) else None)
-    assert found[0] == found[1]
+        results.append(decoded.tolist() if function(data, columns, shift, decoded) else None)
+    assert results[0] == results[1]
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -452,11 +452,11 @@ def test_unscale_change(shape: tuple[int, int], kind: str, seed: int, based: boo
 def test_quantize(shape: tuple[int, int], kind: str, seed: int, step: float, offset: float) -> None:
     outputs = np.zeros(shape, np.int32), np.zeros(4), np.zeros(4, np.int64)
     values = numbers(kind, shape, seed)
-    found = []
+    results = []
     for function in (lossy.quantize, TWINS["quantize"]):
         own = [out.copy() for out in outputs]
-        found.append([bits(out) for out in own] if function(values, F32.type(step), F32.type(offset), *own) else None)
-    assert found[0] == found[1]
+        results.append([bits(out) for out in own] if function(values, F32.type(step), F32.type(offset), *own) else None)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -1.1e6])

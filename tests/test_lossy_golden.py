@@ -1,6 +1,6 @@
-"""Lossy chunks that were written once give the same bits for ever, at each level of CPU.
+"""Golden chunks of lossy codecs decode to the same bits, and encode to the same bytes, at each level of CPU.
 
-`golden_lossy/make.py` wrote them, with version 0.3.0; no test does.
+`golden_lossy/make.py` wrote them, with version 1 of the format; no test does.
 """
 
 import json
@@ -27,10 +27,10 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
         with np.load(path) as golden:
             about, source = json.loads(str(golden["about"])), ByteReader(golden["data"].tobytes())
         if about["codec"]["name"] == "subspace":
-            for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["made"].items()}):
-                (kind,), held = source.take(1), source.piece()
+            for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["decoded"].items()}):
+                (kind,), content = source.take(1), source.part()
                 kinds.add(kind)
-                firsts |= {held[0]} if kind == 4 and name in forms.FIRST else set()
+                firsts |= {content[0]} if kind == 4 and name in forms.FIRST_MOMENTS else set()
     assert kinds == set(range(5))
     assert firsts == set(range(4))
 
@@ -50,13 +50,13 @@ def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
     with np.load(path) as golden:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
-        made: StateTypes = {state: DTYPES[dtype] for state, dtype in about["made"].items()}
+        form: StateTypes = {state: DTYPES[dtype] for state, dtype in about["decoded"].items()}
         before = states_of(golden, "before", about["before"], shape)
         data = golden["data"].tobytes()
-        expected = {state: golden[f"made-{state}"].tobytes() for state in made}
+        expected = {state: golden[f"decoded-{state}"].tobytes() for state in form}
     with at_level(level):
-        found = delta_from_config(about["codec"]).decode(data, before, shape, made)
-    assert {state: values.tobytes() for state, values in found.items()} == expected
+        decoded = delta_from_config(about["codec"]).decode(data, before, shape, form)
+    assert {state: values.tobytes() for state, values in decoded.items()} == expected
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -66,6 +66,6 @@ def test_a_golden_chunk_is_written_again(path: Path, level: int) -> None:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
         before, data = states_of(golden, "before", about["before"], shape), golden["data"].tobytes()
-        after = states_of(encoded, "after", about["made"], shape)
+        after = states_of(encoded, "after", about["decoded"], shape)
     with at_level(level):
         assert delta_from_config(about["codec"]).encode(StatePair(before, after)) == data

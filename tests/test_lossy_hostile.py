@@ -77,19 +77,19 @@ def test_damaged_symbols_are_refused(data: bytes) -> None:
 def test_pieces_without_end_are_refused() -> None:
     for data in (b"", b"\xff" * 9, b"\x80", b"\5abc", length_prefixed(b"abc")[:-1]):
         with pytest.raises(CodecError):
-            ByteReader(data).piece()
-    assert ByteReader(length_prefixed(bytes(300))).piece() == bytes(300)
+            ByteReader(data).part()
+    assert ByteReader(length_prefixed(bytes(300))).part() == bytes(300)
 
 
 def test_symbols_without_a_bucket_are_refused() -> None:
     delta = np.array([[1.0, -1.0, 2.0, 0.0] * 8], F32)
     before = {"fp32": np.zeros_like(delta)}
     codec = LcCheckpoint(3, coder="context", table=((127, 1.0), (383, -1.0), (128, 2.0)))
-    data = codec._buckets(delta)
-    assert codec._state(data, before["fp32"], delta.shape).tolist() == delta.tolist()
+    data = codec._encode_buckets(delta)
+    assert codec._decode_buckets(data, before["fp32"], delta.shape).tolist() == delta.tolist()
     fewer = bytes([1]) + data[1:5] + data[13:]
     with pytest.raises(CodecError, match="bucket"):
-        codec._state(fewer, before["fp32"], delta.shape)
+        codec._decode_buckets(fewer, before["fp32"], delta.shape)
 
 
 def test_no_memory_is_taken_for_the_asking() -> None:

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import pipeline
-from ckpt.pipeline import Resources
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, ParallelDegrees, Parameter
+from ckpt.job import save
+from ckpt.pipeline import Resources, plan
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.geometry import Box
@@ -34,13 +35,9 @@ from megatron_models import EACH_FAMILY, args_of, model
 LAYERS = 4
 
 
-AS_IT_IS = ParallelDegrees()
-
-
-def written(source: Checkpoint, at: Path, asked: ParallelDegrees = AS_IT_IS) -> Checkpoint:
+def written(source: Checkpoint, at: Path, **degrees: Any) -> Checkpoint:
     """What is read of a checkpoint after it was written at these degrees."""
-    made, goals = MegatronDist(), Goal(at, asked)
-    pipeline.copy(source, made, goals, "", Resources(), parts=made.plan(source, goals))
+    save(source, at, MegatronDist(**degrees), Resources())
     return open_checkpoint(at)
 
 
@@ -66,7 +63,7 @@ def groups(source: Checkpoint) -> list[Any]:
 
 
 @st.composite
-def degrees(draw: st.DrawFn, family: str, unit: int) -> ParallelDegrees:
+def degrees(draw: st.DrawFn, family: str, unit: int) -> dict[str, Any]:
     """Ranks that a model may be cut over, with stages of any lengths, and either optimizer."""
     tp, pp, vpp = draw(st.sampled_from([1, unit])), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     vpp = vpp if pp > 1 else 1
@@ -76,7 +73,8 @@ def degrees(draw: st.DrawFn, family: str, unit: int) -> ParallelDegrees:
         ep, etp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, unit]))
     dp = draw(st.integers(1, 2)) * (ep or 1) * (etp or 1)
     zero = draw(st.sampled_from([0, 1]))
-    return ParallelDegrees(dp=dp, tp=tp, pp=pp, zero=zero, vpp=vpp, ep=ep, etp=etp, stages=(0, *sorted(inner)))
+    stages = (0, *sorted(inner))
+    return {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "vpp": vpp, "ep": ep, "etp": etp, "stages": stages}
 
 
 @pytest.mark.quick(1)
@@ -89,9 +87,9 @@ def test_any_degrees_and_back_is_the_identity(family: str, data: st.DataObject) 
     low = data.draw(st.booleans())
     source = model(family, args_of(family, LAYERS, unit) | {"transformer_impl": impl, "bf16": low})
     with folder() as at:
-        there = written(source, at / "there", data.draw(degrees(family, unit)))
+        there = written(source, at / "there", **data.draw(degrees(family, unit)))
         assert contents(there) == contents(source)
-        back = written(there, at / "back", replace(data.draw(degrees(family, unit)), zero=1))
+        back = written(there, at / "back", **{**data.draw(degrees(family, unit)), "zero": 1})
         assert contents(back) == contents(source)
         assert steps(back) == steps(source)
         assert groups(back) == groups(replace(source, groups=flagged(source, back)))
@@ -121,7 +119,7 @@ def keys(at: Path) -> dict[str, Any]:
 
 
 def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_path: Path) -> None:
-    written(model("llama", args_of("llama", 2, 2)), tmp_path / "run", ParallelDegrees(tp=2, pp=2))
+    written(model("llama", args_of("llama", 2, 2)), tmp_path / "run", tp=2, pp=2)
     found = keys(tmp_path / "run")
     assert found["decoder.layers.mlp.linear_fc1.weight"] == (
         (2, 20, 6),
@@ -141,7 +139,7 @@ def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_p
 
 
 def test_experts_are_stacked_along_the_next_axis_and_random_states_are_of_every_rank(tmp_path: Path) -> None:
-    written(model("moe", args_of("moe", 2, 2)), tmp_path / "run", ParallelDegrees(ep=2, dp=2))
+    written(model("moe", args_of("moe", 2, 2)), tmp_path / "run", ep=2, dp=2)
     found = keys(tmp_path / "run")
     shape, blocks = found["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     assert (shape, len(blocks)) == ((2, 4, 6, 6), 8)
@@ -150,7 +148,7 @@ def test_experts_are_stacked_along_the_next_axis_and_random_states_are_of_every_
 
 
 def test_layers_of_several_kinds_have_keys_of_their_own(tmp_path: Path) -> None:
-    written(model("mamba", args_of("mamba", 2, 2)), tmp_path / "mamba", ParallelDegrees(tp=2))
+    written(model("mamba", args_of("mamba", 2, 2)), tmp_path / "mamba", tp=2)
     found = keys(tmp_path / "mamba")
     name = "decoder.layers.0.mixer.in_proj.weight."
     pieces = {key.removeprefix(name): said[0] for key, said in found.items() if key.startswith(name)}
@@ -181,8 +179,8 @@ def test_a_frozen_layer_has_no_optimizer_state(tmp_path: Path) -> None:
     }
     kept = tuple(replace(g, names=tuple(n for n in g.names if n not in frozen)) for g in source.groups)
     source = replace(source, parameters=parameters, groups=kept)
-    there = written(source, tmp_path / "there", ParallelDegrees(tp=2, pp=3))
-    back = written(there, tmp_path / "back", ParallelDegrees(tp=1, pp=1))
+    there = written(source, tmp_path / "there", tp=2, pp=3)
+    back = written(there, tmp_path / "back", tp=1, pp=1)
     pipeline.check_complete(back)
     assert contents(there) == contents(back) == contents(source)
     assert groups(back) == groups(source)
@@ -216,7 +214,7 @@ def test_keys_begin_with_the_wrapper_that_the_source_had(tmp_path: Path) -> None
 
 def test_the_arguments_and_the_optimizer_are_those_of_the_new_run(tmp_path: Path) -> None:
     source = model("moe", args_of("moe", 2, 2))
-    written(source, tmp_path / "one", ParallelDegrees(tp=2, ep=2, etp=1, dp=2))
+    written(source, tmp_path / "one", tp=2, ep=2, etp=1, dp=2)
     said = common(tmp_path / "one")
     assert (said["args"].tensor_model_parallel_size, said["args"].expert_model_parallel_size) == (2, 2)
     assert said["optimizer"].keys() == {0, 1}
@@ -249,7 +247,7 @@ def test_what_an_optimizer_keeps_beside_comes_along(tmp_path: Path) -> None:
     scaler = {"grad_scaler": {"scale": 65536.0, "growth_tracker": 3}}
     source = replace(source, extras={**source.extras, "optimizer": scaler})
     for zero in (0, 1):
-        found = written(source, tmp_path / str(zero), ParallelDegrees(zero=zero))
+        found = written(source, tmp_path / str(zero), zero=zero)
         assert found.extras["optimizer"] == scaler
 
 
@@ -258,14 +256,13 @@ def test_a_model_without_an_optimizer_says_so_to_megatron(tmp_path: Path) -> Non
     bare = {n: Parameter(n, p.role, {"param": p.weight}) for n, p in source.parameters.items()}
     extras = {key: value for key, value in source.extras.items() if key != "rng_state"}
     source = replace(source, parameters=bare, groups=(), extras=extras)
-    assert contents(written(source, tmp_path / "run", ParallelDegrees(tp=2))) == contents(source)
+    assert contents(written(source, tmp_path / "run", tp=2)) == contents(source)
     said = common(tmp_path / "run")
     assert "optimizer" not in said
     assert said["args"].no_save_optim is said["args"].no_save_rng is True
-    made = MegatronDist()
-    remarks = made.remarks(source, made.plan(source, Goal(tmp_path / "other")))
-    assert any("--no-load-optim" in remark for remark in remarks)
-    assert any("no random states" in remark for remark in remarks)
+    notes = MegatronDist().plan(source).notes
+    assert any("--no-load-optim" in note for note in notes)
+    assert any("no random states" in note for note in notes)
 
 
 def test_objects_of_other_kinds_and_unknown_items_are_carried(tmp_path: Path) -> None:
@@ -275,16 +272,15 @@ def test_objects_of_other_kinds_and_unknown_items_are_carried(tmp_path: Path) ->
     source = replace(source, extras={**source.extras, **items, "ranks": ranks})
     found = written(source, tmp_path / "run")
     assert {key: found.extras[key] for key in items} == items
-    made = MegatronDist()
-    (loss,) = made.losses(source, made.plan(source, Goal(tmp_path / "other")))
-    assert "`mine`" in loss
+    (dropped,) = MegatronDist().plan(source).dropped
+    assert "`mine`" in dropped
 
 
 def test_random_states_go_to_the_ranks_that_had_them(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
-    there = written(source, tmp_path / "there", ParallelDegrees(tp=2))
+    there = written(source, tmp_path / "there", tp=2)
     other = {"ranks": {"tp1_pp0": {"rng_state": [{"random_rng_state": "other"}]}}}
-    again = written(replace(there, extras={**there.extras, **other}), tmp_path / "again", ParallelDegrees(tp=2, pp=2))
+    again = written(replace(there, extras={**there.extras, **other}), tmp_path / "again", tp=2, pp=2)
     own = again.extras["ranks"]
     assert own["tp1_pp0"]["rng_state"] == own["tp1_pp1"]["rng_state"] == [{"random_rng_state": "other"}]
     assert own["tp0_pp1"]["rng_state"][0]["random_rng_state"] == source.extras["rng_state"][0]["random_rng_state"]
@@ -324,21 +320,21 @@ def test_what_lies_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
     assert "output_layer.weight" in written(source, tmp_path / "out").parameters
 
 
-REFUSED: dict[str, tuple[Any, ParallelDegrees, str]] = {
-    "heads": (lambda s: s, ParallelDegrees(tp=3), "do not divide over 3 ranks"),
-    "layers": (lambda s: s, ParallelDegrees(pp=3), "do not divide over 3 pipeline stages"),
-    "experts": (lambda s: s, ParallelDegrees(ep=2), "no experts"),
-    "a ZeRO stage": (lambda s: s, ParallelDegrees(zero=3), "no ZeRO stage 3"),
-    "no arguments": (lambda s: replace(s, extras={}), ParallelDegrees(), "no arguments of a Megatron run"),
-    "no groups": (lambda s: replace(s, groups=()), ParallelDegrees(), "nothing says which parameter groups"),
-    "no master": (_without_master, ParallelDegrees(), "no optimizer state|no fp32 master|has no"),
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "heads": (lambda s: s, {"tp": 3}, "do not divide over 3 ranks"),
+    "layers": (lambda s: s, {"pp": 3}, "cannot be divided evenly over 3 pipeline stages"),
+    "experts": (lambda s: s, {"ep": 2}, "no experts"),
+    "a ZeRO stage": (lambda s: s, {"zero": 3}, "no ZeRO stage 3"),
+    "no arguments": (lambda s: replace(s, extras={}), {}, "no arguments of a Megatron run"),
+    "no groups": (lambda s: replace(s, groups=()), {}, "the source has no parameter groups"),
+    "no master": (_without_master, {}, "no optimizer state|no fp32 master|has no"),
     "a state of another shape": (
         lambda s: _with_state(s, (1,)),
-        ParallelDegrees(zero=0),
+        {"zero": 0},
         "no place for the optimizer state",
     ),
-    "names of old": (_renamed, ParallelDegrees(), "before Megatron core"),
-    "steps that differ": (_uneven_steps, ParallelDegrees(), "9 steps|10 steps|made 9|made 10"),
+    "names of old": (_renamed, {}, "before Megatron core"),
+    "steps that differ": (_uneven_steps, {}, "at step 9|at step 10"),
 }
 
 
@@ -347,7 +343,7 @@ def test_what_megatron_could_not_load_is_refused_before_anything_is_written(tmp_
     change, asked, message = REFUSED[kind]
     source = change(model("llama", args_of("llama", 2, 2)))
     with pytest.raises(CkptError, match=message):
-        pipeline.plan(source, MegatronDist(), Goal(tmp_path / "run", asked))
+        plan(source, tmp_path / "run", MegatronDist(**asked))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,16 +351,16 @@ def test_wrong_rules_are_refused(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
     for rule in (Rule(r".*\.linear_fc2\.weight", axis=3), Rule(r".*\.linear_fc2\.weight", "unique")):
         with pytest.raises(CkptError, match=re.escape("linear_fc2.weight")):
-            MegatronDist().plan(source, Goal(tmp_path / "run", ParallelDegrees(tp=2), (rule,)))
+            MegatronDist(tp=2, rules=(rule,)).plan(source)
     mamba, odd = model("mamba", args_of("mamba", 2, 2)), Rule(r".*\.in_proj\.weight")
-    with pytest.raises(Unsupported, match="pieces z, x, B, C, dt"):
-        MegatronDist().plan(mamba, Goal(tmp_path / "run", ParallelDegrees(), (odd,)))
+    with pytest.raises(Unsupported, match="parts z, x, B, C, dt"):
+        MegatronDist(rules=(odd,)).plan(mamba)
 
 
 def test_the_same_checkpoint_is_written_the_same(tmp_path: Path) -> None:
     source = model("moe", args_of("moe", 2, 2))
     for name in ("a", "b"):
-        written(source, tmp_path / name, ParallelDegrees(tp=2, ep=2, etp=1, dp=2))
+        written(source, tmp_path / name, tp=2, ep=2, etp=1, dp=2)
     files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in "ab"]
     assert files[0] == files[1]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])

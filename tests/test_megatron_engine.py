@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
-from ckpt.verify import find_problems
-from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
 from megatron_jobs.kinds import KINDS, Kind
@@ -127,7 +128,7 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     assert f"masters of {len(wrong)} of " in found.suspicions[0]
     with pytest.raises(Corrupt, match="shifted"):
         check_not_suspicious(found)
-    assert any(finding.kind == "doubt" for finding in find_problems(found, Resources()))
+    assert any(finding.kind == "suspicious" for finding in find_problems(found, Resources()))
 
 
 def _copied(megatron_folder: Path, tmp_path: Path) -> Path:
@@ -154,8 +155,8 @@ def test_containers_that_megatron_gave_up_are_named(megatron_folder: Path, tmp_p
     [
         ("ffn_hidden_size", 64, "linear_fc1.weight` has length 96 .* it is 128"),
         ("pipeline_model_parallel_size", 1, r"the number of ranks \(pp, tp\) is \(1, 2\) .* but \(2, 2\)"),
-        ("tensor_model_parallel_size", 4, "units .* do not divide over 4 ranks|are missing|do not divide"),
-        ("num_layers", 3, "4 layers are here, but `num_layers` is 3"),
+        ("tensor_model_parallel_size", 4, "units .* do not divide over 4 ranks|are missing|not divisible"),
+        ("num_layers", 3, "4 layers are present, but `num_layers` is 3"),
     ],
 )
 def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint, writable
 from held import bits
@@ -100,13 +101,7 @@ def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path,
     found = open_checkpoint(source)
     # How large buckets are is no matter of the layout: the run's arguments say it.
     found = replace(found, extras={**found.extras, "args": open_checkpoint(want).extras["args"]})
-    copy(
-        found,
-        writable("megatron-legacy"),
-        Goal(tmp_path / "made", ParallelDegrees(**PAIRS[pair])),
-        "",
-        Resources(1, 1 << 20),
-    )
+    save(found, tmp_path / "made", writable("megatron-legacy", **PAIRS[pair]), Resources(1, 1 << 20))
     assert_same_files(tmp_path / "made", want)
 
 

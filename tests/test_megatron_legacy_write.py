@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint, writable
@@ -26,7 +27,7 @@ UNIT = 12
 
 
 def reshard(source: Checkpoint, target: Path, **degrees: Any) -> Checkpoint:
-    copy(source, writable("megatron-legacy"), Goal(target, ParallelDegrees(**degrees)), "", EFFORT)
+    save(source, target, writable("megatron-legacy", **degrees), EFFORT)
     assert detect(target).name == "megatron-legacy"
     return open_checkpoint(target)
 
@@ -236,10 +237,10 @@ def test_the_step_is_where_each_optimizer_keeps_it(tmp_path: Path, step: float) 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"tp": 5}, "units .* do not divide over 5 ranks|does not divide"),
-    "layers": ({"pp": 4}, "layers do not divide"),
+    "layers": ({"pp": 4}, "layers cannot be divided"),
     "stages": ({"pp": 2, "stages": (0, 9)}, "--stages 0,9"),
     "experts": ({"ep": 3}, "4 experts do not divide over 3"),
-    "a grid": ({"tp": 2, "dp": 2, "ep": 1, "etp": 1}, "cannot hold tp 2 with ep 1 and etp 1"),
+    "a grid": ({"tp": 2, "dp": 2, "ep": 1, "etp": 1}, "cannot store tp 2 with ep 1 and etp 1"),
     "zero": ({"zero": 3}, "no ZeRO stage 3"),
     "ranks": ({"tp": 1, "dp": 3, "ep": 2}, "do not divide by etp 1 x ep 2"),
 }
@@ -269,11 +270,11 @@ def test_states_that_some_parameters_lack_are_refused(tmp_path: Path) -> None:
 
     refused(without("exp_avg"), tmp_path, f"`{name}` has no optimizer state `exp_avg`")
     refused(without("fp32"), tmp_path, f"`{name}` has optimizer states, but no fp32 master")
-    refused(without("param"), tmp_path, f"`{name}` has a master, but not")
+    refused(without("param"), tmp_path, f"`{name}` has a master, but no weights")
     ungrouped = replace(source.groups[0], names=tuple(n for n in source.groups[0].names if n != name))
     refused(replace(source, groups=(ungrouped, source.groups[1])), tmp_path, f"`{name}` is not in exactly one")
     differing = replace(source.parameters[name], values={"step": 8})
-    refused(replace(source, parameters={**source.parameters, name: differing}), tmp_path, "keeps one", zero=1)
+    refused(replace(source, parameters={**source.parameters, name: differing}), tmp_path, "stores one step", zero=1)
 
 
 def test_tensors_that_contradict_the_arguments_are_refused(tmp_path: Path) -> None:
@@ -309,13 +310,13 @@ def test_a_grid_that_is_sparse_is_written_where_every_rank_finds_its_folder(tmp_
 def test_ranks_that_were_not_there_go_on_with_anothers_random_states_and_that_is_said(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 4))
     form = writable("megatron-legacy")
-    said = form.remarks(source, form.plan(source, Goal(tmp_path, ParallelDegrees(tp=2, pp=2))))
-    assert said == ("3 of 4 ranks have no random states of their own: they go on with another's",)
-    assert form.remarks(source, form.plan(source, Goal(tmp_path))) == ()
+    notes = tuple(map(str, replace(form, tp=2, pp=2).plan(source).notes))
+    assert notes == ("3 of 4 ranks have no random states in the source: they get those of another rank",)
+    assert form.plan(source).notes == ()
     weights = replace(source, groups=(), extras={"args": source.extras["args"]}, parameters=bare(source))
-    assert [remark.split(":")[0] for remark in form.remarks(weights, form.plan(weights, Goal(tmp_path)))] == [
-        "no random states came with the source",
-        "no optimizer came with the source",
+    assert [str(note).split(":")[0] for note in form.plan(weights).notes] == [
+        "the source has no random states",
+        "the source has no optimizer",
     ]
 
 

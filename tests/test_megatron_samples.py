@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from ckpt.findings import find_problems
 from ckpt.pipeline import Resources
-from ckpt.verify import find_problems
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint

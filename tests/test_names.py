@@ -50,7 +50,7 @@ def cases(*rest: int) -> dict[str, tuple[Array, list[Array]]]:
     return {
         "same": (q, [q]),
         "qkv": (fused(q, k, v), [q, k, v]),
-        "halves": (np.concatenate([gate, up]), [gate, up]),
+        "gate_and_up": (np.concatenate([gate, up]), [gate, up]),
         "vocabulary": (padded, [table]),
     }
 
@@ -79,7 +79,7 @@ def test_a_transform_is_what_numpy_says_both_ways(case: tuple[str, int]) -> None
     transform = TRANSFORMS[case[0]]
     split = transform.split(of(whole), sizes)
     joined = transform.join([of(piece) for piece in pieces], sizes)
-    assert len(split) == transform.pieces == len(pieces)
+    assert len(split) == transform.count == len(pieces)
     for made, piece in zip((*split, joined), (*pieces, whole), strict=True):
         assert not list(made.problems())
         assert made.shape == piece.shape
@@ -127,7 +127,7 @@ def test_any_block_of_every_so_many_th_row_is_read_alone(data: st.DataObject, ro
 
 @pytest.mark.parametrize("shape", [(), (7, 2)])
 def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(Unsupported, match="3 at a time"):
+    with pytest.raises(Unsupported, match="not divisible by 3"):
         strided(of(np.zeros(shape)), 0, 3)
 
 
@@ -146,8 +146,8 @@ WRONG: list[tuple[str, tuple[int, ...], ModelSizes]] = [
     ("qkv", (), SIZES),
     ("qkv", (40, 3), ModelSizes(5, 2, 1)),
     ("qkv", (40, 3), ModelSizes(5, 0, 1)),
-    ("halves", (7,), SIZES),
-    ("halves", (), SIZES),
+    ("gate_and_up", (7,), SIZES),
+    ("gate_and_up", (), SIZES),
     ("vocabulary", (9, 2), SIZES),
     ("transposed", (3,), SIZES),
     ("qkv_blocks", (8, 2), SIZES),
@@ -161,7 +161,11 @@ def test_a_shape_that_does_not_fit_is_refused(how: str, shape: tuple[int, ...], 
 
 
 def test_pieces_that_do_not_fit_together_are_refused() -> None:
-    for how, ones in {"halves": [(3, 2), (3, 4)], "qkv": [(12, 2), (4, 2), (5, 2)], "vocabulary": [(20, 2)]}.items():
+    for how, ones in {
+        "gate_and_up": [(3, 2), (3, 4)],
+        "qkv": [(12, 2), (4, 2), (5, 2)],
+        "vocabulary": [(20, 2)],
+    }.items():
         with pytest.raises(Unsupported):
             TRANSFORMS[how].join([of(values(*shape)) for shape in ones], SIZES)
 
@@ -250,14 +254,14 @@ vocabulary = "v"
 [tied]
 alias = "h.weight"
 name = "e.weight"
-unless_said = false
+default = false
 [[megatron]]
 name = "e"
 hf = ["e.weight"]
 [[megatron]]
 name = "d.{layer}.ab"
 hf = ["l.{layer}.a", "l.{layer}.b"]
-how = "halves"
+transform = "gate_and_up"
 [[megatron]]
 name = "d.{layer}.c"
 hf = ["l.{layer}.c"]
@@ -267,8 +271,8 @@ hf = ["h.weight"]
 """
 
 BAD = {
-    "a transform that is none": ('how = "halves"', 'how = "thirds"'),
-    "too few pieces": ('"l.{layer}.a", "l.{layer}.b"]\nhow', '"l.{layer}.a"]\nhow'),
+    "a transform that is none": ('transform = "gate_and_up"', 'transform = "thirds"'),
+    "too few pieces": ('"l.{layer}.a", "l.{layer}.b"]\ntransform', '"l.{layer}.a"]\ntransform'),
     "a row under several conditions": ('"l.{layer}.b", {', '{ name = "l.{layer}.b", when = "bias" }, {'),
     "a name without a row": ('"e.weight", "l', '"e.weight", "f.weight", "l'),
     "a name in two rows": ('hf = ["h.weight"]', 'hf = ["e.weight"]'),
@@ -279,8 +283,11 @@ BAD = {
     "an unknown size": ('heads = "h"', 'hearts = "h"'),
     "a tie of a stranger": ('alias = "h.weight"', 'alias = "i.weight"'),
     "a stack of strangers": ("[sizes]", "[[memory]]\nname = 's'\nfiles = ['z']\n[sizes]"),
-    "a stack of too few": ("[sizes]", "[[memory]]\nname = 's'\nfiles = ['e.weight']\nhow = 'halves'\n[sizes]"),
-    "a row with more": ('how = "halves"', 'how = "halves"\nwhy = "not"'),
+    "a stack of too few": (
+        "[sizes]",
+        "[[memory]]\nname = 's'\nfiles = ['e.weight']\ntransform = 'gate_and_up'\n[sizes]",
+    ),
+    "a row with more": ('transform = "gate_and_up"', 'transform = "gate_and_up"\nwhy = "not"'),
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.pipeline import check_complete
-from ckpt.rename import renamed
+from ckpt.rename import prepare, use_names
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
@@ -28,6 +28,7 @@ from ckpt_formats.names.family import pattern_of
 from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments
 from ckpt_formats.names.to_arguments import to_arguments, updated
 from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal import Universal
 from effort import examples
 from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor
 from megatron_files import LLAMA, whole, write
@@ -287,14 +288,14 @@ TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = 
     "no sizes": (lambda: said(hidden_size=None), Incomplete, "hidden"),
     "a size that is none": (lambda: said(intermediate_size="5"), Corrupt, "ffn 5"),
     "a size of zero": (lambda: said(head_dim=0), Corrupt, "head_dim 0"),
-    "heads that do not divide": (lambda: said(num_key_value_heads=3), Corrupt, "do not divide into 3 groups"),
+    "heads that do not divide": (lambda: said(num_key_value_heads=3), Corrupt, "cannot be divided into 3 groups"),
     "another width": (lambda: said(hidden_size=8), Corrupt, r"shape \[7, 6\], but .* \[7, 8\]"),
     "another number of groups": (lambda: said(num_key_value_heads=4), Unsupported, "not of 4 heads in 4 groups"),
     "other heads": (lambda: said(head_dim=4), Corrupt, r"\[24, 6\], but .* \[32, 6\]"),
     "another vocabulary": (lambda: said(vocab_size=5), Corrupt, r"\[7, 6\], but .* \[5, 6\]"),
     "more layers": (lambda: said(num_hidden_layers=3), Incomplete, r"layers\.2\."),
     "fewer layers": (lambda: said(num_hidden_layers=1), Unsupported, r"has no `model\.layers\.1\."),
-    "too many layers": (lambda: said(num_hidden_layers=10**9), Incomplete, "how many layers"),
+    "too many layers": (lambda: said(num_hidden_layers=10**9), Incomplete, "the number of layers"),
     "tied, but with a head": (lambda: said(tie_word_embeddings=True), Unsupported, "lm_head"),
     "biases that Megatron has not": (
         lambda: trained(CONFIGURATION | {"attention_bias": True}),
@@ -305,20 +306,20 @@ TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = 
     "a stretched rotation": (
         lambda: said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         Unsupported,
-        "which Megatron does not compute",
+        "which Megatron does not support",
     ),
     "no rotation": (lambda: said(rope_parameters=3), Corrupt, "rotary"),
     "a base that is none": (lambda: said(rope_theta="x"), Corrupt, "rope_theta"),
     "an epsilon that is none": (lambda: said(rms_norm_eps=float("nan")), Corrupt, "epsilon"),
     "quantised": (lambda: said(quantization_config={"bits": 4}), Unsupported, "quantization_config"),
-    "a tensor is missing": (lambda: without(Q), Incomplete, "also has `model.layers.0.self_attn.q_proj.weight`"),
+    "a tensor is missing": (lambda: without(Q), Incomplete, "missing: `model.layers.0.self_attn.q_proj.weight`"),
     "a strange tensor": (
         lambda: with_stranger(),
         Unsupported,
         "has no `adapter`",
     ),
     "other steps": (lambda: with_changed(Q, lambda p: replace(p, values={"step": 8})), Unsupported, "step 8"),
-    "other states": (lambda: with_changed(Q, _without_moments), Unsupported, "what is kept of them differs"),
+    "other states": (lambda: with_changed(Q, _without_moments), Unsupported, "their states or values differ"),
     "other groups": (regrouped, Unsupported, "optimizer group 0"),
     "factored states": (lambda: with_changed("model.norm.weight", _factored), Unsupported, "another shape than"),
 }
@@ -366,7 +367,7 @@ def minus(pattern: str) -> Checkpoint:
 
 
 TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
-    "no arguments": (lambda: replace(in_megatron(), extras={}), Incomplete, "nothing says what model it is"),
+    "no arguments": (lambda: replace(in_megatron(), extras={}), Incomplete, "the model is not known"),
     "latent attention": (lambda: in_megatron(multi_latent_attention=True), Unsupported, "multi_latent_attention"),
     "latent attention by its tensors": (
         lambda: plus(**{"decoder.layers.0.self_attention.linear_kv_up_proj.weight": (2, 2)}),
@@ -560,7 +561,7 @@ def truth(tmp_path: Path) -> Path:
 def test_a_model_of_megatrons_becomes_transformers(megatron: Path, truth: Path, tmp_path: Path) -> None:
     done = run("convert", megatron, tmp_path / "out", "--to", "hf")
     assert done.exit_code == 0, done.stderr
-    assert "made of the run's arguments: a llama model" in done.stderr
+    assert "created from the run's arguments: a llama model" in done.stderr
     compared = run("diff", tmp_path / "out", truth, "--tensors-only")
     assert compared.exit_code == 0, compared.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -611,7 +612,7 @@ def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     some = run("convert", source, tmp_path / "some", "--to", "hf", "--only", r"layers\.1\.mlp")
     assert some.exit_code == 0, some.stderr
-    assert "tensors are missing that the model has" in some.stderr
+    assert "tensors of the model are missing" in some.stderr
     assert len(open_checkpoint(tmp_path / "some").parameters) == 3
 
 
@@ -623,11 +624,11 @@ def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm")
     )
     lost = {(name, MASTER): {"max_abs": float(number)} for number, name in enumerate((q, k, norm), 1)}
-    there = renamed(replace(source, errors=lost), "megatron", "universal")
+    there = use_names(replace(source, errors=lost), "megatron")
     (qkv,) = (name for name, _ in there.errors if "linear_qkv" in name)
     assert there.errors[qkv, MASTER] == {q: {"max_abs": 1.0}, k: {"max_abs": 2.0}}
     assert [loss for (name, _), loss in there.errors.items() if name != qkv] == [{"max_abs": 3.0}]
-    back = renamed(there, "hf", "universal")
+    back = use_names(there, "hf")
     assert back.errors[q, MASTER] == back.errors[k, MASTER] == there.errors[qkv, MASTER]
     assert back.errors[norm, MASTER] == {"max_abs": 3.0}
     assert (up, MASTER) not in back.errors
@@ -692,13 +693,11 @@ def under(source: Checkpoint, prefix: str) -> Checkpoint:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
 def test_what_wraps_a_model_is_taken_off_with_all_states(prefix: str) -> None:
     source = trained(CONFIGURATION)
-    found = renamed(under(source, prefix), "hf", "universal")
+    found = use_names(under(source, prefix), "hf")
     assert (contents(found), found.groups) == (contents(source), source.groups)
-    there = renamed(under(source, prefix), "megatron", "universal")
+    there = use_names(under(source, prefix), "megatron")
     assert contents(there) == contents(to_megatron(source))
-    assert (
-        renamed(under(source, prefix), None, "universal").parameters.keys() == under(source, prefix).parameters.keys()
-    )
+    assert prepare(under(source, prefix), Universal()).parameters.keys() == under(source, prefix).parameters.keys()
 
 
 def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
@@ -723,7 +722,7 @@ def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
             states[state] = tensor((np.stack(made) if "experts" in name else made[0]) if made else read(one))
         held[name] = replace(first, name=name, states=states)
     running = replace(apart, parameters=held, groups=(Group({"lr": 0.1}, tuple(held)),))
-    found = renamed(running, "megatron", "universal")
+    found = use_names(running, "megatron")
     assert contents(found) == contents(to_megatron(replace(apart, groups=())))
     assert set(found.groups[0].names) == set(found.parameters)
 

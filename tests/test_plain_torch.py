@@ -12,14 +12,16 @@ import torch
 from hypothesis import example, given
 from torch import nn
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Parameter, ReadOptions
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
-from ckpt_formats.engines.torch_save import PlainTorch
+from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.universal import Universal
 from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
@@ -178,7 +180,7 @@ def test_tensors_of_every_type_and_shape_read_and_are_written_true(legacy: bool,
     torch.save(state, tmp_path / "theirs.pt", _use_new_zipfile_serialization=not legacy)
     made = open_checkpoint(tmp_path / "theirs.pt")
     assert_holds(made, state)
-    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
     assert {n: raw(t) for n, t in load(tmp_path / "ours.pt")["model"].items()} == {n: raw(t) for n, t in state.items()}
 
 
@@ -197,7 +199,7 @@ def test_transposed_and_expanded_tensors_and_views_read_true(tmp_path: Path) -> 
     torch.save(state, tmp_path / "file.pt")
     made = open_checkpoint(tmp_path / "file.pt")
     assert_holds(made, state)
-    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
     assert_holds(open_checkpoint(tmp_path / "ours.pt"), state)
 
 
@@ -216,8 +218,8 @@ def test_training_goes_on_bit_for_bit_through_universal_and_back(name: str, grou
         assert source.notices
         return
     assert source.origin.step == 3
-    copy(source, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
-    copy(open_checkpoint(tmp_path / "universal"), PlainTorch(), Goal(tmp_path / "back.pt"), "", EFFORT)
+    save(source, tmp_path / "universal", Universal(), EFFORT)
+    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), EFFORT)
     back = load(tmp_path / "back.pt")
 
     torch.manual_seed(99)
@@ -273,7 +275,7 @@ def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed
     made = open_checkpoint(tmp_path / "saved.pt")
     assert made.notices
     assert all(set(p.states) == {MODEL} for p in made.parameters.values() if p.role != "extra")
-    copy(made, PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
     carried, saved = load(tmp_path / "ours.pt")["extras"]["optimizer"], optimizer.state_dict()
     assert carried["param_groups"] == saved["param_groups"]
     for number, state in saved["state"].items():
@@ -285,8 +287,8 @@ def test_tied_weights_share_their_storage_again(tmp_path: Path) -> None:
     torch.save(net.state_dict(), tmp_path / "saved.pt")
     made = open_checkpoint(tmp_path / "saved.pt")
     assert made.aliases == {"head.weight": "embed.weight"}
-    copy(made, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
-    copy(open_checkpoint(tmp_path / "universal"), PlainTorch(), Goal(tmp_path / "back.pt"), "", EFFORT)
+    save(made, tmp_path / "universal", Universal(), EFFORT)
+    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), EFFORT)
     model = load(tmp_path / "back.pt")["model"]
     assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
     assert model["first.weight"].data_ptr() != model["second.weight"].data_ptr()
@@ -300,7 +302,7 @@ def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any],
         {"model": {n: values_of(p) for n, p in net.named_parameters()}, "optimizer": optimizer.state_dict()},
         tmp_path / "saved.pt",
     )
-    copy(open_checkpoint(tmp_path / "saved.pt"), PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "ours.pt", Torch(), EFFORT)
     ours = load(tmp_path / "ours.pt")
     assert {n: raw(t) for n, t in ours["model"].items()} == {n: raw(p) for n, p in net.named_parameters()}
     assert [g["weight_decay"] for g in ours["optimizer"]["param_groups"]] == [0.1, 0.0, 0.01]
@@ -308,9 +310,9 @@ def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any],
 
 
 def through(source: Checkpoint, at: Path) -> Checkpoint:
-    copy(source, PlainTorch(), Goal(at / "file.pt"), "", EFFORT)
+    save(source, at / "file.pt", Torch(), EFFORT)
     load(at / "file.pt")
-    return PlainTorch().read(at / "file.pt", ReadOptions())
+    return Torch().read(at / "file.pt", ReadOptions())
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
@@ -363,7 +365,7 @@ def test_tensors_among_the_extras_keep_their_places(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "saved.pt")
     made = open_checkpoint(tmp_path / "saved.pt")
     assert isinstance(made.extras["rng"], TensorName)
-    copy(made, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    save(made, tmp_path / "universal", Universal(), EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
     assert plain(dict(back.extras)) == plain(dict(made.extras))
     extras = load(tmp_path / "file.pt")["extras"]
@@ -397,7 +399,7 @@ def test_tensors_among_options_and_values_are_carried(tmp_path: Path) -> None:
     state["state"][0]["history"] = [torch.arange(2), {"deep": torch.ones(1)}]
     torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "saved.pt")
     made = open_checkpoint(tmp_path / "saved.pt")
-    copy(made, Universal(), Goal(tmp_path / "universal"), "", EFFORT)
+    save(made, tmp_path / "universal", Universal(), EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
     ours = load(tmp_path / "file.pt")["optimizer"]
     assert raw(ours["param_groups"][0]["lr"]) == raw(lr)
@@ -442,7 +444,7 @@ def nested(levels: int = 400) -> Any:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("target", [Universal(), PlainTorch()], ids=["universal", "torch"])
+@pytest.mark.parametrize("target", [Universal(), Torch()], ids=["universal", "torch"])
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -463,7 +465,7 @@ def test_values_without_end_are_refused_or_carried_but_never_hang(
 ) -> None:
     torch.save(wrap(bad()), tmp_path / "bad.pt")
     with pytest.raises(CkptError):
-        copy(open_checkpoint(tmp_path / "bad.pt"), target, Goal(tmp_path / "target"), "", EFFORT)
+        save(open_checkpoint(tmp_path / "bad.pt"), tmp_path / "target", target, EFFORT)
     assert not (tmp_path / "target").exists()
 
 
@@ -488,7 +490,7 @@ OURS_DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("kind", OURS_DAMAGED)
 def test_a_file_in_our_form_that_contradicts_itself_is_corrupt(kind: str, tmp_path: Path) -> None:
     one = parameter("w", {"param": np.ones(2, np.float32), "exp_avg": np.ones(2, np.float32)}, step=1)
-    copy(checkpoint([one], (Group({}, ("w",)),)), PlainTorch(), Goal(tmp_path / "ours.pt"), "", EFFORT)
+    save(checkpoint([one], (Group({}, ("w",)),)), tmp_path / "ours.pt", Torch(), EFFORT)
     root = load(tmp_path / "ours.pt")
     torch.save(root, tmp_path / "same.pt")
     assert contents(open_checkpoint(tmp_path / "same.pt")) == contents(checkpoint([one]))
@@ -507,12 +509,12 @@ def test_a_flipped_bit_of_a_tensor_is_never_copied(tmp_path: Path) -> None:
     bad[raw_blob.offset + 5] ^= 4
     (tmp_path / "saved.pt").write_bytes(bytes(bad))
     with pytest.raises(Corrupt, match="crc32"):
-        copy(open_checkpoint(tmp_path / "saved.pt"), Universal(), Goal(tmp_path / "target"), "", EFFORT)
+        save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "target", Universal(), EFFORT)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "x.ckpt", "no-suffix"])
 def test_the_format_is_told_by_content(name: str, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / name)
     assert detect(tmp_path / name).name == "torch"
-    assert not PlainTorch().detect(tmp_path)
-    assert not PlainTorch().detect(tmp_path / "absent.pt")
+    assert not Torch().detect(tmp_path)
+    assert not Torch().detect(tmp_path / "absent.pt")

@@ -214,8 +214,8 @@ def test_bases_are_compared_with_the_log(recorded, run: Path, tmp_path: Path) ->
     torch.save(content, tmp_path / "flipped.pt")
     other = tmp_path / "other.chain"
     assert ckpt("restore", run, tmp_path / "four", "--step", 4).code == 0
-    assert ckpt("diff", "--into", other, tmp_path / "four").code == 0
-    assert ckpt("diff", "--into", other, tmp_path / "flipped.pt", "--step", 9).code == 0
+    assert ckpt("append", other, tmp_path / "four").code == 0
+    assert ckpt("append", other, tmp_path / "flipped.pt", "--step", 9).code == 0
     chain = index.load(run / index.NAME)
     shutil.copytree(run / chain.segments[0].folder, other / chain.segments[0].folder)
     with folder.locked(other) as locked:
@@ -334,8 +334,8 @@ def test_a_chain_is_made_shorter(
 def test_states_are_appended_to_a_chain_that_has_only_a_log(recorded, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert ckpt("restore", run, tmp_path / "six", "--step", 6).code == 0
     assert ckpt("restore", run, tmp_path / "ten", "--step", 10).code == 0
-    assert ckpt("diff", "--into", run, tmp_path / "six").code == 0
-    assert ckpt("diff", "--into", run, tmp_path / "ten").code == 0
+    assert ckpt("append", run, tmp_path / "six").code == 0
+    assert ckpt("append", run, tmp_path / "ten").code == 0
     chain = index.load(run / index.NAME)
     assert [(member.step, member.kind) for member in chain.members] == [(6, "base"), (10, "delta")]
     for step in (5, 6, 9, 10, 11):

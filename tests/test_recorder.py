@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], nn.Module], Make, str]] = {
     "muon": (lambda model: model, lambda p: torch.optim.Muon([one for one in p if one.dim() == 2]), "Muon"),
     "lbfgs": (lambda model: model, lambda p: torch.optim.LBFGS(p), "LBFGS"),
     "own": (lambda model: model, lambda p: Halves(p, 0.1), "Halves"),
-    "stranger": (lambda model: model, lambda p: Sgd([nn.Parameter(torch.ones(3))], 0.1), "no parameter of the model"),
+    "stranger": (lambda model: model, lambda p: Sgd([nn.Parameter(torch.ones(3))], 0.1), "not a parameter of the"),
 }
 
 

@@ -86,7 +86,7 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
 
 
-REFUSED = {"differing": "hold different weights", "fsdp1": "hold different weights", "zero0": "ZeRO 1, 2 and 3"}
+REFUSED = {"differing": "have different weights", "fsdp1": "have different weights", "zero0": "ZeRO 1, 2 and 3"}
 
 
 @pytest.mark.parametrize(("kind", "said"), REFUSED.items(), ids=REFUSED)

@@ -17,12 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.pipeline import Resources, copy
+from ckpt.job import save as save_checkpoint
+from ckpt.pipeline import Resources
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Group, Origin, ParallelDegrees, Parameter, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Value
 from ckpt_formats.registry import open_checkpoint, writable
@@ -43,7 +45,7 @@ EFFORT = Resources(1, 1 << 20)
 def reshard(source: Checkpoint, target: Path, to: str = "deepspeed", **goal: Any) -> Checkpoint:
     """Write and read again; rules count for both."""
     degrees = {key: goal.pop(key) for key in ("dp", "tp", "pp", "zero", "stages") if key in goal}
-    copy(source, writable(to), Goal(target, ParallelDegrees(**degrees), **goal), "", EFFORT)
+    save_checkpoint(source, target, writable(to, **degrees, **goal), EFFORT)
     return open_checkpoint(target, ReadOptions(goal.get("rules", ())))
 
 
@@ -175,7 +177,7 @@ def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoin
     """Also with tensors that are alike, and with names of parameters that this rank does not have."""
     order = ("of.another.stage", *(name for group in source.groups for name in group.names))
     with folder() as at:
-        copy(source, writable("deepspeed"), Goal(at / "out", ParallelDegrees(dp=1, zero=0)), "", EFFORT)
+        save_checkpoint(source, at / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
         assert_same(open_checkpoint(at / "out", ReadOptions(order=order)), source)
 
 
@@ -198,7 +200,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     groups = tuple(Group({"lr": 0.1}, tuple(members)) for members in names)
     frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
-    copy(source, writable("deepspeed"), Goal(tmp_path / "out", ParallelDegrees(dp=1, zero=0)), "", EFFORT)
+    save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
     with pytest.raises(BadRules, match=re.escape(said)):
         open_checkpoint(tmp_path / "out", ReadOptions(order=tuple(change([*names[0], *names[1]]))))
 
@@ -723,9 +725,9 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "no tensor-parallel ranks": (("ZERO1", "out", "--tp", 0), 2, "--tp"),
     "a degree in words": (("ZERO1", "out", "--dp", "two"), 2, "'two'"),
     "a stage that is none": (("ZERO1", "out", "--zero", 4), 2, "--zero"),
-    "a format without ranks": (("ZERO1", "out", "--to", "safetensors", "--dp", 2), 22, "cannot follow --dp"),
-    "a format without stages": (("ZERO1", "out", "--to", "torch", "--zero", 1), 22, "cannot follow --zero"),
-    "a universal format without ranks": (("ZERO1", "out", "--to", "universal", "--tp", 2), 22, "cannot follow --tp"),
+    "a format without ranks": (("ZERO1", "out", "--to", "safetensors", "--dp", 2), 22, "has no option --dp"),
+    "a format without stages": (("ZERO1", "out", "--to", "torch", "--zero", 1), 22, "has no option --zero"),
+    "a universal format without ranks": (("ZERO1", "out", "--to", "universal", "--tp", 2), 22, "has no option --tp"),
     "stages of what is no pipeline": (("ZERO1", "out", "--pp", 2), 22, "no pipeline"),
     "a ZeRO stage that pipelines have not": (("PIPELINE", "out", "--zero", 2), 22, "pipeline"),
     "more pipeline stages than layers": (("PIPELINE", "out", "--pp", 64), 22, "layers"),
@@ -738,7 +740,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "weights alone": (("WEIGHTS", "out", *TO), 22, "needs the optimizer's groups"),
     "weights in halves without masters": (("MASTERLESS", "out", *TO), 22, "no fp32 master"),
     "a group with two steps": (("STEPS", "out", *TO, "--zero", 2), 22, "`step` differs"),
-    "a group with other states": (("MOMENTS", "out", *TO, "--zero", 3), 22, "other optimizer states"),
+    "a group with other states": (("MOMENTS", "out", *TO, "--zero", 3), 22, "different optimizer states"),
     "a parameter without a group": (("UNGROUPED", "out", *TO), 22, "not in exactly one group"),
     "groups without a learning rate": (("RATELESS", "out", *TO), 22, "learning rate"),
     "experts": (("EXPERT", "out", *TO), 22, "experts"),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import Goal, ParallelDegrees
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_formats.registry import open_checkpoint, writable
 from engines import launch
 from engines.cuts import VOCABULARY
@@ -183,9 +183,9 @@ def resumed(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     listed = []
     for job in JOBS:
         target, truth = out / str(job), zoo / job.kind / "truth.pt"
-        degrees = ParallelDegrees(dp=job.dp, tp=job.tp, pp=job.pp, zero=job.stage, stages=job.firsts)
-        goal = Goal(target, degrees, vocab_rows=job.vocab_rows)
-        copy(open_checkpoint(zoo / job.kind / "ckpt"), writable("deepspeed"), goal, "", Resources())
+        layout = {"dp": job.dp, "tp": job.tp, "pp": job.pp, "zero": job.stage, "stages": job.firsts}
+        format = writable("deepspeed", vocab_rows=job.vocab_rows, **layout)
+        save(open_checkpoint(zoo / job.kind / "ckpt"), target, format, Resources())
         tag, report = (target / "latest").read_text(), out / f"{job}.json"
         named = {"checkpoint": target, "tag": tag, "kind": job.kind, "truth": truth, "report": report}
         listed.append({**named, "changes": job.changes})

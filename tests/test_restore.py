@@ -122,8 +122,8 @@ KEPT = {
     ("--keep", "1,3"): [1, 3, 6],
     ("--keep", "last:1", "--keep", "2,3"): [2, 3, 6],
     (): [1, 2, 3, 4, 5, 6],
-    ("--anchor-every", "2"): [1, 2, 3, 4, 5, 6],
-    ("--keep", "every:2", "--anchor-every", "1"): [2, 4, 6],
+    ("--base-every", "2"): [1, 2, 3, 4, 5, 6],
+    ("--keep", "every:2", "--base-every", "1"): [2, 4, 6],
 }
 
 
@@ -146,7 +146,7 @@ def test_what_stays_is_what_it_was(told: tuple[str, ...], whole: Path, run: Path
         assert ckpt("restore", run, out, "--step", step).code == 0
         assert contents(open_checkpoint(out)) == contents(open_checkpoint(whole / f"step{step}"))
         assert manifest.load(out / manifest.NAME).content == before[step]
-    if "--anchor-every" in told:
+    if "--base-every" in told:
         every = int(told[-1])
         assert [m.kind == "base" for m in chain.members] == [i % every == 0 for i in range(len(steps))]
 
@@ -155,7 +155,7 @@ def test_a_chain_that_was_made_shorter_grows_on(whole: Path, run: Path) -> None:
     ckpt("compact", run, "--keep", "2,4")
     for _ in range(2):
         ckpt("compact", run, "--keep", "last:2")
-    step = ckpt("diff", "--into", run, whole / "step3", "--step", 7)
+    step = ckpt("append", run, whole / "step3", "--step", 7)
     assert step.code == 0, step.err
     assert [member.step for member in index.read(run).members] == [4, 6, 7]
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step3"))

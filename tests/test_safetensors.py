@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
-from ckpt.pipeline import Resources, copy, plan
+from ckpt.job import save
+from ckpt.pipeline import Resources, plan
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes, read_header
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, ReadOptions
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.safetensors import INDEX, Safetensors
 from ckpt_formats.registry import detect, open_checkpoint
@@ -29,7 +31,7 @@ EFFORT = Resources(2, 1 << 20)
 
 
 def write(source: Checkpoint, target: Path, shard_nbytes: int = 5 << 30) -> Checkpoint:
-    copy(source, Safetensors(), Goal(target, shard_nbytes=shard_nbytes), "", EFFORT)
+    save(source, target, Safetensors(shard_nbytes=shard_nbytes), EFFORT)
     return Safetensors().read(target, ReadOptions())
 
 
@@ -100,9 +102,9 @@ def test_only_the_models_tensors_are_written_and_the_rest_is_said_to_be_lost(tmp
     assert {n: v for (n, _), v in contents(made).items()} == {
         n: v for (n, s), v in contents(source).items() if s == "param" and source.parameters[n].role != "extra"
     }
-    lost = " ".join(map(str, Safetensors().losses(source, Safetensors().plan(source, Goal(tmp_path / "t")))))
+    lost = " ".join(map(str, Safetensors().plan(source).dropped))
     assert all(word in lost for word in ("fp32", "exp_avg", "epoch", "note", "nested"))
-    assert Safetensors().losses(made, Safetensors().plan(made, Goal(tmp_path / "t"))) == ()
+    assert Safetensors().plan(made).dropped == ()
 
 
 def test_masters_stand_in_where_there_is_no_copy(tmp_path: Path) -> None:
@@ -332,10 +334,10 @@ def test_names_that_the_format_cannot_hold_are_refused_before_anything_is_writte
 ) -> None:
     source = checkpoint([parameter(name, {MODEL: np.zeros(2, np.float32)}) for name in names])
     with pytest.raises(Unsupported):
-        plan(source, Safetensors(), Goal(tmp_path / "target"))
+        plan(source, tmp_path / "target", Safetensors())
     held = checkpoint([parameter("w", {MODEL: np.zeros(2, np.complex128)})])
     with pytest.raises(Unsupported, match="complex128"):
-        plan(held, Safetensors(), Goal(tmp_path / "target"))
+        plan(held, tmp_path / "target", Safetensors())
 
 
 def test_a_target_that_is_a_file_is_one_file_however_large(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.staging import staging
-from ckpt_formats.core.checkpoint import Receipt
 from ckpt_formats.core.errors import Corrupt, NotFound
 from ckpt_formats.core.files import (
     Evidence,
@@ -26,6 +25,7 @@ from ckpt_formats.core.files import (
     verify_seals,
     write_sealed,
 )
+from ckpt_formats.core.format import Receipt
 from held import flip, folder
 
 KINDS: list[Kind] = ["crc32", "xxh3-128"]

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.edits import cast, model_only, only
-from ckpt.pipeline import Resources, check_complete, copy
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Goal, ReadOptions
+from ckpt.job import save
+from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
+from ckpt_formats.core.edits import cast, select, weights_only
 from ckpt_formats.core.errors import BadRules, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal import Universal
@@ -32,7 +34,7 @@ def matching(chosen: list[str]) -> set[str]:
 
 @given(patterns, patterns)
 def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: list[str]) -> None:
-    made = only(SOURCE, keep, drop)
+    made = select(SOURCE, keep, drop)
     expected = (matching(keep) if keep else set(MODEL_NAMES)) - matching(drop)
     assert {name for name, p in made.parameters.items() if p.role != "extra"} == expected
     assert [n for n in SOURCE.parameters if n in made.parameters] == list(made.parameters), "in the same order"
@@ -47,7 +49,7 @@ def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: 
 
 @given(patterns.filter(len))
 def test_keeping_and_skipping_the_same_are_complements(chosen: list[str]) -> None:
-    kept, skipped = only(SOURCE, chosen, []), only(SOURCE, [], chosen)
+    kept, skipped = select(SOURCE, chosen, []), select(SOURCE, [], chosen)
     both = [set(contents(half)) for half in (kept, skipped)]
     assert both[0] | both[1] == set(contents(SOURCE))
     assert {name for name, _ in both[0] & both[1]} == {"rng/cpu"}
@@ -55,28 +57,28 @@ def test_keeping_and_skipping_the_same_are_complements(chosen: list[str]) -> Non
 
 @given(patterns, patterns)
 def test_choosing_twice_is_choosing_once(keep: list[str], drop: list[str]) -> None:
-    once = only(SOURCE, keep, drop)
+    once = select(SOURCE, keep, drop)
     left = [p for p in keep if any(__import__("re").search(p, n) for n in once.parameters)]
     if left == keep:
-        assert only(once, keep, []).parameters == once.parameters
+        assert select(once, keep, []).parameters == once.parameters
 
 
 @pytest.mark.parametrize("side", ["keep", "drop"])
 def test_a_pattern_that_matches_nothing_is_surely_mistyped(side: str) -> None:
     given = (["layer.0", "nothing"], []) if side == "keep" else ([], ["nothing"])
     with pytest.raises(NotFound, match=r"nothing|layer\.0"):
-        only(SOURCE, *given)
+        select(SOURCE, *given)
 
 
 def test_patterns_that_are_none_or_never_end_are_refused() -> None:
     with pytest.raises(BadRules, match="not a regular expression"):
-        only(SOURCE, ["("], [])
+        select(SOURCE, ["("], [])
     with pytest.raises(Unsafe):
-        only(SOURCE, [], ["(a+)+$"])
+        select(SOURCE, [], ["(a+)+$"])
 
 
 def test_the_model_alone_has_its_weights_and_nothing_else() -> None:
-    made = model_only(SOURCE)
+    made = weights_only(SOURCE)
     assert list(made.parameters) == MODEL_NAMES
     for name, p in made.parameters.items():
         assert list(p.states) == [MODEL]
@@ -84,12 +86,12 @@ def test_the_model_alone_has_its_weights_and_nothing_else() -> None:
         assert p.role == SOURCE.parameters[name].role
         assert bits(read(p.states[MODEL])) == bits(read(SOURCE.parameters[name].weight))
     assert (made.groups, made.extras, made.aliases) == ((), {}, SOURCE.aliases)
-    assert contents(model_only(made)) == contents(made)
+    assert contents(weights_only(made)) == contents(made)
 
 
 def test_the_model_alone_keeps_what_says_its_sizes() -> None:
     said: dict[str, Value] = {"args": "its arguments", "hf/config.json": {"hidden_size": 8}}
-    assert model_only(replace(SOURCE, extras={**SOURCE.extras, **said})).extras == said
+    assert weights_only(replace(SOURCE, extras={**SOURCE.extras, **said})).extras == said
 
 
 @pytest.mark.parametrize("name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d))])
@@ -110,10 +112,10 @@ def test_weights_are_the_masters_rounded_and_all_else_stays(name: str) -> None:
 
 
 def test_casting_to_what_it_is_changes_nothing() -> None:
-    source = model_only(SOURCE)
+    source = weights_only(SOURCE)
     for name in {p.weight.dtype.name for p in source.parameters.values() if is_float(p.weight.dtype)}:
         chosen = [n for n, p in source.parameters.items() if p.weight.dtype.name == name]
-        made = only(cast(source, name), [f"^{n}$" for n in chosen], [])
+        made = select(cast(source, name), [f"^{n}$" for n in chosen], [])
         assert contents(made) == {key: value for key, value in contents(source).items() if key[0] in chosen}
 
 
@@ -125,20 +127,20 @@ def test_what_is_no_float_is_not_a_precision(name: str) -> None:
 
 @given(patterns, st.sampled_from(["bf16", "fp16", "fp32", "float8_e4m3fn"]), st.booleans())
 def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) -> None:
-    made = cast(only(SOURCE, [], drop), name)
+    made = cast(select(SOURCE, [], drop), name)
     if alone:
-        made = model_only(made)
+        made = weights_only(made)
     with folder() as at:
-        copy(made, Universal(), Goal(at / "target"), "", Resources(1, 1 << 16))
+        save(made, at / "target", Universal(), Resources(1, 1 << 16))
         assert contents(Universal().read(at / "target", ReadOptions())) == contents(made)
 
 
 def test_no_data_is_read(tmp_path: Path) -> None:
     """The files may be noise of the right size."""
-    copy(SOURCE, Universal(), Goal(tmp_path / "source"), "", Resources(1))
+    save(SOURCE, tmp_path / "source", Universal(), Resources(1))
     opened = Universal().read(tmp_path / "source", ReadOptions())
     for shard in opened.files:
         shard.path.unlink()
-    made = cast(model_only(only(opened, ["layers"], [])), "bf16")
+    made = cast(weights_only(select(opened, ["layers"], [])), "bf16")
     check_complete(made)
     assert [p.weight.dtype.name for p in made.parameters.values()] == ["bfloat16"] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli import work
+from ckpt import job
 from damage import SAMPLES, ckpt
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def test_a_conversion_that_codes_nothing_does_not_ask_for_the_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(work, "load_kernels", lambda: asked.append(True))
+    monkeypatch.setattr(job, "load_kernels", lambda: asked.append(True))
     source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
     assert ckpt("convert", source, tmp_path / "plain").code == 0
     assert asked == []

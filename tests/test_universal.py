@@ -18,13 +18,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ckpt.pipeline import Resources, copy
-from ckpt.verify import find_problems
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Resources
 from ckpt_codecs import Rounded
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal, Group, Origin, Parameter, ReadOptions
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry import open_checkpoint
@@ -35,7 +37,7 @@ EFFORT = Resources(1, 1 << 20)
 
 
 def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Checkpoint:
-    copy(source, Universal(), Goal(target), "", effort)
+    save(source, target, Universal(), effort)
     return Universal().read(target, ReadOptions())
 
 
@@ -257,7 +259,7 @@ def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: 
 )
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(bad: Parameter, tmp_path: Path) -> None:
     with pytest.raises(Unsupported):
-        Universal().plan(checkpoint([bad]), Goal(tmp_path / "target"))
+        Universal().plan(checkpoint([bad]))
 
 
 @given(checkpoints(), st.randoms())
@@ -394,7 +396,7 @@ def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied
             assert found.tensors == ((name,) if byte >= data else ())
             if byte >= data:
                 with pytest.raises(Corrupt, match="checksum"):
-                    copy(made, Universal(), Goal(tmp_path / "copied"), "", EFFORT)
+                    save(made, tmp_path / "copied", Universal(), EFFORT)
                 assert not (tmp_path / "copied").exists()
             flip(shard.path, byte, byte % 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]

@@ -49,7 +49,7 @@ def save_run(folder: Path, steps: int, optimizer: str = "adamw", form: str = "to
 def chained(folder: Path, steps: int, optimizer: str = "adamw") -> Path:
     """The folder, with a run of so many states in it, `step1` and on, and their chain, `run`."""
     for path in save_run(folder, steps, optimizer):
-        assert ckpt("diff", "--into", folder / "run", path).code == 0
+        assert ckpt("append", folder / "run", path).code == 0
     return folder
 
 

@@ -1,34 +1,24 @@
 """`ckpt inspect`: what a checkpoint is, without reading its tensors."""
 
+from typing import TYPE_CHECKING
+
 import click
 
-from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, reading
+from ckpt_cli.options.command import command
+from ckpt_cli.options.source import source
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.checkpoint import Checkpoint
 
 
-@click.command(cls=PathsCommand)
-@click.argument("path", type=CheckpointPath())
+@command("inspect")
+@source("path")
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
-@reading
-@as_json
-@common
-def inspect(path: str, depth: int | None, extras: bool, reading: SourceOptions, as_json: bool) -> None:
-    """Show what the checkpoint at PATH is: engine, layout, step, parameters, optimizer, extras.
+def inspect(path: "Checkpoint", depth: int | None, extras: bool, as_json: bool) -> None:
+    from ckpt_cli.views import inspect
 
-    Only headers are read, so it takes no longer on terabytes.
-
-    \b
-    Examples:
-      ckpt inspect run/global_step1000
-      ckpt inspect run --depth 2
-      ckpt inspect run --json | jq '.parameters[].name'
-    """
-    from ckpt_cli import notes, work
-    from ckpt_cli.views import inspect as picture
-
-    checkpoint = work.open_source(path, reading)
-    notes.note(*checkpoint.notices)
     if as_json:
-        picture.print_json(checkpoint)
+        inspect.print_json(path)
     else:
-        picture.print_text(checkpoint, depth, extras)
+        inspect.print_text(path, depth, extras)

@@ -1,30 +1,17 @@
-"""`ckpt rules`: how each parameter is cut over ranks, and which rule says so."""
+"""`ckpt rules`: how each parameter is sharded over ranks, and which rule states it."""
 
-import click
+from typing import TYPE_CHECKING
 
-from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, reading
+from ckpt_cli.options.command import command
+from ckpt_cli.options.source import source
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.checkpoint import Checkpoint
 
 
-@click.command(cls=PathsCommand)
-@click.argument("path", type=CheckpointPath())
-@reading
-@as_json
-@common
-def rules(path: str, reading: SourceOptions, as_json: bool) -> None:
-    """Show which rule each parameter of the checkpoint at PATH got, and why.
+@command("rules")
+@source("path")
+def rules(path: "Checkpoint", as_json: bool) -> None:
+    from ckpt_cli.views.rules import show_rules
 
-    A rule comes from your file (--rules), from the checkpoint, or from a set that
-    comes with ckpt; the first that matches the name counts. Only headers are read.
-
-    \b
-    Examples:
-      ckpt rules run/iter_0001000
-      ckpt rules run/iter_0001000 --rules mine.toml
-      ckpt rules run --json | jq '.parameters[] | select(.rule == null)'
-    """
-    from ckpt_cli import notes, work
-    from ckpt_cli.views import rules as rule_table
-
-    checkpoint = work.open_source(path, reading)
-    notes.note(*checkpoint.notices)
-    rule_table.show_rules(checkpoint, work.layout_of(checkpoint, reading), as_json)
+    show_rules(path, as_json)

@@ -1,38 +1,27 @@
-"""`ckpt verify`: is a checkpoint whole and undamaged?"""
+"""`ckpt verify`: is a checkpoint complete and undamaged?"""
+
+from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.options import CheckpointPath, PathsCommand, SourceOptions, as_json, common, effort, reading
+from ckpt_cli.options.command import command, resources
+from ckpt_cli.options.source import read_options
+from ckpt_cli.options.types import CheckpointPath
+
+if TYPE_CHECKING:
+    from ckpt.pipeline import Resources
+    from ckpt_formats.core.format import ReadOptions
 
 
-@click.command(cls=PathsCommand)
+@command("verify")
 @click.argument("path", type=CheckpointPath())
 @click.option("--replay", is_flag=True, help="Do all logged steps of a chain again, and compare with what the run had.")
-@effort
-@reading
-@as_json
-@common
-def verify(path: str, replay: bool, workers: int | None, memory: int, reading: SourceOptions, as_json: bool) -> None:
-    """Read all of the checkpoint at PATH and check everything that can be checked.
-
-    That all ranks' files are there and belong together; that every tensor is
-    covered exactly once; every checksum the files hold (PyTorch writes CRC-32s
-    that it never reads); that replicas agree, and that the model's copies are
-    their masters, rounded. Of a chain, every step. All damage is named, not only the
-    first. Exit code 0 if all is well, 20 if not.
-
-    With --replay, the steps in a chain's log of gradients are done again: the first
-    step and tensor are named that differ from what the run had.
-
-    \b
-    Examples:
-      ckpt verify run/global_step1000
-      ckpt verify step1000 --json
-    """
+@resources(locks=False)
+@read_options
+def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
     from pathlib import Path
 
-    from ckpt_cli import work
-    from ckpt_cli.views import verify as verification
+    from ckpt_cli.views.verify import verify
 
-    if not verification.verify(Path(path), reading, work.effort_of(workers, memory), replay, as_json):
+    if not verify(Path(path), options, resources, replay, as_json):
         raise SystemExit(20)

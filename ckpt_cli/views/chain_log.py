@@ -1,16 +1,32 @@
 """`ckpt log`: what a chain holds, step by step."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from ckpt_cli.views.report import size
-from ckpt_cli.views.segments import SegmentView
+import click
+
+from ckpt.chains.segments import SegmentView, open_segments
+from ckpt_cli.views.report import data
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
+from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 80
+
+
+def show_log(run: Path, as_json: bool) -> None:
+    """Show the steps of a chain."""
+    chain = index.read(run)
+    segments = open_segments(run, chain)
+    if as_json:
+        data(to_json(chain, segments))
+        return
+    for line in lines(chain, segments):
+        click.echo(line)
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
@@ -45,10 +61,10 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
             (
                 str(member.step),
                 member.kind,
-                size(member.stored_nbytes),
-                size(member.raw_nbytes),
+                format_nbytes(member.stored_nbytes),
+                format_nbytes(member.raw_nbytes),
                 f"{member.raw_nbytes / member.stored_nbytes:.2f}",
-                f"reads {size(_stored(needed))}{replays}",
+                f"reads {format_nbytes(_stored(needed))}{replays}",
                 accuracy(member),
                 ", ".join(member.codecs),
             )
@@ -63,7 +79,8 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
     raw, stored = _sums(chain)
     yield ""
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
-    yield f"total   {size(stored)} for {len(chain.members)} states of {size(raw)}: {times(raw, stored)}"
+    sizes = f"{format_nbytes(stored)} for {len(chain.members)} states of {format_nbytes(raw)}"
+    yield f"total   {sizes}: {times(raw, stored)}"
 
 
 def times(raw: int, stored: int) -> str:

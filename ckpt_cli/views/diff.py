@@ -1,15 +1,22 @@
 """What `diff` prints for people."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
+from ckpt.compare import Selection, diff_selected, select_both
 from ckpt.compare.groups import grouped
 from ckpt.compare.pairs import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums
+from ckpt.compare.to_json import facts
+from ckpt.pipeline import Resources
 from ckpt_cli import notes
-from ckpt_cli.views.report import say
+from ckpt_cli.options.report import ReportOptions
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.views import diff_page
+from ckpt_cli.views.report import data, say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.text import printable
@@ -24,6 +31,33 @@ SORTS: dict[str, Callable[[TensorDiff], Any]] = {
 }
 _HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
 _MOST_VALUES = 20
+
+
+def show(
+    first: Checkpoint,
+    second: Checkpoint,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    options: ReportOptions,
+    resources: Resources,
+    as_json: bool,
+) -> bool:
+    """Compare with a bar, and show what differs. Are both the same?"""
+    if options.html:
+        diff_page.check_place(Path(options.html))
+    if first.path.resolve() == second.path.resolve():
+        notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
+    a, b = select_both(first, second, Selection(only, skip, extras=not options.tensors_only))
+    with progress_bar("comparing") as progress:
+        found = diff_selected(a, b, options.states, options.tensors_only, resources, progress)
+    if options.html:
+        diff_page.write(diff_page.page_of(a, b, found), Path(options.html))
+    note_differences(a, b, found)
+    if as_json:
+        data(facts(a, b, found, options.by))
+    else:
+        as_text(a, b, found, options.sort, options.by, options.top)
+    return found.same
 
 
 def as_text(first: Checkpoint, second: Checkpoint, found: Diff, sort: str, by: Sequence[str], top: int) -> None:

@@ -9,14 +9,17 @@ import click
 
 from ckpt import sizes as savings
 from ckpt.pipeline import space_needed
-from ckpt_cli.views.report import data, say, size
+from ckpt_cli.views.report import data, say
+from ckpt_cli.views.sizes import table
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry import detect
+from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48
 _MOST_FILES = 40
@@ -74,11 +77,11 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         roles.setdefault(parameter.role, []).append(parameter)
     for role, members in roles.items():
         count = sum(parameter.weight.size for parameter in members)
-        held = size(sum(parameter.nbytes for parameter in members))
+        held = format_nbytes(sum(parameter.nbytes for parameter in members))
         click.echo(f"{_MANY[role]:<11} {_tensors(len(members))}, {count:,} elements, {held} with all states")
-    if savings.is_coded(checkpoint):
+    if uses_codecs(checkpoint):
         click.echo("\nstored")
-        for line in savings.table(savings.rows(checkpoint)):
+        for line in table(savings.rows(checkpoint)):
             click.echo(f"  {line}")
     click.echo("\nparameters")
     for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
@@ -119,7 +122,8 @@ def print_ranks(
     for line in grid_after(checkpoint, parts):
         click.echo(f"  {line}")
     say(
-        f"would write {size(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; nothing was "
+        f"would write {format_nbytes(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; "
+        "nothing was "
         "written"
     )
 
@@ -134,7 +138,9 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
     held: dict[Path, set[int]] = {}
     for path, _, _, first, last in _ranges(checkpoint):
         held.setdefault(path, set()).update(range(first, last + 1))
-    rows = [(_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), size(s.nbytes)) for s in checkpoint.files]
+    rows = [
+        (_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), format_nbytes(s.nbytes)) for s in checkpoint.files
+    ]
     return _rows(rows)
 
 
@@ -154,7 +160,12 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
                     cells.update(range(a, b + 1))
         kept, moved = moves(checkpoint, part)
         rows.append(
-            (_rank(part.rank, part.file), part.role, cells, f"{size(kept + moved)}, {size(moved)} from other ranks")
+            (
+                _rank(part.rank, part.file),
+                part.role,
+                cells,
+                f"{format_nbytes(kept + moved)}, {format_nbytes(moved)} from other ranks",
+            )
         )
     return _rows(rows)
 
@@ -249,7 +260,8 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
             yield f"{indent}{printable(label)}  {_leaf(child)}"
         elif depth is not None and level + 1 >= depth:
             leaves = list(_leaves(child))
-            yield f"{indent}{printable(label)}  … {_tensors(len(leaves))}, {size(sum(p.nbytes for p in leaves))}"
+            nbytes = format_nbytes(sum(p.nbytes for p in leaves))
+            yield f"{indent}{printable(label)}  … {_tensors(len(leaves))}, {nbytes}"
         else:
             yield f"{indent}{printable(label)}"
             yield from _lines(child, level + 1, depth)

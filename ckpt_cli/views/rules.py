@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ckpt.rules import effective_layout
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.layout import Layout, Rule
@@ -41,8 +42,9 @@ def rows(checkpoint: Checkpoint, layout: Layout) -> list[RuleRow]:
     return [RuleRow(one, layout.rule(one.name) if layout.matching(one.name) else None) for one in model]
 
 
-def show_rules(checkpoint: Checkpoint, layout: Layout, as_json: bool) -> None:
+def show_rules(checkpoint: Checkpoint, as_json: bool) -> None:
     """Print the table, and what to do about parameters without a rule."""
+    layout = effective_layout(checkpoint, click.get_current_context().meta["ckpt.rules"])
     found = rows(checkpoint, layout)
     without = [row.parameter.name for row in found if row.rule is None]
     if as_json:

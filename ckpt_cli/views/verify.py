@@ -2,43 +2,82 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
-from ckpt.chains import verify as chains
+from ckpt.chains.verify import ChainReport, verify_chain
+from ckpt.findings import changed, find_problems, nbytes_to_read
+from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
-from ckpt.sizes import is_coded
 from ckpt.survey import survey
-from ckpt.verify import changed, find_problems, nbytes_to_read
-from ckpt_cli import notes, work
-from ckpt_cli.options import SourceOptions
-from ckpt_cli.progress import progress
+from ckpt_cli import notes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.reading import open_source
 from ckpt_cli.views import report
 from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.encoded import uses_codecs
+
+_MAX_STEPS = 10
 
 
-def verify(path: Path, reading: SourceOptions, effort: Resources, replay: bool, as_json: bool) -> bool:
-    """Check all that can be checked, with a bar, and say what was found. Is all well?
+def verify(path: Path, options: ReadOptions, resources: Resources, replay: bool, as_json: bool) -> bool:
+    """Check all that can be checked, with a bar, and show the findings. Is all well?
 
-    With `replay`, the steps that a chain's log of gradients has are done again, and compared with what the run had.
+    With `replay`, the logged steps of a chain are done again, and compared with what the run had.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         if (path / index.NAME).is_file():
-            return chains.verify(path, effort, replay, as_json)
-        return _verify(path, reading, effort, as_json)
+            return _verify_chain(path, resources, replay, as_json)
+        return _verify(path, options, resources, as_json)
     except (Corrupt, Incomplete) as error:
-        report.unreadable(path, error, survey(path, error, effort), time.monotonic() - began, as_json)
+        report.unreadable(path, error, survey(path, error, resources), time.monotonic() - started, as_json)
         return False
 
 
-def _verify(path: Path, reading: SourceOptions, effort: Resources, as_json: bool) -> bool:
-    checkpoint = work.open_source(str(path), reading)
-    notes.note(*checkpoint.notices)
+def _verify(path: Path, options: ReadOptions, resources: Resources, as_json: bool) -> bool:
+    checkpoint = open_source(str(path), options)
     notes.flush()
-    if is_coded(checkpoint):
-        work.load_kernels()
-    began = time.monotonic()
-    with progress("verifying", nbytes_to_read(checkpoint)) as moved:
-        findings = [*find_problems(checkpoint, effort, moved), *changed(checkpoint)]
-    report.findings(checkpoint, findings, time.monotonic() - began, as_json)
+    if uses_codecs(checkpoint):
+        load_kernels()
+    started = time.monotonic()
+    with progress_bar("verifying") as progress:
+        moved = count_to(nbytes_to_read(checkpoint), progress)
+        findings = [*find_problems(checkpoint, resources, moved), *changed(checkpoint)]
+    report.findings(checkpoint, findings, time.monotonic() - started, as_json)
     return not findings
+
+
+def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) -> bool:
+    started = time.monotonic()
+    with progress_bar("verifying") as progress:
+        result = verify_chain(run, resources, progress, replay)
+    seconds = time.monotonic() - started
+    notes.note(*result.notes)
+    if as_json:
+        report.data(_json(run, result, seconds))
+        return not result.findings
+    report.print_findings(result.findings)
+    if result.findings:
+        steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
+        lost = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
+        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost}")
+        return False
+    members = result.chain.members
+    facts = [f"{len(members)} states whole, {result.checksums} checksums hold"] if members else []
+    if result.segments:
+        logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
+        facts.append(f"{logged} steps of gradients whole{' and done again' if replay else ''}")
+    report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
+    return True
+
+
+def _json(run: Path, result: ChainReport, seconds: float) -> dict[str, Any]:
+    members = result.chain.members
+    return report.findings_json(run, result.findings, seconds) | {
+        "steps": [member.step for member in members],
+        "approximate_steps": [member.step for member in members if not member.exact],
+        "damaged_steps": list(result.bad_steps),
+    }

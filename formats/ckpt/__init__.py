@@ -1,1 +1,152 @@
-"""Checkpoints of distributed training: open, look, edit, save."""
+"""Checkpoints of distributed training: open, look, edit, save. See docs/library.md.
+
+Nothing in here prints, exits, or reads the environment. Modules are imported at the first use of a name.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.chains.chain import Chain
+    from ckpt.chains.compact import Retention
+    from ckpt.chains.trials import Evaluation
+    from ckpt.chains.write import AppendResult, DeltaPolicy
+    from ckpt.combine import average, ema_weights, merge_lora
+    from ckpt.compare import Diff, diff
+    from ckpt.findings import Finding, verify
+    from ckpt.job import Job, Progress, save
+    from ckpt.opening import open
+    from ckpt.pipeline import Resources, Result
+    from ckpt.rename import use_names
+    from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+    from ckpt_formats.core.errors import (
+        BadRules,
+        CkptError,
+        Corrupt,
+        Incomplete,
+        Locked,
+        NoSpace,
+        NotFound,
+        OutputError,
+        Unsafe,
+        Unsupported,
+    )
+    from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
+    from ckpt_formats.core.layout import Rule
+    from ckpt_formats.core.notices import Notice
+    from ckpt_formats.core.tensor import Tensor
+    from ckpt_formats.engines.dcp import DCP
+    from ckpt_formats.engines.deepspeed import DeepSpeed
+    from ckpt_formats.engines.deepspeed.universal import DeepSpeedUniversal
+    from ckpt_formats.engines.hf import HuggingFace
+    from ckpt_formats.engines.megatron import MegatronDist as Megatron
+    from ckpt_formats.engines.megatron import MegatronLegacy
+    from ckpt_formats.engines.safetensors import Safetensors
+    from ckpt_formats.engines.torch_save import Torch
+    from ckpt_formats.universal import Universal
+
+_NAMES = {
+    "ckpt.chains.chain": ("Chain",),
+    "ckpt.chains.compact": ("Retention",),
+    "ckpt.chains.trials": ("Evaluation",),
+    "ckpt.chains.write": ("AppendResult", "DeltaPolicy"),
+    "ckpt.combine": ("average", "ema_weights", "merge_lora"),
+    "ckpt.compare": ("Diff", "diff"),
+    "ckpt.findings": ("Finding", "verify"),
+    "ckpt.job": ("Job", "Progress", "save"),
+    "ckpt.opening": ("open",),
+    "ckpt.pipeline": ("Resources", "Result"),
+    "ckpt.rename": ("use_names",),
+    "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
+    "ckpt_formats.core.errors": (
+        "BadRules",
+        "CkptError",
+        "Corrupt",
+        "Incomplete",
+        "Locked",
+        "NoSpace",
+        "NotFound",
+        "OutputError",
+        "Unsafe",
+        "Unsupported",
+    ),
+    "ckpt_formats.core.format": ("FilePlan", "Plan", "WritableFormat"),
+    "ckpt_formats.core.layout": ("Rule",),
+    "ckpt_formats.core.notices": ("Notice",),
+    "ckpt_formats.core.tensor": ("Tensor",),
+    "ckpt_formats.engines.dcp": ("DCP",),
+    "ckpt_formats.engines.deepspeed": ("DeepSpeed",),
+    "ckpt_formats.engines.deepspeed.universal": ("DeepSpeedUniversal",),
+    "ckpt_formats.engines.hf": ("HuggingFace",),
+    "ckpt_formats.engines.megatron": ("Megatron:MegatronDist", "MegatronLegacy"),
+    "ckpt_formats.engines.safetensors": ("Safetensors",),
+    "ckpt_formats.engines.torch_save": ("Torch",),
+    "ckpt_formats.universal": ("Universal",),
+}
+"""The public names by module; `name:other` is called otherwise there."""
+_WHERE = {
+    name.partition(":")[0]: (module, name.partition(":")[2] or name)
+    for module, names in _NAMES.items()
+    for name in names
+}
+
+__all__ = [
+    "DCP",
+    "AppendResult",
+    "BadRules",
+    "Chain",
+    "Checkpoint",
+    "CkptError",
+    "Corrupt",
+    "DeepSpeed",
+    "DeepSpeedUniversal",
+    "DeltaPolicy",
+    "Diff",
+    "Evaluation",
+    "FilePlan",
+    "Finding",
+    "HuggingFace",
+    "Incomplete",
+    "Job",
+    "Locked",
+    "Megatron",
+    "MegatronLegacy",
+    "NoSpace",
+    "NotFound",
+    "Notice",
+    "OutputError",
+    "Parameter",
+    "Plan",
+    "Progress",
+    "Resources",
+    "Result",
+    "Retention",
+    "Rule",
+    "Safetensors",
+    "Tensor",
+    "Torch",
+    "Universal",
+    "Unsafe",
+    "Unsupported",
+    "WritableFormat",
+    "average",
+    "diff",
+    "ema_weights",
+    "merge_lora",
+    "open",
+    "save",
+    "use_names",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    module, attribute = _WHERE[name]
+    globals()[name] = value = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

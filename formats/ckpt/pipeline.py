@@ -1,7 +1,8 @@
-"""The one pipeline behind every command that writes: plan, write the parts, settle, commit, publish."""
+"""The pipeline behind everything that writes: plan, write the files, verify checksums, commit, publish."""
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ from ckpt.executors import run_tasks
 from ckpt.fingerprint import fingerprint
 from ckpt.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.staging import Staging, check_target, staging, sweep
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, FilePlan, Goal, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, files_each, unreadable, verify_seals
+from ckpt_formats.core.files import Reader, Seal, files_each, most_workers, unreadable, verify_seals
+from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.text import printable
@@ -22,6 +24,7 @@ from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 
 CountBytes = Callable[[int], None]
+"""Called with the bytes that were moved since the last call, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class Resources:
     """Bytes of tensor data held at once, by all workers together."""
     locks: bool = True
     """Refuse a target on a file system that cannot lock files; else trust that nobody else writes it."""
+
+    @classmethod
+    def of_machine(cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True) -> "Resources":
+        """At most the cores and the open files that this process may use; `workers` None: a core each, up to 8."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(min(workers or min(8, cores), most_workers()), memory, locks)
 
     @property
     def files(self) -> int:
@@ -47,21 +56,25 @@ class Resources:
 
 @dataclass(frozen=True)
 class Result:
-    """What a copy did."""
+    """What a job wrote."""
 
     target: Path
     files: int
     nbytes: int
     resumed: int
+    """Files that an interrupted run had written."""
     checksums: int
+    """Checksums of the source that were verified on the way."""
+    seconds: float
 
 
-def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[FilePlan, ...]:
-    """Everything that can be known before the first byte is read: the parts. Raises if the copy cannot succeed."""
+def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
+    """Everything that can be known before the first byte is read. Raises `CkptError` if the copy cannot succeed."""
     check_complete(source)
     check_not_suspicious(source)
-    for one in (source, *format.beside()):
-        check_target(goal.target, one.path)
+    others = (path for edit in source.history for path in edit.inputs())
+    for path in (source.path, *(one.path for one in format.inputs()), *others):
+        check_target(target, path)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
         raise Unsupported(
@@ -69,45 +82,44 @@ def plan(source: Checkpoint, format: WritableFormat, goal: Goal) -> tuple[FilePl
             where=source.path,
             hint="--to universal and --to torch carry everything that is there.",
         )
-    return format.plan(source, goal)
+    return format.plan(source)
 
 
-def copy(
+def write(
+    plan: Plan,
     source: Checkpoint,
+    target: Path,
     format: WritableFormat,
-    goal: Goal,
-    choices: object,
-    effort: Resources,
-    moved: CountBytes = lambda n: None,
-    parts: tuple[FilePlan, ...] | None = None,
+    resources: Resources,
+    moved: CountBytes,
 ) -> Result:
-    """Write `source` again. `choices`, plain data, tells this request from another on the same files.
+    """Write what is planned. The target appears when it is complete.
 
-    `parts` are those of `plan`, from whoever has made it already.
+    What an interrupted run of the same job has written is checked and used; of another job it is removed.
     """
-    parts, target = plan(source, format, goal) if parts is None else parts, goal.target
-    identities = identities_of(source, format, goal)
+    parts, started = plan.files, time.monotonic()
+    identities = identities_of(source, format)
     sweep(target.parent)
-    with staging(target, effort.locks) as stage, deferred_interrupts() as stop:
+    with staging(target, resources.locks) as stage, deferred_interrupts() as stop:
         try:
-            stage.begin(job_id(source, identities, format, goal, choices))
+            stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
             todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
             resumed = len(done)
             moved(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, effort, identities, stop, moved):
+            for receipt in _write_all(stage, format, todo, resources, identities, stop, moved):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 points.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = _settle(receipts, identities)
+            checksums = _verify_seals(receipts, identities)
             points.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
             points.reached("committed")
             check_unchanged(identities)
-            stage.publish(format.product(target))
+            stage.publish(plan.single_file)
         except OSError as error:
             raise _system_error(error, stage, identities) from error
         except CkptError as error:
@@ -116,22 +128,24 @@ def copy(
             stage.discard()
             check_unchanged(identities)  # says why rather than what came of it
             raise
-    return Result(target, len(receipts), sum(receipt.nbytes for receipt in receipts), resumed, checksums)
+    nbytes = sum(receipt.nbytes for receipt in receipts)
+    return Result(target, len(receipts), nbytes, resumed, checksums, time.monotonic() - started)
 
 
-def identities_of(source: Checkpoint, format: WritableFormat, goal: Goal) -> Identities:
+def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
     """Of all files that the result depends on."""
-    found = dict(source.identities)
-    for other in format.beside():
-        found |= other.identities
-    for file in _files_of(goal.config):
-        found.setdefault(file, Identity.of(file.stat()))
-    return found
+    identities = dict(source.identities)
+    for other in format.inputs():
+        identities |= other.identities
+    for path in format.input_files():
+        for file in _files_of(path):
+            identities.setdefault(file, Identity.of(file.stat()))
+    return identities
 
 
-def _files_of(path: Path | None) -> list[Path]:
-    """A file that the user names, or those in the folder."""
-    if path is None or not path.exists():
+def _files_of(path: Path) -> list[Path]:
+    """A file, or those in a folder."""
+    if not path.exists():
         return []
     return [file for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
 
@@ -172,7 +186,7 @@ def _write_all(
     stage: Staging,
     format: WritableFormat,
     parts: Iterable[FilePlan],
-    effort: Resources,
+    resources: Resources,
     identities: Identities,
     stop: threading.Event,
     moved: CountBytes,
@@ -183,8 +197,8 @@ def _write_all(
 
     def write(part: FilePlan) -> Receipt:
         with (
-            Reader(most_files=effort.files, identities=identities) as reader,
-            Transfer(reader, effort.slab, count) as transfer,
+            Reader(most_files=resources.files, identities=identities) as reader,
+            Transfer(reader, resources.slab, count) as transfer,
         ):
             try:
                 receipt = format.write(stage.data, part, transfer)
@@ -196,15 +210,15 @@ def _write_all(
         stage.flush(receipt)  # while the other workers go on, rather than all at the end
         return receipt
 
-    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         try:
-            yield from run_tasks(pool, write, parts, 2 * effort.workers)
+            yield from run_tasks(pool, write, parts, 2 * resources.workers)
         except BaseException:
             stop.set()
             raise
 
 
-def _settle(receipts: Iterable[Receipt], identities: Identities) -> int:
+def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
     """Hold what was read against every checksum that the source promised. Raises `Corrupt`."""
     evidence = [piece for receipt in receipts for piece in receipt.evidence]
     broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
@@ -224,13 +238,14 @@ def seals_error(broken: list[Seal]) -> Corrupt:
     )
 
 
-def job_id(source: Checkpoint, identities: Identities, format: WritableFormat, goal: Goal, choices: object) -> str:
-    """Names this very work, so that an interrupted run goes on only with what it would do again.
+def job_id(source: Checkpoint, identities: Identities, format: WritableFormat) -> str:
+    """The name of this work: of the source's history, the files that are read, and the format with all its options.
 
-    Devices may get other numbers when a machine starts again.
+    An interrupted run is continued only by equal work.
     """
+    # A device may get another number when the machine starts again.
     files = {path.absolute(): replace(identity, device=0) for path, identity in identities.items()}
-    return fingerprint((WRITTEN_BY, source.path, files, format.name, format.settings(), goal, choices))
+    return fingerprint((WRITTEN_BY, source.path, source.history, files, format.name, format.identity()))
 
 
 def _system_error(error: OSError, stage: Staging, identities: Identities) -> CkptError:

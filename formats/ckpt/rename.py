@@ -1,75 +1,81 @@
-"""Whose names a checkpoint's tensors are to have: the user's choice, or what the target's format needs."""
+"""Whose names a checkpoint's tensors have: those that the user chooses, or those that a format needs."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpt import edits as selection
-from ckpt.edits import Edits
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint, Edit
+from ckpt_formats.core.edits import edited
+from ckpt_formats.core.format import Naming, WritableFormat
 from ckpt_formats.core.values import Record
-
-if TYPE_CHECKING:
-    from ckpt_formats.names import Naming
 
 _MEGATRON = ("megatron", "megatron-legacy")
 
 
-def edited(source: Checkpoint, edits: Edits, format_name: str, config: Path | None = None) -> Checkpoint:
-    """The checkpoint with all changes that the user asks for, and under the names that the format needs."""
-    left_out = bool(edits.only or edits.skip)
-    found = selection.only(source, edits.only, edits.skip) if left_out else source
-    if edits.model_only:
-        found = selection.model_only(found)
-    found = renamed(found, edits.names, format_name, config, partial=left_out)
-    return selection.cast(found, edits.dtype) if edits.dtype else found
+@dataclass(frozen=True)
+class UseNames(Edit):
+    """All tensors under the names of Hugging Face's libraries or of Megatron."""
+
+    naming: Naming
 
 
-def renamed(
-    checkpoint: Checkpoint,
-    asked: "Naming | None",
-    format_name: str,
-    config: Path | None = None,
-    *,
-    partial: bool = False,
-) -> Checkpoint:
-    """The checkpoint under the names that the user asks for; if none, under those that the format needs.
+def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) -> Checkpoint:
+    """The checkpoint under other names, its tensors split and joined as those names need it. Lazy.
 
-    `config` is the file or folder that the user names; `partial` says that tensors were left out. Nothing is read but
-    the configuration. Raises `CkptError` of the kind that fits for a model that cannot have these names.
+    `config` is the model's configuration, or the folder that holds it; None: what came with the source. Raises
+    `CkptError` of the kind that fits for a model that cannot have these names.
     """
-    if asked is None and config is None and format_name not in ("hf", *_MEGATRON):
-        return checkpoint
-    # Tables of many models: not to be imported for a copy from one format of ours to another.
-    from ckpt_formats.engines.hf.model_names import with_model_names
+    return edited(_renamed(source, naming, _configuration(source, config)), UseNames(naming))
+
+
+def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
+    """The source under the names that the format needs, unless somebody has chosen names. Lazy.
+
+    Raises `CkptError` of the kind that fits for a model that cannot have these names.
+    """
+    if format.naming is None or any(isinstance(edit, UseNames) for edit in source.history):
+        return source
+    # Tables of many models: not imported for a copy from one other format to another.
+    from ckpt_formats.names import naming_of
+
+    path = next(iter(format.input_files()), None)
+    config, current = _configuration(source, path), naming_of(source)
+    needed = _needed(source, current, format.naming, config, path is not None)
+    return source if needed is None else _renamed(source, needed, config)
+
+
+def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] | None:
     from ckpt_formats.engines.hf.side_files import config_of
-    from ckpt_formats.engines.hf.write import beside_files
-    from ckpt_formats.names import naming_of, to_core, to_hf, to_legacy, to_megatron
+    from ckpt_formats.engines.hf.write import files_of_model
     from ckpt_formats.names.config import CONFIG
 
-    now = naming_of(checkpoint)
-    said = config_of(beside_files(config)) if config is not None else config_of(checkpoint.extras, CONFIG)
-    wanted = asked or _needed(checkpoint, now, format_name, said, config is not None)
-    if wanted is None:
-        return checkpoint
-    if wanted == "hf":
-        if now in _MEGATRON:
-            return to_hf(checkpoint, said, partial=partial)
-        return with_model_names(checkpoint, said) if said is not None else checkpoint
-    if now not in _MEGATRON:
-        spelled = with_model_names(checkpoint, said) if said is not None else checkpoint
-        checkpoint = to_megatron(spelled, said, partial=partial)
-    return to_legacy(checkpoint) if wanted == "megatron-legacy" else to_core(checkpoint)
+    return config_of(source.extras, CONFIG) if path is None else config_of(files_of_model(path))
+
+
+def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | None) -> Checkpoint:
+    from ckpt_formats.engines.hf.model_names import with_model_names
+    from ckpt_formats.names import naming_of, to_core, to_hf, to_legacy, to_megatron
+
+    is_megatron = naming_of(source) in _MEGATRON
+    if naming == "hf" and is_megatron:
+        return to_hf(source, config, partial=source.is_partial)
+    named = source if is_megatron or config is None else with_model_names(source, config)
+    if naming == "hf":
+        return named
+    megatron = named if is_megatron else to_megatron(named, config, partial=source.is_partial)
+    return to_legacy(megatron) if naming == "megatron-legacy" else to_core(megatron)
 
 
 def _needed(
-    checkpoint: Checkpoint, now: "Naming | None", format_name: str, config: Mapping[str, Any] | None, named: bool
-) -> "Naming | None":
-    """The names without which a checkpoint of this format is of no use, if they can be told."""
+    source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None, chosen: bool
+) -> Naming | None:
+    """The names without which a checkpoint of a format is of no use, if there is enough to find them."""
     from ckpt_formats.names import table_for
     from ckpt_formats.names.from_arguments import ARGUMENTS
 
     known = config is not None and table_for(config) is not None
-    if format_name == "hf" and now in _MEGATRON:
-        return "hf" if named or known or isinstance(checkpoint.extras.get(ARGUMENTS), Record) else None
-    return "megatron" if format_name in _MEGATRON and now not in _MEGATRON and known else None
+    if naming == "hf":
+        translatable = chosen or known or isinstance(source.extras.get(ARGUMENTS), Record)
+        return "hf" if current in _MEGATRON and translatable else None
+    return "megatron" if current not in _MEGATRON and known else None

@@ -1,11 +1,10 @@
 """What the states of a checkpoint take, decoded and as they are stored: a row for each kind of state."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
@@ -115,48 +114,6 @@ def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
     """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
     whole = sum(dtype.itemsize for dtype in delta.form.values())
     return round(delta.nbytes * blob.dtype.itemsize / whole)
-
-
-def is_coded(checkpoint: Checkpoint) -> bool:
-    """Is any state stored coded?"""
-    return any(
-        isinstance(f.blob, (EncodedBlob, DeltaBlob)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments
-    )
-
-
-def delta_codecs(checkpoint: Checkpoint) -> list[DeltaCodec]:
-    """What a checkpoint's deltas are decoded with: one of each kind."""
-    blobs = (f.blob for _, _, tensor in checkpoint.tensors() for f in tensor.fragments)
-    return list({delta.codec.name: delta.codec for blob in blobs if (delta := stored_delta(blob)) is not None}.values())
-
-
-def table(parts: list[StateSizes], sizes: str = "stored") -> Iterator[str]:
-    """The rows and their total, for people."""
-    from ckpt_cli.views.report import size
-
-    lines = [("state", "type", "elements", "raw", sizes, "ratio", "bits", "codec")]
-    for row in (*parts, total(parts)):
-        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
-        codecs = "" if row.state == "total" and not row.dtype else ", ".join(row.codecs)
-        lines.append(
-            (
-                row.state,
-                row.dtype,
-                f"{row.elements:,}",
-                size(row.raw),
-                size(row.stored),
-                ratio,
-                f"{row.bits:.2f}",
-                codecs,
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(8)]
-    for line in lines:
-        cells = (
-            cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt.executors import run_tasks
+from ckpt.findings import Finding
 from ckpt.pipeline import Resources
-from ckpt.verify import Finding
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.safetensors import read_header
 from ckpt_formats.containers.torchfile import open_file
@@ -26,11 +26,11 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SEALED = (manifest.NAME, index.NAME)
 
 
-def survey(path: Path, error: CkptError, effort: Resources) -> list[Finding]:
+def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
     """Why a checkpoint cannot be opened, and what is wrong with its files, each once."""
     found = [Finding("unreadable", error.what, error.where or str(path))]
-    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-        for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * effort.workers):
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * resources.workers):
             found += several
     first = found[0].where
     others = [one for one in found[1:] if one.kind != "unreadable" or not first.startswith(one.where)]

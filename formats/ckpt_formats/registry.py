@@ -13,7 +13,8 @@ from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.text import PARTIAL, printable
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.checkpoint import Checkpoint, Format, ReadOptions, WritableFormat
+    from ckpt_formats.core.checkpoint import Checkpoint
+    from ckpt_formats.core.format import Format, ReadOptions, WritableFormat
     from ckpt_formats.core.notices import Notice
 
 FORMATS: dict[str, str] = {
@@ -28,7 +29,7 @@ FORMATS: dict[str, str] = {
     "fsdp-ranks": "ckpt_formats.engines.fsdp_ranks:FsdpRanks",
     "dcp": "ckpt_formats.engines.dcp:DCP",
     "safetensors": "ckpt_formats.engines.safetensors:Safetensors",
-    "torch": "ckpt_formats.engines.torch_save:PlainTorch",
+    "torch": "ckpt_formats.engines.torch_save:Torch",
     "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }
 ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
@@ -48,14 +49,20 @@ def format_named(name: str) -> "Format":
     return format
 
 
-def writable(name: str) -> "WritableFormat":
-    """The format of this name, for writing. Raises `Unsupported` if it can only be read."""
-    from ckpt_formats.core.checkpoint import WritableFormat
+def writable(name: str, **options: object) -> "WritableFormat":
+    """The format of this name, for writing. Raises `Unsupported` if it can only be read, or lacks an option."""
+    from dataclasses import fields, replace
+
+    from ckpt_formats.core.format import WritableFormat
 
     format = format_named(name)
     if not isinstance(format, WritableFormat):
         raise Unsupported(f"{name} can be read, not written", hint="Convert to `universal`, which holds everything.")
-    return format
+    known = [field.name for field in fields(format)]
+    listed = ", ".join(known) or "none"
+    if unknown := [option for option in options if option not in known]:
+        raise Unsupported(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
+    return replace(format, **options)
 
 
 def detect(path: Path) -> "Format":
@@ -72,7 +79,8 @@ def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkp
     from dataclasses import replace
 
     from ckpt_formats.containers.torchfile import check_repeated
-    from ckpt_formats.core.checkpoint import OriginalForm, ReadOptions, identified
+    from ckpt_formats.core.checkpoint import Opened, OriginalForm
+    from ckpt_formats.core.format import ReadOptions, identified
     from ckpt_formats.core.missing_states import check_states
     from ckpt_formats.detection.shard_alone import check_alone, check_whole_of_meta, parts_unread
     from ckpt_formats.detection.unread_files import unread
@@ -94,7 +102,11 @@ def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkp
     elif format.name not in _OURS:
         named = {name for notice in notices for name in notice.names}
         notices = (*notices, *unread(path, (shard.path for shard in found.files), named))
-    found = replace(found, notices=notices)
+    used = options or ReadOptions()
+    shapes = None if used.shapes is None else used.shapes.history
+    opened = Opened(path, (used.rules, used.order, used.orders, shapes))
+    others = {} if used.shapes is None else used.shapes.identities
+    found = replace(found, notices=notices, history=(opened,), identities={**others, **found.identities})
     if format.name in _OURS or (found.original is not None and found.original.format == format.name):
         return found
     return replace(found, original=OriginalForm(format.name, path.name if is_file else None))

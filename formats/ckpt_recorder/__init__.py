@@ -1,6 +1,6 @@
-"""Record a training run, so that each of its steps can be restored: docs/recording.md.
+"""A recorder for training runs, from whose log any step can be restored: docs/recording.md.
 
-Names are imported when they are asked for: the process that writes needs no torch.
+Names are imported on first use, because the writer process does not need torch.
 """
 
 from importlib import import_module

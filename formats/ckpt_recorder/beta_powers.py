@@ -1,7 +1,8 @@
-"""When DeepSpeed's Adam for CPUs computed the powers of its betas anew, which decides their last bits.
+"""The step at which DeepSpeed's Adam for CPUs last computed the powers of its betas with `pow`.
 
-Its operator multiplies the powers by the betas at each step that follows the one before; at any other, as after a
-checkpoint was loaded, it computes them by `pow`. (DeepSpeed 0.19, `csrc/includes/cpu_adam.h`, IncrementStep.)
+At consecutive steps its operator multiplies the powers by the betas. At any other step, for example after it loads a
+checkpoint, it computes them with `pow`, whose last bits differ. (DeepSpeed 0.19, `csrc/includes/cpu_adam.h`,
+IncrementStep.)
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ def has_beta_powers(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class BetaPowers:
-    """The step from which the powers of an optimizer's betas are products, followed from step to step."""
+    """Tracks the step from which the powers of an optimizer's betas are products."""
 
     def __init__(self, run: TrackedRun, number: int) -> None:
-        """`number`: of the optimizer."""
+        """`number`: the index of the optimizer."""
         self._run, self._number = run, number
         counts = (count_of(run, n) for n, one in enumerate(run.tensors) if one.optimizer == number)
         self._count = -1 if run.was_loaded else max(counts, default=0)
@@ -28,7 +29,7 @@ class BetaPowers:
         self._since = 0
 
     def since(self, tensors: Sequence[int]) -> int:
-        """At the call of the optimizer that comes next, which steps these tensors."""
+        """That step, for the next call of the optimizer, which steps the given tensors."""
         count = 1 + max((count_of(self._run, number) for number in tensors), default=0)
         betas = self._betas_now()
         if betas != self._betas or count not in (self._count, self._count + 1):

@@ -1,6 +1,7 @@
-"""What DeepSpeed's ZeRO optimizers step: flat partitions of many parameters. Reads private fields of theirs.
+"""Runs of DeepSpeed's ZeRO optimizers, which step flat partitions of many parameters.
 
-Checked with DeepSpeed 0.19. Stages 1 and 2: `runtime/zero/stage_1_and_2.py`; stage 3: `stage3.py`.
+This module reads private fields of these optimizers. It was checked with DeepSpeed 0.19: stages 1 and 2 are in
+`runtime/zero/stage_1_and_2.py`, stage 3 in `stage3.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,26 +15,26 @@ from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, dtype_name, 
 
 
 def is_engine(model: object) -> bool:
-    """Is it what `deepspeed.initialize` returns?"""
+    """Is it an engine from `deepspeed.initialize`?"""
     return type(model).__module__.startswith("deepspeed.") and hasattr(model, "save_checkpoint")
 
 
 def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
-    """A run of a DeepSpeed engine. Raises `Unsupported` for one whose optimizer is not ZeRO's."""
+    """The run of a DeepSpeed engine. Raises `Unsupported` if its optimizer is not one of ZeRO."""
     zero = engine.optimizer
     if hasattr(zero, "single_partition_of_fp32_groups"):
         tensors = _stages_1_and_2(zero, rank)
         groups = _group_names(zero.bit16_groups, zero.param_names)
-        parts = len(zero.bit16_groups)  # a step of the optimizer for each group, which has no other meanwhile
+        calls = len(zero.bit16_groups)  # one call for each group, during which the optimizer has only that group
     elif hasattr(zero, "fp32_partitioned_groups_flat"):
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
-        parts = len(zero.fp32_partitioned_groups_flat)
+        calls = len(zero.fp32_partitioned_groups_flat)
         if zero.offload_optimizer and getattr(zero, "backup_optimizer", None) is not None:
-            raise Unsupported("ZeRO 3 with only a part of the optimizer offloaded cannot be recorded")
+            raise Unsupported("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
     else:
         raise Unsupported(
-            f"the engine's optimizer is {type(zero).__name__}: ZeRO 1, 2 and 3 can be recorded",
+            f"the engine's optimizer is {type(zero).__name__}: only ZeRO 1, 2 and 3 can be recorded",
             hint="Set zero_optimization.stage to 1, 2 or 3.",
         )
     inner = zero.optimizer
@@ -47,7 +48,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         (inner.param_groups,),
         was_loaded=engine.loaded_checkpoint_dp_world_size is not None,
         is_shared=False,
-        parts=parts,
+        calls_per_step=calls,
         step=int(engine.global_steps),
         notes=lambda: _notes(engine),
         after_step=(engine, "step"),
@@ -56,7 +57,7 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
 
 
 def _notes(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed's own checkpoint says of a step, under the names that it has there."""
+    """The values that DeepSpeed's own checkpoint has of a step, by the names that it uses."""
     notes: dict[str, Any] = {
         name: int(getattr(engine, name)) for name in ("global_steps", "global_samples", "skipped_steps")
     }
@@ -67,18 +68,20 @@ def _notes(engine: Any) -> dict[str, Any]:
 
 
 def _stages_1_and_2(zero: Any, rank: int) -> Iterator[TrackedTensor]:
-    """Partition `rank` of each group: its parameters one after another, in the order of their rounds."""
+    """Partition `rank` of each group: its parameters in round-robin order."""
     ranks = [zero_rank(zero, i, rank) for i in range(len(zero.single_partition_of_fp32_groups))]
     for group, vector in enumerate(zero.single_partition_of_fp32_groups):
-        begin, at, pieces = ranks[group] * vector.numel(), 0, []
+        begin, at, parts = ranks[group] * vector.numel(), 0, []
         for parameter in zero.round_robin_bit16_groups[group]:
             low, high = max(at, begin), min(at + parameter.numel(), begin + vector.numel())
             if low < high:
-                pieces.append(
-                    _piece(zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin)
+                parts.append(
+                    _local_part(
+                        zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin
+                    )
                 )
             at += parameter.numel()
-        yield TrackedTensor(vector, 0, group, tuple(pieces))
+        yield TrackedTensor(vector, 0, group, tuple(parts))
 
 
 def zero_rank(zero: Any, group: int, rank: int) -> int:
@@ -90,19 +93,21 @@ def zero_rank(zero: Any, group: int, rank: int) -> int:
 
 
 def _stage_3(zero: Any, names: Mapping[torch.Tensor, str], rank: int) -> Iterator[TrackedTensor]:
-    """Every parameter is cut on its own; this rank's parts of a sub-group's, one after another."""
+    """This rank's part of each parameter, in the order of each sub-group. ZeRO 3 splits every parameter."""
     for sub_group, vector in enumerate(zero.fp32_partitioned_groups_flat):
-        at, pieces = 0, []
+        at, parts = 0, []
         for parameter in zero.fp16_groups[sub_group]:
             each = parameter.ds_tensor.ds_numel
             low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
             if low < high:
-                pieces.append(_piece(names[parameter], parameter, parameter.ds_shape, low, high, at))
+                parts.append(_local_part(names[parameter], parameter, parameter.ds_shape, low, high, at))
             at += each
-        yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(pieces))
+        yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(parts))
 
 
-def _piece(name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int) -> LocalPart:
+def _local_part(
+    name: str, parameter: torch.Tensor, shape: tuple[int, ...], start: int, stop: int, offset: int
+) -> LocalPart:
     return LocalPart(name, tuple(shape), dtype_name(parameter.dtype), Box.whole(tuple(shape)), start, stop, offset)
 
 

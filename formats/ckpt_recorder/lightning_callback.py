@@ -1,16 +1,19 @@
-"""The recorder of Lightning's Trainer: constructed when training begins, and closed when it ends."""
+"""A callback that records a run of Lightning's Trainer."""
 
 from typing import Any
 
-from ckpt_recorder.callbacks import installed
+from ckpt_recorder.callbacks import installed_class
 from ckpt_recorder.recorder import Recorder
 
 
-class LightningCallback(installed("lightning.pytorch:Callback", "pytorch_lightning:Callback")):  # type: ignore[misc]
-    """A callback of Lightning's Trainer: `Trainer(..., callbacks=[Lightning("run.chain")])`."""
+class LightningCallback(installed_class("lightning.pytorch:Callback", "pytorch_lightning:Callback")):  # type: ignore[misc]
+    """Records a run of Lightning's Trainer: `Trainer(..., callbacks=[LightningCallback("run.chain")])`.
+
+    The recorder starts when training starts, and closes when training ends.
+    """
 
     def __init__(self, chain: str, **options: Any) -> None:
-        """`options`: those of `Recorder`. `step` is what the trainer has counted, if it is not among them."""
+        """`chain`: the folder of the chain. `options`: those of `Recorder`; the default `step` is the trainer's."""
         super().__init__()
         self._chain, self._options = chain, options
         self.recorder: Recorder | None = None

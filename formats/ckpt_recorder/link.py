@@ -1,4 +1,4 @@
-"""The trainer's end of its writer: starts the process, gives it orders, and knows which slots are free."""
+"""The trainer's connection to its writer: starts the process, sends it orders, and counts free slots."""
 
 import fcntl
 import json
@@ -16,24 +16,24 @@ from ckpt_recorder.ring import Ring
 from ckpt_recorder.writer import WriterSettings
 
 WRITER = "ckpt_recorder.writer"
-"""The module that the process runs."""
+"""The module that the writer process runs."""
 _START_SECONDS = 120.0
 _END_SECONDS = 600.0
 _PIPE_NBYTES = 1 << 20
 
 
-_STUCK = "the process that writes the log does not get on: is its disk or file server stuck?"
+_STUCK = "the process that writes the log makes no progress: does its disk or file server hang?"
 
 
 class WriterBroken(Exception):
-    """The writer cannot write any more: the reason, for people."""
+    """The writer cannot write any more. The message states the reason."""
 
 
 class WriterLink:
-    """One writer process. Every method but `close` raises `WriterBroken` once it has failed, is gone, or is stuck."""
+    """One writer process. Every method but `close` raises `WriterBroken` after the writer fails, ends or hangs."""
 
     def __init__(self, settings: WriterSettings, ring: Ring, stall_seconds: float) -> None:
-        """`stall_seconds`: how long the writer may send nothing while it is waited for, before it counts as stuck."""
+        """`stall_seconds`: the time to wait for a message before the writer counts as stuck."""
         self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
@@ -53,7 +53,7 @@ class WriterLink:
         assert self._process.stdin is not None
         self._orders = self._process.stdin
         os.set_blocking(self._orders.fileno(), False)
-        with suppress(OSError):  # more than the system grants
+        with suppress(OSError):  # more than the system allows
             fcntl.fcntl(self._orders.fileno(), getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_NBYTES)
         try:
             self._write(json.dumps(asdict(settings)).encode() + b"\n")
@@ -68,7 +68,7 @@ class WriterLink:
         return self._process.pid
 
     def acquire_slot(self) -> int:
-        """A slot that may be filled. Waits while the writer is all slots behind."""
+        """The index of a free slot. Waits while the writer still needs all slots."""
         self.check()
         self._wait(lambda: self._free > 0, self._stall_seconds, _STUCK)
         self._free -= 1
@@ -84,9 +84,10 @@ class WriterLink:
         chunks: Sequence[int] | None = None,
         random: Any = None,
     ) -> None:
-        """A record of a slot that is filled, or without values.
+        """Order a record of a filled slot, or a record without values.
 
-        `chunks`: those that have values; None: all. `random`: states of random number generators, as typed JSON.
+        `chunks`: the numbers of the chunks with values; None: all. `random`: states of random number generators, as
+        typed JSON.
         """
         fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks, "random": random}
         self._send(fields, b"")
@@ -94,28 +95,28 @@ class WriterLink:
     def order_bytes(
         self, kind: int, step: int, meta: Mapping[str, Any], content: bytes, sizes: Sequence[tuple[int, int]]
     ) -> None:
-        """A record of tensors' bytes. `sizes`: bytes of each, and of its elements."""
+        """Order a record of tensors' bytes. `sizes`: for each tensor its bytes, and the bytes of an element."""
         fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
         self._send(fields, content)
 
-    def settle(self) -> None:
-        """Wait until everything that was ordered is on the disk."""
+    def wait_until_flushed(self) -> None:
+        """Wait until all ordered records are on the disk."""
         before = self._flushes
         self._send({"flush": True}, b"")
         self._wait(lambda: self._flushes > before, self._stall_seconds, _STUCK)
 
     def check(self) -> None:
-        """Raise `WriterBroken` if the writer has reported an error, or is gone."""
+        """Raise `WriterBroken` if the writer has reported an error or has ended."""
         self._listen(0)
         if self._reason is not None:
             raise WriterBroken(self._reason)
 
     def close(self) -> None:
-        """Let the writer end: what it has is written and flushed. One that is stuck is left alone."""
+        """End the writer after it has written and flushed all orders. Does not wait for a writer that is stuck."""
         if self._is_stuck:
             self._orders.close()
             os.close(self._status)
-            self._process.returncode = 0  # nobody waits for it: it ends when the system lets it
+            self._process.returncode = 0  # do not wait for it: it ends when the system lets it
             return
         with suppress(WriterBroken):
             self._write(b'{"end":true}\n')  # children of the trainer may hold the pipe open
@@ -127,12 +128,12 @@ class WriterLink:
         else:
             self._listen(0)
             if code:
-                self._reason = self._reason or "the process that writes the log is gone"
+                self._reason = self._reason or "the process that writes the log has ended"
         os.close(self._status)
 
     @property
     def reason(self) -> str | None:
-        """Why the writer is broken; None while it is not known to be."""
+        """Why the writer is broken; None if it is not, as far as the trainer knows."""
         return self._reason
 
     def _send(self, fields: dict[str, Any], content: bytes) -> None:
@@ -146,15 +147,15 @@ class WriterLink:
                 self._wait_to_write()
                 rest = rest[os.write(self._orders.fileno(), rest) :]
         except (OSError, ValueError):
-            self._reason = self._reason or "the process that writes the log is gone"
+            self._reason = self._reason or "the process that writes the log has ended"
             raise WriterBroken(self._reason) from None
-        except BaseException:  # Ctrl-C: what follows half an order would be taken for the rest of it
+        except BaseException:  # Ctrl-C: the writer would read the next order as the rest of this one
             self._reason = "it was interrupted"
             self._orders.close()
             raise
 
     def _wait_to_write(self) -> None:
-        """Wait until the writer has taken some of its orders."""
+        """Wait until the writer has read some of its orders."""
         poll = select.poll()
         poll.register(self._orders.fileno(), select.POLLOUT)
         if not poll.poll(self._stall_seconds * 1000):
@@ -164,22 +165,22 @@ class WriterLink:
     def _wait(self, is_done: Callable[[], bool], seconds: float, reason: str) -> None:
         deadline = time.monotonic() + seconds
         while not is_done() and self._reason is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 self._is_stuck, self._reason = reason == _STUCK, reason
-            elif self._listen(min(left, 1.0)):
+            elif self._listen(min(remaining, 1.0)):
                 deadline = time.monotonic() + seconds
-        if self._reason is not None:  # what is done is no use then: a flush, say, of what could not be written
+        if self._reason is not None:  # the result is useless then, such as a flush after a failed write
             raise WriterBroken(self._reason)
 
     def _listen(self, seconds: float) -> bool:
-        """Read the messages of the writer, waiting for at most so long. Was there any?"""
+        """Read the messages of the writer, and wait at most `seconds` for them. Was there any?"""
         if not self._poll.poll(seconds * 1000):
             return False
         data = os.read(self._status, 1 << 16)
         if not data:
             if self._process.poll() != 0:
-                self._reason = self._reason or "the process that writes the log is gone"
+                self._reason = self._reason or "the process that writes the log has ended"
             return False
         *lines, self._text = (self._text + data).split(b"\n")
         for line in lines:
@@ -202,6 +203,6 @@ def _start(ring_file: int, status: int) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         bufsize=0,
         pass_fds=(ring_file, status),
-        start_new_session=True,  # Ctrl-C and the end of the trainer's group are not for it
+        start_new_session=True,  # so Ctrl-C and signals to the trainer's process group do not reach it
         env={**os.environ, "PYTHONPATH": path},
     )

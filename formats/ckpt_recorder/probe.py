@@ -1,7 +1,7 @@
-"""Which arithmetic does the user's optimizer have? It steps random tensors, and so does every method that we know.
+"""The probe finds the method that reproduces the user's optimizer: both step the same random tensors.
 
-Libraries round differently, and one library differently by its flags and its machine; so nothing is believed that was
-not tried on the machine of the run.
+Libraries round differently, and the same library rounds differently with other flags or on other machines. So the probe
+tests each method on the machine of the run.
 """
 
 from collections.abc import Mapping
@@ -22,33 +22,33 @@ from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
-"""Elements of the tensors that are tried: around whole SIMD vectors, and more than a thread's share."""
+"""The sizes of the probed tensors: near multiples of SIMD vectors, and larger than the share of one thread."""
 MATRIX = (13, 5)
-"""One more, where the optimizer steps matrices: some do otherwise with those."""
+"""One more shape if the optimizer steps matrices, because some optimizers treat matrices differently."""
 STEPS = 5
 RATE = 1e-3
-"""Of the steps that are tried: large enough that no rounding is lost in the weights."""
+"""The learning rate of the probed steps: large enough that rounding differences show in the weights."""
 MAX_RELATIVE = 1e-4
-"""How far, against all that was learned, a method may be off that is called approximate."""
-_RECORDABLE = "Adam, AdamW, SGD, Adagrad, Lion and whatever torch steps element by element can be recorded."
+"""The maximum error of an approximate method, relative to the total change of the weights."""
+_RECORDABLE = "Adam, AdamW, SGD, Adagrad, Lion and all element-wise optimizers of torch can be recorded."
 _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How the steps of an optimizer can be done again."""
+    """The method that replays the steps of an optimizer."""
 
     type: str
     method: str
     exactness: Exactness
     figures: Mapping[str, Value] = field(default_factory=dict)
     vector: int = 1
-    """Elements in a SIMD vector of the optimizer's kernel, where it rounds the rest of a tensor in another order.
+    """The elements in a SIMD vector of the optimizer's kernel, if it rounds the rest of a tensor in another order.
 
-    1: all are rounded alike. 0: it was built without vectors, for a method that may have them."""
+    1: it rounds all elements in the same order. 0: the kernel was built without vectors."""
 
-    def whole(self, size: int, start: int, stop: int) -> int:
-        """How many elements of a range of a tensor lie in whole SIMD vectors."""
+    def vectorized(self, size: int, start: int, stop: int) -> int:
+        """The number of elements of a range of a tensor that are in complete SIMD vectors."""
         return whole_vectors(size, start, stop, is_fused=True, width=self.vector) if self.vector else 0
 
 
@@ -58,14 +58,14 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Value]:
-    """The options of a group as plain data: what the optimizer will use in its next step. Tensors become arrays."""
+    """The options of a group for its next step, as plain data. Tensors become arrays."""
     options = {}
     for name, value in group.items():
         if name != "params" and (plain := _plain(value)) is not _NOT_PLAIN:
             options[name] = plain
     if "betas" in options and "decoupled_weight_decay" not in options:  # torch before 2.7
         options["decoupled_weight_decay"] = type(optimizer).__name__ == "AdamW"
-    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's, whose groups do not say it
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's groups do not state it
         options["adamw_mode"] = bool(optimizer.adam_w_mode)
     return options
 
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult:
-    """How the optimizer's steps can be done again. Raises `Unsupported` if they cannot."""
+    """The method that replays the optimizer's steps. Raises `Unsupported` if there is none."""
     name = class_name(optimizer)
     trial = _trial(optimizer, device)
     closest: ProbeResult | None = None
@@ -99,7 +99,7 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult
                 closest = ProbeResult(name, method, "approximate", figures, vector)
     if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
         raise Unsupported(
-            f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in pieces",
+            f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in parts",
             hint=_RECORDABLE,
         )
     return closest
@@ -108,12 +108,12 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult
 TORCH = "torch"
 """The method that is torch's optimizer itself."""
 _VECTORS = {"adam-fused": (VECTOR,), "sgd": (1, VECTOR), "adam-deepspeed-cpu": (DEEPSPEED_VECTOR, 8, 4, 0)}
-"""By method: widths of SIMD vectors that its kernels may have."""
+"""The possible widths of SIMD vectors in the kernels of each method."""
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What the user's optimizer did to random tensors: the first index is the step, the second the tensor."""
+    """The steps of the user's optimizer on random tensors. The first index is the step, the second the tensor."""
 
     options: tuple[dict[str, Value], ...]
     gradients: tuple[tuple[Array, ...], ...]
@@ -122,7 +122,7 @@ class _Trial:
 
 
 def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
-    """Step another one of the same class. Raises `Unsupported` if that cannot be done."""
+    """Step a copy of the optimizer on random tensors. Raises `Unsupported` if it fails."""
     generator = torch.Generator().manual_seed(5)
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
     shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
@@ -130,32 +130,32 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
         shapes.append(MATRIX)
     weights = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
     parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
-    given = {key: _copied(value) for key, value in group.items() if key in known and key != "params"}
+    arguments = {key: _copy_value(value) for key, value in group.items() if key in known and key != "params"}
     try:
-        again: torch.optim.Optimizer = type(optimizer)(parameters, **given)
-        states = [tuple(_states_of(again, parameter) for parameter in parameters)]
+        copy: torch.optim.Optimizer = type(optimizer)(parameters, **arguments)
+        states = [tuple(_states_of(copy, parameter) for parameter in parameters)]
         gradients, options = [], []
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
-            of_step = [torch.randn(one.shape, generator=generator) for one in weights]
-            of_step = [one * scale[: one.numel()].reshape(one.shape) for one in of_step]
-            for one in again.param_groups:  # a schedule may have begun with a rate of 0, which would show nothing
+            step_gradients = [torch.randn(one.shape, generator=generator) for one in weights]
+            step_gradients = [one * scale[: one.numel()].reshape(one.shape) for one in step_gradients]
+            for one in copy.param_groups:  # a schedule may start with a rate of 0, which would change nothing
                 _set_rate(one, RATE * (1 + step / 7))
-            options.append(group_options(again, again.param_groups[0]))
-            for parameter, gradient in zip(parameters, of_step, strict=True):
+            options.append(group_options(copy, copy.param_groups[0]))
+            for parameter, gradient in zip(parameters, step_gradients, strict=True):
                 parameter.grad = gradient.to(device)
-            again.step()
-            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in of_step))
-            states.append(tuple(_states_of(again, parameter) for parameter in parameters))
+            copy.step()
+            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in step_gradients))
+            states.append(tuple(_states_of(copy, parameter) for parameter in parameters))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise Unsupported(
-            f"{class_name(optimizer)} cannot be recorded: another one of it, tried on random tensors, says: {error}",
+            f"{class_name(optimizer)} cannot be recorded: a copy of it failed on random tensors: {error}",
             hint=_RECORDABLE,
         ) from None
     return _Trial(tuple(options), tuple(gradients), tuple(states))
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -175,10 +175,10 @@ def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dic
 
 
 def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
-    """Figures of how a method differs from what the optimizer did; None if it is for another optimizer.
+    """The differences between a method and the optimizer; None if the method is for another optimizer.
 
-    `differing` values of `values` after all steps, `max_abs` of them, and `relative`: the norm of the weights' error
-    against that of what was learned.
+    `values` and `differing`: the number of all values after the steps, and of those with other bits. `max_abs`: the
+    largest error. `relative`: the Euclidean norm of the weights' error over that of their change.
     """
     optimizer = LoggedOptimizer(candidate.type, candidate.method, "exact", {}, ())
     values = differing = 0
@@ -191,7 +191,7 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
         for number, (first, last) in enumerate(zip(trial.states[0], trial.states[-1], strict=True)):
             states = {name: first[name].copy() if name in first else np.zeros_like(last[name]) for name in names}
             for count, step in enumerate(steps, 1):
-                _apply_in_pieces(step, states, trial.gradients[count - 1][number], count, candidate)
+                _apply_in_parts(step, states, trial.gradients[count - 1][number], count, candidate)
             for name, expected in last.items():
                 differing += int((states[name].view(np.uint32) != expected.view(np.uint32)).sum())
                 values += expected.size
@@ -204,10 +204,10 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     return {"differing": differing, "values": values, "max_abs": largest, "relative": relative, "steps": STEPS}
 
 
-def _apply_in_pieces(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
-    """In two, since a replay cuts tensors, too."""
+def _apply_in_parts(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
+    """Step a tensor in two parts, because a replay splits tensors, too. All arrays: (n,) float32."""
     size = gradients.size
     for low, high in ((0, size // 3), (size // 3, size)):
         if low < high:
             part = {name: array[low:high] for name, array in states.items()}
-            step.apply(part, gradients[low:high], count, candidate.whole(size, low, high))
+            step.apply(part, gradients[low:high], count, candidate.vectorized(size, low, high))

@@ -1,4 +1,4 @@
-"""The states of all random number generators that a run draws from."""
+"""The states of the random number generators of torch, NumPy and Python."""
 
 import random
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ckpt_formats.core.values import Value
 
 
 def random_states() -> dict[str, Value]:
-    """The states of torch's, NumPy's and Python's generators, as arrays: uint8 for torch, uint32 for the others."""
+    """The states of all generators, as arrays: uint8 for torch, uint32 for NumPy and Python."""
     states: dict[str, Value] = {"torch": torch.get_rng_state().numpy()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
@@ -23,7 +23,7 @@ def random_states() -> dict[str, Value]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set all generators to states that were recorded: `extras["random_states"]["rank-00000"]` of a restored step."""
+    """Set all generators to recorded states: `extras["random_states"]["rank-00000"]` of a restored step."""
     torch.set_rng_state(torch.as_tensor(np.asarray(states["torch"], np.uint8)))
     if "cuda" in states:
         torch.cuda.set_rng_state_all([torch.as_tensor(np.asarray(state, np.uint8)) for state in states["cuda"]])

@@ -1,4 +1,4 @@
-"""The ranks of a run, if it has several."""
+"""Collective operations over the ranks of a run; without a process group there is one rank."""
 
 from typing import TypeVar
 
@@ -8,14 +8,14 @@ T = TypeVar("T")
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """The rank of this process, and the number of ranks."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
 def gather(value: T) -> list[T]:
-    """The values of all ranks, in their order, on every rank."""
+    """The values of all ranks, in rank order. Every rank must call it."""
     _, world = rank_and_world()
     if world == 1:
         return [value]
@@ -25,7 +25,7 @@ def gather(value: T) -> list[T]:
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank."""
+    """The value of rank 0. Every rank must call it."""
     values = [value]
     if rank_and_world()[1] > 1:
         distributed.broadcast_object_list(values, src=0)

@@ -1,4 +1,4 @@
-"""The trainer's side: a hook before the optimizer's step has its gradients recorded."""
+"""The recorder in the trainer: hooks before each step of the optimizer record its gradients."""
 
 import os
 import uuid
@@ -27,40 +27,40 @@ WhenBroken = Literal["warn", "raise"]
 
 
 class RecorderWarning(UserWarning):
-    """The recording has stopped, and training goes on."""
+    """The recording has stopped, and training continues."""
 
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """How to record."""
+    """The options of a recorder."""
 
     codec: str = "exact"
-    """`exact`; or `bf16` or `int8`, which round what is stored: states that are restored are approximate then."""
+    """`exact`; or `bf16` or `int8`, which round the gradients: restored states are then approximate."""
     flush: int = 8
-    """Steps after which what was written is brought to the disk. Only a dead machine loses those in between."""
+    """The number of steps between flushes to the disk. Only a crash of the machine loses steps after the last flush."""
     flush_seconds: float = 10.0
-    """The same in seconds, where steps are long."""
+    """The maximum number of seconds between flushes."""
     slots: int = 3
-    """Steps that the writer may be behind before training waits for it. Each takes the memory of the gradients."""
+    """The number of steps in the ring before training waits for the writer. Each takes the memory of the gradients."""
     stall_seconds: float = 300.0
-    """How long training waits for a writer that does not get on, as on a stuck file server. Then it is broken."""
+    """The time that training waits for a writer without progress, before the recording counts as broken."""
     fingerprint: int = 100
-    """Steps between hashes of the whole state, with which a replay is compared; 0: only at both ends."""
+    """The number of steps between hashes of the full state, which a replay compares; 0: only at both ends."""
     random_states: bool = True
     """Store the states of all random number generators with each step."""
     when_broken: WhenBroken = "warn"
-    """`raise` stops training where the log cannot be written; else it goes on without."""
+    """`raise` stops training if the log cannot be written; `warn` continues without the log."""
     retry: int = 100
-    """Steps after which a recording that broke begins anew."""
+    """The number of steps after which a broken recording starts again; 0: never."""
 
 
 class Recorder:
-    """Records each step of a run into a chain, from where it is entered to where it is left.
+    """Records each step of a run into a chain. A context manager, which closes the log at its end.
 
     Attributes:
-        step: The number of the step that was done last, or is just being done.
-        broken: Why nothing is recorded at the moment; None while all is well.
-        exactness: How well steps can be done again: "exact", "same library" or "approximate". See docs/recording.md.
+        step: The number of the last step, or of the current one.
+        broken: Why nothing is recorded at the moment; None if the recording works.
+        exactness: The exactness of a replay: "exact", "same library" or "approximate". See docs/recording.md.
     """
 
     def __init__(
@@ -72,16 +72,17 @@ class Recorder:
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """
+        """Start a segment of the log. All ranks must do so together.
+
         Args:
-            model: What is trained: a module, or what DDP, FSDP2, Accelerate or DeepSpeed made of it.
-            optimizer: Its optimizer, or a list of several; of a DeepSpeed engine, None will do.
-            chain: The folder of the chain, on a file system that all ranks share. It is made if it is not there.
-            step: The number of the step that was done last; None: what the engine or the optimizer counted.
+            model: The model: a module, or the result of DDP, FSDP2, Accelerate or DeepSpeed.
+            optimizer: Its optimizer, or a list of them; None for a DeepSpeed engine.
+            chain: The folder of the chain, on a file system that all ranks share. It is created if it does not exist.
+            step: The number of the last step; None: the count of the engine or of the optimizer.
             options: The fields of `RecorderOptions`.
 
         Raises:
-            Unsupported: The run cannot be recorded; the message says why.
+            Unsupported: The run cannot be recorded; the message states why.
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
@@ -93,9 +94,9 @@ class Recorder:
         self._recording: RankRecording | None = None
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
-        self._part = 0
-        self._asked = -1
-        self._run = self._tracked()
+        self._call = 0
+        self._last_retry = -1
+        self._run = self._track_run()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
         if not codec.lossless:
@@ -113,40 +114,40 @@ class Recorder:
 
     @property
     def writer_pid(self) -> int | None:
-        """The process that writes, if it has not ended."""
+        """The id of the writer process, if it has not ended."""
         return None if self._recording is None else self._recording.writer_pid
 
     def note(self, **items: Any) -> None:
-        """Store what else resumes with the step that was done last.
+        """Record other values that the run needs to resume after the last step.
 
         Args:
             items: Plain values, tensors, arrays, or anything with a `state_dict`, such as a scheduler or a loader. A
                 restored checkpoint has them under these names.
         """
         notes = {name: _plain(item) for name, item in items.items()}
-        self._guarded(lambda recording: recording.record_notes(self.step, notes))
+        self._record(lambda recording: recording.record_notes(self.step, notes))
 
     def close(self) -> None:
-        """Write what was recorded, flush it, and stop."""
+        """Write and flush all records, and stop."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         if self._unwrap is not None:
             self._unwrap()
             self._unwrap = None
-        if self._part == 0:
-            self._guarded(lambda recording: recording.record_fingerprint(self.step))
-            self._guarded(lambda recording: recording.record_end(self.step))
-        was_well = self.broken is None
+        if self._call == 0:
+            self._record(lambda recording: recording.record_fingerprint(self.step))
+            self._record(lambda recording: recording.record_end(self.step))
+        was_working = self.broken is None
         self._end(None)
-        if was_well and self.broken is not None:
-            self._say_broken(self.broken, "")
+        if was_working and self.broken is not None:
+            self._warn_broken(self.broken, "")
 
-    def _tracked(self) -> TrackedRun:
+    def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
             return deepspeed.zero_run(self._model, self._rank, self._world)
-        given = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
-        return plain_run(self._model, [_innermost(one) for one in given], self._rank, self._world)
+        optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
+        return plain_run(self._model, [_innermost(one) for one in optimizers], self._rank, self._world)
 
     def _first_step(self) -> int:
         if self._run.step is not None:
@@ -154,27 +155,27 @@ class Recorder:
         counts = [0 for _ in self._run.optimizers]
         for number, one in enumerate(self._run.tensors):
             counts[one.optimizer] = max(counts[one.optimizer], count_of(self._run, number))
-        return sum(counts)  # each call of an optimizer is a step, as it is to Lightning
+        return sum(counts)  # each call of an optimizer is a step, as in Lightning
 
     def _begin(self) -> None:
-        """Begin a segment with the state that the run has now. All ranks do so together."""
+        """Start a segment with the current state of the run. All ranks must do so together."""
         run = self._run
         _check_types(run)
-        parts = ranks.gather(rank_part(run, self._probed, self._world))
-        if len({one.weights for one in parts}) > 1:
+        shares = ranks.gather(rank_part(run, self._probed, self._world))
+        if len({one.weights for one in shares}) > 1:
             raise Unsupported(
-                "the ranks hold different weights under the same names: the run is not data parallel",
+                "the ranks have different weights under the same names: the run is not data parallel",
                 hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
             )
-        parts = without_copies(parts)
+        shares = without_copies(shares)
         self._first = self.step
         segment = self._on_rank_0(
             lambda: segments.begin(
                 self.chain,
-                draft_layout(run, self._probed, parts, uuid.uuid4().hex, self.step, self.options.codec),
+                draft_layout(run, self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        problem = self._start(parts[self._rank], segment)
+        problem = self._start(shares[self._rank], segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
             self._end(problems[0])
@@ -188,36 +189,36 @@ class Recorder:
             raise
         self.broken = None
 
-    def _start(self, part: RankPart, segment: segments.NewSegment) -> str | None:
-        """Have the writer write where the segment begins. Returns why it cannot be done."""
+    def _start(self, share: RankPart, segment: segments.NewSegment) -> str | None:
+        """Record the start of the segment. Returns the error message if it fails."""
         layout, options = segment.layout.ranks[self._rank], self.options
         settings = WriterSettings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
             *(options.flush, options.flush_seconds),
         )
         try:
-            self._recording = RankRecording(*(self._run, part, layout, settings, self._rank, options.stall_seconds))
+            self._recording = RankRecording(*(self._run, share, layout, settings, self._rank, options.stall_seconds))
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
                 self._recording.record_frozen(self.step)
             self._recording.record_fingerprint(self.step)
-            self._recording.settle()
-        except Exception as error:  # the other ranks wait to hear of it
+            self._recording.wait_until_flushed()
+        except Exception as error:  # the other ranks wait for this result
             return str(error) or type(error).__name__
         return None
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What rank 0 gets from `work`, on all ranks; or its error."""
+        """The result of `work` on rank 0, for all ranks. Raises its error on all ranks."""
         result: Any = None
         if self._rank == 0:
             try:
                 result = work()
             except CkptError as error:
                 result = error
-            except Exception as error:  # the other ranks wait to hear of it
-                result = OutputError(f"the log of gradients cannot be begun: {error}", where=self.chain)
+            except Exception as error:  # the other ranks wait for this result
+                result = OutputError(f"the log of gradients cannot be started: {error}", where=self.chain)
         result = ranks.broadcast(result)
         if isinstance(result, CkptError):
             raise result
@@ -230,113 +231,113 @@ class Recorder:
             self._wrap_step(*self._run.after_step)
 
     def _wrap_step(self, engine: Any, name: str) -> None:
-        """Note what the engine resumes with after each of its steps."""
-        method, own = getattr(engine, name), vars(engine).get(name)
+        """Wrap the step method of an engine, to record its notes after each step."""
+        method, instance_attribute = getattr(engine, name), vars(engine).get(name)
 
         def step(*arguments: Any, **named: Any) -> Any:
             before, counted = self.step, self._run.counted
             total = counted() if counted is not None else 0
             result = method(*arguments, **named)
             if self.step == before and counted is not None and counted() != total:
-                self.step += 1  # fp16 overflowed: the engine counts the step, and its optimizer did nothing
-                self._guarded(lambda recording: recording.record_nothing(self.step))
-                self._guarded(lambda recording: recording.record_buffers(self.step))
+                self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
+                self._record(lambda recording: recording.record_nothing(self.step))
+                self._record(lambda recording: recording.record_buffers(self.step))
             if self.step != before:
                 self.note(**self._run.notes())
             return result
 
         def unwrap() -> None:
             if vars(engine).get(name) is not step:
-                return  # somebody has wrapped it again: `step` does nothing more from now on
-            if own is None:
+                return  # somebody has wrapped it again: `step` has no effect from now on
+            if instance_attribute is None:
                 delattr(engine, name)
             else:
-                setattr(engine, name, own)
+                setattr(engine, name, instance_attribute)
 
         setattr(engine, name, step)
         self._unwrap = unwrap
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
-        """Gradients are there now; or, as under Lightning, not before the closure has run: then that is wrapped."""
+        """Record the gradients, or wrap the closure that computes them, as Lightning's does."""
         closure = named.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
         if closure is None:
-            self._take(optimizer)
+            self._record_call(optimizer)
             return None
 
         def run() -> Any:
             loss = closure()
-            self._take(optimizer)
+            self._record_call(optimizer)
             return loss
 
-        rest = {key: value for key, value in named.items() if key != "closure"}
-        return (arguments[0], run), rest
+        remaining = {key: value for key, value in named.items() if key != "closure"}
+        return (arguments[0], run), remaining
 
     @torch.no_grad()
-    def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record a call of an optimizer, and count its steps."""
+    def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients of a call of an optimizer, and count steps."""
         number = next(i for i, one in enumerate(self._run.optimizers) if one is optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf.item()):
-            self._guarded(lambda recording: recording.record_skipped(self.step, number))
+            self._record(lambda recording: recording.record_skipped(self.step, number))
             return
-        part, count = self._part, self._run.parts
-        if part == 0:
+        call, count = self._call, self._run.calls_per_step
+        if call == 0:
             self._record_due_fingerprint()
-        is_last = part == count - 1
+        is_last = call == count - 1
         random = is_last and self.options.random_states
-        if is_last:  # before the gradients: a step that is there has its buffers
-            self._guarded(lambda recording: recording.record_buffers(self.step + 1))
+        if is_last:  # before the gradients, so that every complete step has its buffers
+            self._record(lambda recording: recording.record_buffers(self.step + 1))
         try:
-            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
+            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
         except UnknownTensor:
             self._renew()
-            self._guarded(lambda recording: recording.record_gradients(self.step + 1, number, (part, count), random))
-        self._part = (part + 1) % count
+            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
+        self._call = (call + 1) % count
         if is_last:
             self.step += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
-        """Begin anew where the recording broke, now that all states are those of one step."""
+        """Start a broken recording again. All states belong to one step here."""
         done, every = self.step - self._first, self.options.retry
-        if self._part or not every or not done or done % every or self.step == self._asked:
+        if self._call or not every or not done or done % every or self.step == self._last_retry:
             return
-        self._asked = self.step  # once, of several optimizers or a skipped step
+        self._last_retry = self.step  # only once, with several optimizers or a skipped step
         if any(ranks.gather(self.broken is not None)):
             self._retry()
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
         if every and done and done % every == 0:
-            self._guarded(lambda recording: recording.record_fingerprint(self.step))
+            self._record(lambda recording: recording.record_fingerprint(self.step))
 
-    def _guarded(self, work: Callable[[RankRecording], None]) -> None:
-        """Have something recorded, if recording goes on; if it breaks, say so once."""
+    def _record(self, work: Callable[[RankRecording], None]) -> None:
+        """Record with `work` unless the recording is broken; if it breaks now, warn once."""
         if self._recording is None or self.broken is not None:
             return
         try:
             work(self._recording)
         except WriterBroken as error:
             self._end(str(error))
-            self._say_broken(str(error), f"; it is tried again every {self.options.retry} steps")
+            self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
 
-    def _say_broken(self, reason: str, again: str) -> None:
+    def _warn_broken(self, reason: str, again: str) -> None:
         if self.options.when_broken == "raise":
             raise OutputError(f"the log of gradients cannot be written: {reason}", where=self.chain)
         warnings.warn(
-            f"step {self.step} and what follows is not recorded into {self.chain}: {reason}"
+            f"step {self.step} and later steps are not recorded into {self.chain}: {reason}"
             + (again if self.options.retry else ""),
             RecorderWarning,
             stacklevel=3,
         )
 
     def _end(self, reason: str | None) -> None:
-        """Let the writer end. `reason`: why the recording is broken, if it is."""
+        """End the writer. `reason`: why the recording is broken, if it is."""
         recording, self._recording = self._recording, None
         late = recording.close() if recording is not None else None
         self.broken = reason or self.broken or late
 
     def _retry(self) -> None:
-        """Begin anew, on all ranks; where that fails, go on without."""
+        """Start again on all ranks; if that fails, continue without the log."""
         self._end(None)
         try:
             self._begin()
@@ -345,22 +346,22 @@ class Recorder:
             self._first = self.step
 
     def _renew(self) -> None:
-        """Begin a new segment, since the optimizer has other tensors than before: groups were added."""
+        """Start a new segment after groups were added to the optimizer."""
         self._end(None)
         try:
-            self._run = self._tracked()
+            self._run = self._track_run()
             self._begin()
         except CkptError as error:
             self.broken, self._first = str(error), self.step
-            self._say_broken(str(error), f"; it is tried again every {self.options.retry} steps")
+            self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that does the arithmetic, beneath what Accelerate and others put around it."""
+    """The optimizer inside the wrappers of Accelerate and others. Raises `Unsupported`."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise Unsupported(f"{type(optimizer).__name__} is no optimizer of torch")
+            raise Unsupported(f"{type(optimizer).__name__} is not an optimizer of torch")
         optimizer = inner
     return optimizer
 
@@ -372,16 +373,16 @@ def _device(run: TrackedRun, number: int) -> torch.device:
 def _check_types(run: TrackedRun) -> None:
     for one in run.tensors:
         if one.tensor.dtype != torch.float32:
-            name = next((piece.name for piece in one.pieces), "a parameter")
+            name = next((part.name for part in one.parts), "a parameter")
             raise Unsupported(
-                f"the optimizer steps `{name}` in {str(one.tensor.dtype).removeprefix('torch.')}; steps are recorded "
-                "where it steps weights in float32",
+                f"the optimizer steps `{name}` in {str(one.tensor.dtype).removeprefix('torch.')}; steps can "
+                "be recorded only if it steps weights in float32",
                 hint="Train in mixed precision with float32 master weights.",
             )
 
 
 def _plain(item: Any) -> Any:
-    """A noted item as plain data."""
+    """The item of a note as plain data."""
     if hasattr(item, "state_dict"):
         item = item.state_dict()
     if isinstance(item, torch.Tensor):
@@ -395,4 +396,6 @@ def _plain(item: Any) -> Any:
         return type(item)(_plain(value) for value in item) if type(item) in (list, tuple) else list(map(_plain, item))
     if isinstance(item, (np.ndarray, np.generic, str, int, float, bool, bytes, type(None), complex, set, frozenset)):
         return item
-    raise TypeError(f"note() takes plain values, tensors, arrays and what has a state_dict, not {type(item).__name__}")
+    raise TypeError(
+        f"note() takes plain values, tensors, arrays and objects with a state_dict, not {type(item).__name__}"
+    )

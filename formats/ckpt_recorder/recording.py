@@ -1,4 +1,4 @@
-"""One segment as one rank records it: what it copies into the ring, and what it has its writer write."""
+"""The recording of one segment by one rank: it copies values into the ring and sends orders to its writer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,84 +34,87 @@ from ckpt_recorder.run import (
     count_of,
     dtype_name,
     frozen_tensors,
-    local,
+    full_tensor,
+    local_shard,
     persistent_buffers,
     state_names,
     state_of,
-    whole,
 )
 from ckpt_recorder.writer import WriterSettings
 
 
 class UnknownTensor(Exception):
-    """The optimizer steps a tensor that it did not have when the segment began."""
+    """The optimizer steps a tensor that it did not have at the start of the segment."""
 
 
 Block = tuple[str, Box]
-"""Of a parameter."""
+"""The name of a parameter, and a block of it."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank contributes to a layout: plain data, sent to rank 0."""
+    """The contribution of one rank to a layout: plain data that is sent to all ranks."""
 
     vectors: tuple[OptimizerVector, ...]
-    pieces: tuple[tuple[int, LocalPart, int], ...]
-    """The number of the vector, the piece, and how many of its elements are in whole SIMD vectors."""
+    parts: tuple[tuple[int, LocalPart, int], ...]
+    """For each part: the number of its vector, the part, and the number of its elements in complete SIMD vectors."""
     weights: str
-    """A hash of the weights of which each rank records a share: all ranks must have the same."""
+    """A hash of the weights of which each rank records a share; it must be equal on all ranks."""
     shards: Mapping["Block", int]
-    """A hash of the weights of each shard. Whoever else has that block of the parameter must have the same."""
+    """A hash of the weights of each shard; it must be equal on all ranks that have that block of the parameter."""
 
 
 def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> RankPart:
-    """This rank's contribution. Large pieces come first; small ones share chunks."""
-    pieces = []
+    """The contribution of this rank. Large parts come first; small parts share chunks."""
+    parts = []
     for number, one in enumerate(run.tensors):
-        size = local(one.tensor).numel()
-        for piece in one.pieces:
-            whole = probed[one.optimizer].whole(size, piece.offset, piece.offset + piece.size)
-            pieces.append((number, piece, whole))
-    pieces.sort(key=lambda item: item[1].size < ALONE)
+        size = local_shard(one.tensor).numel()
+        for part in one.parts:
+            vectorized = probed[one.optimizer].vectorized(size, part.offset, part.offset + part.size)
+            parts.append((number, part, vectorized))
+    parts.sort(key=lambda item: item[1].size < ALONE)
     vectors = tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
     if world == 1:
-        return RankPart(vectors, tuple(pieces), "", {})
-    return RankPart(vectors, tuple(pieces), _shared_digest(run), _shard_digests(run))
+        return RankPart(vectors, tuple(parts), "", {})
+    return RankPart(vectors, tuple(parts), _shared_digest(run), _shard_digests(run))
 
 
-def without_copies(parts: Sequence[RankPart]) -> list[RankPart]:
-    """Each shard by one rank: those that hold the same block of a parameter take turns. Raises `Unsupported`."""
+def without_copies(shares: Sequence[RankPart]) -> list[RankPart]:
+    """The contributions with each block in only one of them. Ranks with equal blocks take turns.
+
+    Raises `Unsupported` if ranks have different weights in the same block.
+    """
     holders: dict[Block, list[int]] = {}
-    for rank, part in enumerate(parts):
-        for block, digest in part.shards.items():
-            others = holders.setdefault(block, [])
-            if others and parts[others[0]].shards[block] != digest:
+    for rank, share in enumerate(shares):
+        for block, digest in share.shards.items():
+            earlier = holders.setdefault(block, [])
+            if earlier and shares[earlier[0]].shards[block] != digest:
                 raise Unsupported(
-                    f"ranks {others[0]} and {rank} hold different `{block[0]}`: the run is not data parallel",
+                    f"ranks {earlier[0]} and {rank} have different `{block[0]}`: the run is not data parallel",
                     hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
                 )
-            others.append(rank)
+            earlier.append(rank)
     owners = {block: ranks[turn % len(ranks)] for turn, (block, ranks) in enumerate(holders.items())}
     return [
-        replace(part, pieces=tuple(row for row in part.pieces if owners.get((row[1].name, row[1].box), rank) == rank))
-        for rank, part in enumerate(parts)
+        replace(share, parts=tuple(row for row in share.parts if owners.get((row[1].name, row[1].box), rank) == rank))
+        for rank, share in enumerate(shares)
     ]
 
 
 def draft_layout(
-    run: TrackedRun, probed: Sequence[ProbeResult], parts: Sequence[RankPart], name: str, first: int, codec: str
+    run: TrackedRun, probed: Sequence[ProbeResult], shares: Sequence[RankPart], name: str, first: int, codec: str
 ) -> SegmentLayout:
-    """The layout of a segment, from what all ranks contribute; which state it begins with, the chain decides."""
+    """The layout of a segment from the contributions of all ranks. The chain later decides its `parent`."""
     tensors: dict[str, LoggedTensor] = {}
     numbers: dict[str, int] = {}
     layouts = []
-    for part in parts:
+    for share in shares:
         rows = []
-        for vector, piece, in_vectors in part.pieces:
-            tensors.setdefault(piece.name, LoggedTensor(piece.name, piece.dtype, piece.shape))
-            number = numbers.setdefault(piece.name, len(numbers))
-            rows.append(VectorPart(number, vector, piece.start, piece.stop, in_vectors, piece.box))
-        layouts.append(RankLayout(part.vectors, tuple(rows)))
+        for vector, part, vectorized in share.parts:
+            tensors.setdefault(part.name, LoggedTensor(part.name, part.dtype, part.shape))
+            number = numbers.setdefault(part.name, len(numbers))
+            rows.append(VectorPart(number, vector, part.start, part.stop, vectorized, part.box))
+        layouts.append(RankLayout(share.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
         for one, groups in zip(probed, run.group_names, strict=True)
@@ -123,12 +126,12 @@ def draft_layout(
 
 
 class RankRecording:
-    """A segment that this rank is recording. Methods raise `WriterBroken` once nothing can be written any more."""
+    """A segment that this rank is recording. Methods raise `WriterBroken` after the writer has failed."""
 
     def __init__(
         self,
         run: TrackedRun,
-        part: RankPart,
+        share: RankPart,
         layout: RankLayout,
         settings: WriterSettings,
         rank: int,
@@ -137,11 +140,11 @@ class RankRecording:
         self._run, self._layout, self._rank = run, layout, rank
         self._numbers = {id(one.tensor): number for number, one in enumerate(run.tensors)}
         self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
-        """By tensor: where in the rank's vector each piece begins, where in the tensor, and how many elements."""
-        self._piece_places = []
-        for start, (number, piece, _) in zip(layout.starts, part.pieces, strict=False):
-            self._places[number].append((start, piece.offset, piece.size))
-            self._piece_places.append((number, piece.offset))
+        """For each tensor, the start of each part in the rank's vector and in the tensor, and its size."""
+        self._part_offsets = []
+        for start, (number, part, _) in zip(layout.starts, share.parts, strict=False):
+            self._places[number].append((start, part.offset, part.size))
+            self._part_offsets.append((number, part.offset))
         self._chunks = [frozenset(self._chunks_of(number)) for number in range(len(run.tensors))]
         self._of_optimizer = [
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
@@ -161,16 +164,16 @@ class RankRecording:
         return self._link.pid
 
     def close(self) -> str | None:
-        """Let the writer end. Returns why something was not written; None if everything was."""
+        """End the writer. Returns why something was not written; None if everything was written."""
         self._link.close()
         return self._link.reason
 
-    def settle(self) -> None:
-        """Wait until the writer has written what it got."""
-        self._link.settle()
+    def wait_until_flushed(self) -> None:
+        """Wait until all recorded values are on the disk."""
+        self._link.wait_until_flushed()
 
     def record_start(self, step: int) -> None:
-        """The states themselves."""
+        """Record all states at the start of the segment."""
         for name in state_names(self._run):
             slot = self._link.acquire_slot()
             for number, places in enumerate(self._places):
@@ -183,8 +186,8 @@ class RankRecording:
                         target.copy_(values[offset : offset + size])
             self._link.order(Kind.STATE, step, {"state": name}, slot)
 
-    def record_gradients(self, step: int, number: int, part: tuple[int, int], with_random_states: bool) -> None:
-        """What an optimizer is about to step with, in call `part` of so many that make a step."""
+    def record_gradients(self, step: int, number: int, call: tuple[int, int], with_random_states: bool) -> None:
+        """Record the gradients before one call of an optimizer. `call`: its number, and the calls in a step."""
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
         vectors = self._copy_gradients(optimizer, self._slots[slot])
@@ -199,22 +202,22 @@ class RankRecording:
             meta["vectors"] = vectors
         if len(vectors) < len(self._run.tensors):
             chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
-        if part[1] > 1:
-            meta["part"] = list(part)
+        if call[1] > 1:
+            meta["part"] = list(call)
         random = encode(random_states()) if with_random_states else None
         self._link.order(Kind.GRADIENTS, step, meta, slot, chunks, random)
 
     def record_nothing(self, step: int) -> None:
-        """A step that the engine counts, though its optimizer did nothing."""
+        """Record a step that the engine counts although its optimizer did nothing."""
         slot = self._link.acquire_slot()
         self._link.order(Kind.GRADIENTS, step, {"groups": self._groups_of(0), "vectors": []}, slot, [])
 
     def record_skipped(self, step: int, number: int) -> None:
-        """A step that the optimizer leaves out."""
+        """Record a step that the optimizer skips."""
         self._link.order(Kind.SKIPPED, step, {"optimizer": number})
 
     def record_notes(self, step: int, notes: Mapping[str, Any]) -> None:
-        """What else resumes with a step: values that `typed_json` takes; and the groups' options, if they changed."""
+        """Record notes of a step, values that `typed_json` can encode; and the options of groups, if they changed."""
         meta = {"notes": encode(dict(notes))}
         groups = self._groups()
         if groups != self._logged_groups:  # a schedule has set the rates of the next step
@@ -222,20 +225,20 @@ class RankRecording:
         self._link.order(Kind.NOTES, step, meta)
 
     def record_frozen(self, step: int) -> None:
-        """Parameters that no optimizer steps: by rank 0, to which all ranks bring what they have of them."""
+        """Record parameters that no optimizer steps. All ranks gather them, and rank 0 records them."""
         broken = None
         for name, tensor in frozen_tensors(self._run):
-            gathered = whole(tensor)
+            gathered = full_tensor(tensor)
             if self._rank == 0 and broken is None:
                 try:
                     self._order_tensors(step, [(name, "frozen", gathered, content_of(gathered))])
                 except WriterBroken as error:
-                    broken = error  # the other ranks still wait for this one
+                    broken = error  # the other ranks still need this rank to gather
         if broken is not None:
             raise broken
 
     def record_buffers(self, step: int) -> None:
-        """Buffers, where they have changed; by rank 0 alone."""
+        """Record the buffers that have changed. Only rank 0 does so."""
         if self._rank:
             return
         rows = []
@@ -249,13 +252,13 @@ class RankRecording:
             self._order_tensors(step, rows)
 
     def _order_tensors(self, step: int, rows: Sequence[tuple[str, str, torch.Tensor, bytes]]) -> None:
-        listed = [[name, role, dtype_name(tensor.dtype), list(tensor.shape)] for name, role, tensor, _ in rows]
+        entries = [[name, role, dtype_name(tensor.dtype), list(tensor.shape)] for name, role, tensor, _ in rows]
         sizes = [(len(content), tensor.element_size()) for _, _, tensor, content in rows]
         content = b"".join(content for _, _, _, content in rows)
-        self._link.order_bytes(Kind.BUFFERS, step, {"tensors": listed}, content, sizes)
+        self._link.order_bytes(Kind.BUFFERS, step, {"tensors": entries}, content, sizes)
 
     def _groups(self) -> list[Any]:
-        """The options of all groups of all optimizers, as they are now."""
+        """The current options of all groups of all optimizers."""
         return [self._groups_of(number) for number in range(len(self._run.optimizers))]
 
     def _groups_of(self, number: int) -> Any:
@@ -264,7 +267,7 @@ class RankRecording:
         return encode([group_options(optimizer, group) | powers for group in self._run.groups_of(number)])
 
     def record_fingerprint(self, step: int) -> None:
-        """The hash of each chunk of each state, as it is now."""
+        """Record the hash of each chunk of each state."""
         digests = {}
         for name in state_names(self._run):
             arrays = [_array(state_of(self._run, number, name)) for number in range(len(self._run.tensors))]
@@ -273,15 +276,15 @@ class RankRecording:
         self._link.order(Kind.FINGERPRINT, step, {"digests": digests})
 
     def record_end(self, step: int) -> None:
-        """The run is over, as far as it is recorded."""
+        """Record the end of the log."""
         self._link.order(Kind.END, step, {})
 
     def _digests(self, arrays: Sequence[Array | None]) -> Iterator[int]:
-        places = dict(zip(map(id, self._layout.pieces), self._piece_places, strict=True))
+        places = dict(zip(map(id, self._layout.parts), self._part_offsets, strict=True))
         for index in range(self._layout.chunk_count):
             digest = xxhash.xxh3_64()
             for one in self._layout.ranges(index):
-                number, offset = places[id(one.piece)]
+                number, offset = places[id(one.part)]
                 array = arrays[number]
                 assert array is not None
                 digest.update(array[offset + one.start : offset + one.stop].data)
@@ -292,7 +295,10 @@ class RankRecording:
             yield from range(self._layout.chunk_of(start), self._layout.chunk_of(start + size - 1) + 1)
 
     def _copy_gradients(self, optimizer: torch.optim.Optimizer, out: torch.Tensor) -> list[int]:
-        """Copy this rank's share of the gradients; zeros where there is none. Returns the tensors that have one."""
+        """Copy this rank's gradients to `out`, (n,) float32, with zeros for missing ones.
+
+        Returns the numbers of the tensors that have a gradient.
+        """
         scale = getattr(optimizer, "grad_scale", None)
         vectors, targets, sources = [], [], []
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
@@ -305,8 +311,8 @@ class RankRecording:
             if not self._places[number]:
                 continue
             if parameter.grad.layout is not torch.strided:
-                raise WriterBroken("a gradient is sparse, which cannot be recorded")
-            flat = local(parameter.grad).reshape(-1)
+                raise WriterBroken("a gradient is sparse; sparse gradients cannot be recorded")
+            flat = local_shard(parameter.grad).reshape(-1)
             for start, offset, size in self._places[number]:
                 targets.append(out[start : start + size])
                 sources.append(flat[offset : offset + size])
@@ -329,7 +335,7 @@ def _array(values: torch.Tensor | None) -> Array | None:
 
 
 def _shared_digest(run: TrackedRun) -> str:
-    """Of all weights that are whole on this rank, and of which it records a share."""
+    """The hash of all weights that are full on this rank, of which it records a share."""
     digest = xxhash.xxh3_64()
     for one in run.tensors:
         if run.is_shared and not hasattr(one.tensor, "placements"):
@@ -339,8 +345,8 @@ def _shared_digest(run: TrackedRun) -> str:
 
 def _shard_digests(run: TrackedRun) -> dict[Block, int]:
     return {
-        (piece.name, piece.box): xxhash.xxh3_64_intdigest(content_of(local(one.tensor)))
+        (part.name, part.box): xxhash.xxh3_64_intdigest(content_of(local_shard(one.tensor)))
         for one in run.tensors
         if hasattr(one.tensor, "placements")
-        for piece in one.pieces
+        for part in one.parts
     }

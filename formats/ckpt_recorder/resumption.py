@@ -1,4 +1,4 @@
-"""Going on from a restored step with plain torch."""
+"""Resuming from a restored step with plain torch."""
 
 import os
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from ckpt_recorder.run import unwrap
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What a restored step says besides model and optimizer."""
+    """The contents of a restored step other than model and optimizer."""
 
     step: int
-    """The step that was done last."""
+    """The number of the last step."""
     notes: Mapping[str, Any]
-    """What the run had noted at that step, by name: state dicts of a scheduler or a loader, plain values."""
+    """The notes of the run at that step, by name: state dicts of a scheduler or a loader, plain values."""
 
 
 def resume(
@@ -37,13 +37,13 @@ def resume(
 
     Args:
         path: The file.
-        model: The model as the run built it; DDP may be around it already.
-        optimizer: Its optimizer, with the groups that it had; None leaves it as it is.
-        random_states: Also set this rank's random number generators, if the run recorded them.
+        model: The model as the run built it, with or without a DDP wrapper.
+        optimizer: Its optimizer, with the same groups; None: do not load the optimizer.
+        random_states: Also restore this rank's random number generators, if the run recorded them.
 
     Raises:
         Corrupt: The file was not written by `ckpt restore --to torch`.
-        RuntimeError: The model or the optimizer is another one (as torch says it).
+        RuntimeError: The model or the optimizer does not fit (raised by torch).
     """
     content = torch.load(path, map_location="cpu", weights_only=True)
     extras = content.get("extras", {}) if isinstance(content, dict) else {}

@@ -1,7 +1,7 @@
-"""Memory that the trainer fills and the writer empties, slot by slot.
+"""A ring buffer in shared memory: the trainer fills slots, the writer empties them.
 
-It is a memfd: it has no name, so nothing of it is left whoever dies first. (`multiprocessing.shared_memory` would
-remove what others still use: CPython #82300.)
+The memory is a memfd. It has no name, so nothing remains of it after both processes end.
+(`multiprocessing.shared_memory` removes memory that other processes still use: CPython #82300.)
 """
 
 import mmap
@@ -18,7 +18,7 @@ class Ring:
     """`slots` slots of at least `nbytes` bytes each."""
 
     def __init__(self, nbytes: int, slots: int, file: int | None = None) -> None:
-        """`file`: the descriptor of a ring that another process made with the same numbers."""
+        """`file`: the descriptor of a ring that another process created with the same sizes; None: create a ring."""
         self.slot_nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
         self.slots = slots
         self.file = os.memfd_create("ckpt-gradients", os.MFD_CLOEXEC) if file is None else file
@@ -28,5 +28,5 @@ class Ring:
         self._bytes = np.frombuffer(self.memory, np.uint8)
 
     def slot(self, index: int) -> Array:
-        """The bytes of a slot: uint8, shared with the other process."""
+        """The bytes of a slot: (slot_nbytes,) uint8, shared with the other process."""
         return self._bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]

@@ -1,4 +1,4 @@
-"""What is recorded of a run: its optimizers' tensors, and which parts of the model's parameters each holds."""
+"""The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ Names = Mapping[torch.Tensor, str]
 
 @dataclass(frozen=True)
 class LocalPart:
-    """Elements of a parameter that are in a tensor of the optimizer."""
+    """A range of a parameter that is in a tensor of the optimizer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Of the model's copy, as NumPy calls it."""
+    """The dtype of the model's copy, by its NumPy name."""
     box: Box
     """The block of the parameter."""
     start: int
     stop: int
-    """The elements of the block, in C order."""
+    """The range of elements in the block, in C order."""
     offset: int
-    """Where they begin in the optimizer's tensor, flattened."""
+    """The index of the first one in the optimizer's tensor, flattened."""
 
     @property
     def size(self) -> int:
@@ -41,45 +41,45 @@ class TrackedTensor:
     tensor: torch.Tensor
     optimizer: int
     group: int
-    pieces: tuple[LocalPart, ...]
-    """What this rank has of it; of what all ranks have, its share."""
+    parts: tuple[LocalPart, ...]
+    """The parts that this rank records: all of a shard; an equal share of a tensor that all ranks have."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """All that the recorder needs to know of an engine."""
+    """The facts about an engine that the recorder needs."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
-    """Those whose `step` does the arithmetic, beneath all wrappers."""
+    """The innermost optimizers, whose `step` does the arithmetic."""
     tensors: tuple[TrackedTensor, ...]
     group_names: tuple[tuple[tuple[str, ...], ...], ...]
-    """By optimizer and group: the names of the parameters, in order."""
+    """The names of the parameters in order, by optimizer and group."""
     aliases: Mapping[str, str]
     groups: tuple[list[dict[str, Any]], ...] | None = None
-    """The parameter groups by optimizer, where the engine shows its optimizer one at a time."""
+    """The parameter groups by optimizer, if the engine shows its optimizer only one group at a time."""
     was_loaded: bool = False
-    """Did the engine load a checkpoint after which no step was done?"""
+    """Did the engine load a checkpoint, without any step since?"""
     is_shared: bool = True
-    """Do all ranks hold the same values of what is not a DTensor, so that each records a share?"""
-    parts: int = 1
-    """How many calls of the optimizer make one step."""
+    """Do all ranks have equal values of tensors that are not DTensors, so that each records a share?"""
+    calls_per_step: int = 1
+    """The number of calls of the optimizer in one step."""
     step: int | None = None
-    """The number of the step that was done last, if the engine counts."""
+    """The number of the last step, if the engine counts steps."""
     notes: Callable[[], dict[str, Any]] = field(default=dict)
-    """What the engine resumes with, besides what is recorded."""
+    """Returns other values that the engine needs to resume."""
     after_step: tuple[Any, str] | None = None
-    """An object of the engine, and the name of its method, after which a step is done and `notes` are of it."""
+    """An object of the engine and the name of its method, after which a step is complete and `notes` belong to it."""
     counted: Callable[[], int] | None = None
-    """How many steps the engine has counted, with those that it left out since gradients were not finite."""
+    """Returns the engine's count of steps, which includes steps skipped because gradients were not finite."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
-        """The parameter groups of an optimizer, with the options that they have now."""
+        """The parameter groups of an optimizer, with their current options."""
         return self.optimizers[number].param_groups if self.groups is None else self.groups[number]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A torch type as NumPy calls it.
+    """The NumPy name of a torch dtype.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -87,14 +87,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor; any other tensor as it is."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without the wrappers that put prefixes before its names."""
+    """The model inside wrappers (DDP, torch.compile) that add prefixes to names."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "OptimizedModule":
         inner = getattr(model, "_orig_mod", None)
         model = getattr(model, "module", model) if inner is None else inner
@@ -102,7 +102,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """The name of each parameter by its id, and the other names of tied ones."""
+    """The name of each parameter by its id, and the names of tied parameters by their other names."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,7 +115,7 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
-    """A run of one process, of DDP, or of FSDP2: torch's own parameters, whole or as DTensors."""
+    """A run of one process, of DDP, or of FSDP2. Raises `Unsupported`."""
     names, aliases = names_of(unwrap(model))
     shared = _EqualShares(rank, world)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -130,11 +130,11 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
                 name = names.get(id(parameter))
                 if name is None:
                     raise Unsupported(
-                        "the optimizer steps a tensor that is no parameter of the model",
-                        hint="Give the recorder the model whose parameters the optimizer got.",
+                        "the optimizer steps a tensor that is not a parameter of the model",
+                        hint="Pass the model whose parameters the optimizer has to the recorder.",
                     )
-                pieces = tuple(_pieces_of(name, parameter, shared))
-                tensors.append(TrackedTensor(parameter, number, at, pieces))
+                parts = tuple(_local_parts(name, parameter, shared))
+                tensors.append(TrackedTensor(parameter, number, at, parts))
             groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
         group_names.append(tuple(groups))
     return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
@@ -142,7 +142,7 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
 
 @dataclass
 class _EqualShares:
-    """Tensors that all ranks have are recorded by each to an equal share, cut where it falls."""
+    """Splits the tensors that all ranks have into equal shares. A boundary may be inside a tensor."""
 
     rank: int
     world: int
@@ -150,7 +150,7 @@ class _EqualShares:
     at: int = 0
 
     def take(self, size: int) -> tuple[int, int]:
-        """The elements of the next tensor that are this rank's."""
+        """The start and stop of this rank's share of the next tensor, which has `size` elements."""
         low, high = (self.total * n // self.world for n in (self.rank, self.rank + 1))
         start, stop = (min(max(end - self.at, 0), size) for end in (low, high))
         self.at += size
@@ -161,7 +161,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
-def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
+def _local_parts(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
     dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
     if not _is_sharded(parameter):
         start, stop = shared.take(parameter.numel())
@@ -172,11 +172,11 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iter
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
-        raise Unsupported(f"`{name}` is a sum over ranks that is not done yet")
+        raise Unsupported(f"`{name}` is a partial sum over ranks that is not reduced yet")
     local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if tuple(local_shape) != tuple(local(parameter).shape):
+    if tuple(local_shape) != tuple(local_shard(parameter).shape):
         raise Unsupported(
-            f"`{name}`: this rank's shard has shape {list(local(parameter).shape)}, not {list(local_shape)}"
+            f"`{name}`: this rank's shard has shape {list(local_shard(parameter).shape)}, not {list(local_shape)}"
         )
     box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
     if box.size:
@@ -184,14 +184,14 @@ def _pieces_of(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iter
 
 
 def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
-    """A state of a tracked tensor, flat, on its device: `param` or one of the optimizer's; None if there is none."""
+    """A state of a tracked tensor, (n,) on its device: `param` or one of the optimizer's; None if it is missing."""
     one = run.tensors[number]
     value = one.tensor if name == "param" else run.optimizers[one.optimizer].state.get(one.tensor, {}).get(name)
-    return None if value is None else local(value).detach().reshape(-1)
+    return None if value is None else local_shard(value).detach().reshape(-1)
 
 
 def state_names(run: TrackedRun) -> list[str]:
-    """The names of all states that the optimizers keep for each element, the weights first."""
+    """The names of all states with one number for each element, the weights first."""
     names: dict[str, None] = {"param": None}
     for one in run.tensors:
         state = run.optimizers[one.optimizer].state.get(one.tensor, {})
@@ -202,17 +202,17 @@ def state_names(run: TrackedRun) -> list[str]:
 
 
 def count_of(run: TrackedRun, number: int) -> int:
-    """How many steps a tracked tensor has taken."""
+    """The number of steps of a tracked tensor."""
     one = run.tensors[number]
     state = run.optimizers[one.optimizer].state.get(one.tensor, {})
     if not state:
         return 0
-    step = state.get("step", 1)  # SGD does not count; only its first step is unlike the others
+    step = state.get("step", 1)  # SGD does not count; only its first step differs from the others
     return int(step.item() if isinstance(step, torch.Tensor) else step)
 
 
 def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model's checkpoint has beside its parameters, by name. Those that are sharded are left out."""
+    """The persistent buffers of the model that are not sharded, by name."""
     for prefix, module in run.model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
@@ -220,19 +220,19 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that no optimizer steps, by name; on every rank the same, in the same order."""
+    """The parameters that no optimizer steps, by name, in the same order on every rank."""
     stepped = {name for groups in run.group_names for names in groups for name in names}
     for name, parameter in run.model.named_parameters():
         if clean_name(name) not in stepped:
             yield clean_name(name), parameter
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, on all ranks, which call it together."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a shard. Every rank must call it."""
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full
-    if hasattr(tensor, "ds_numel"):  # ZeRO 3 has cut it
+    if hasattr(tensor, "ds_numel"):  # ZeRO 3 has split it
         from deepspeed import zero
 
         with zero.GatheredParameters([tensor]):
@@ -241,10 +241,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers of modules put into it."""
+    """The name of a parameter without the parts that wrappers of modules add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
-    """A tensor's values as bytes, in C order."""
+    """The values of a tensor of any shape as bytes, in C order."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)

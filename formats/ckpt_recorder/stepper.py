@@ -1,7 +1,7 @@
-"""Steps done again by the optimizer itself: for whatever torch can step and ckpt's own arithmetic does not meet.
+"""The replay of steps by torch's own optimizer, for optimizers that ckpt's own arithmetic does not reproduce.
 
-An entry point (`ckpt.optimizers`, named `torch`) offers it to whoever replays a log; only then is torch needed. torch
-rounds roots by its library's functions, so the bits are those of the run on a machine like the run's.
+The entry point `torch` of the group `ckpt.optimizers` provides it; only then does a replay need torch. torch computes
+roots with functions of its library, so the bits are exact on a machine like that of the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,27 +21,31 @@ from ckpt_codecs.optimizers import WEIGHTS, States
 from ckpt_formats.core.values import Value
 
 MODULES = ("torch.optim.",)
-"""Whose classes may be imported because a log names them."""
+"""The prefixes of the classes that may be imported because a log names them."""
 
 
 @dataclass(frozen=True)
 class TorchStep:
-    """A step of one of torch's optimizers, element by element alike, so that it may be done in pieces."""
+    """A step of one of torch's element-wise optimizers, which can be applied to parts of a tensor."""
 
     class_name: str
     options: Mapping[str, Value]
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The names of the states that the step changes, the weights first."""
         return (WEIGHTS, *_state_names(self.class_name, _flags(self.options)))
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
-        """Step in place; see `OptimizerStep.apply`. `vectors` is of no use to it."""
-        with _refused(self.class_name):
+        """Step in place; see `OptimizerStep.apply`. `states`: each (n,) float32; `gradients`: (n,) float32.
+
+        This step does not use `vectors`.
+        """
+        with _codec_errors(self.class_name):
             self._apply(states, gradients, count)
 
     def _apply(self, states: States, gradients: Array, count: int) -> None:
-        torch.set_num_threads(1)  # of this thread: chunks are stepped by several
+        torch.set_num_threads(1)  # for this thread: several threads step chunks
         weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]))
         optimizer = _construct(self.class_name, [weight], self.options)
         if count > 1:
@@ -57,16 +61,16 @@ class TorchStep:
 
 
 def step_of(class_name: str, options: Mapping[str, Value]) -> TorchStep:
-    """What the entry point is. Raises `CodecError` for an optimizer that cannot be stepped in pieces."""
+    """The step of an optimizer class: the entry point. Raises `CodecError` if it cannot step parts of a tensor."""
     step = TorchStep(class_name, dict(options))
-    with _refused(class_name):
+    with _codec_errors(class_name):
         step.states  # noqa: B018  # constructs it
     return step
 
 
 @contextmanager
-def _refused(class_name: str) -> Iterator[None]:
-    """Whatever torch raises for a class or for options that a forged log names is a `CodecError`."""
+def _codec_errors(class_name: str) -> Iterator[None]:
+    """Raise a `CodecError` for every exception of torch, since a forged log may name any class and options."""
     try:
         yield
     except CodecError:
@@ -91,12 +95,12 @@ def _state_names(class_name: str, options: tuple[tuple[str, Value], ...]) -> tup
         if isinstance(value, torch.Tensor) and value.shape == weight.shape:
             names.append(name)
         elif name not in ("step", *_NUMBERS.get(class_name, ())) and value is not None:
-            raise CodecError(f"{class_name} keeps {name!r}, which is not one number for each element")
+            raise CodecError(f"{class_name} has the state {name!r}, which is not one number for each element")
     return tuple(names)
 
 
 def _numbers(class_name: str, options: Mapping[str, Value], count: int) -> dict[str, torch.Tensor]:
-    """States that are one number for a tensor, and follow from the options and the count alone."""
+    """The states that are one number for a tensor and depend only on the options and the count."""
     if class_name not in _NUMBERS:
         return {}
     products = _MU_PRODUCTS.setdefault((options["betas"][0], options["momentum_decay"]), [torch.tensor(1.0)])
@@ -108,21 +112,21 @@ def _numbers(class_name: str, options: Mapping[str, Value], count: int) -> dict[
 
 _NUMBERS = {"torch.optim.nadam.NAdam": ("mu_product",)}
 _MU_PRODUCTS: dict[tuple[float, float], list[torch.Tensor]] = {}
-"""By beta1 and momentum decay: NAdam's products of momentum factors, by count, in float32 as torch has them."""
+"""NAdam's products of momentum factors, by (beta1, momentum decay) and by count, in float32 as in torch."""
 
 
 def _construct(
     class_name: str, parameters: list[torch.nn.Parameter], options: Mapping[str, Value]
 ) -> torch.optim.Optimizer:
     if not class_name.startswith(MODULES):
-        raise CodecError(f"{class_name} is no optimizer of torch")
+        raise CodecError(f"{class_name} is not an optimizer of torch")
     module, _, name = class_name.rpartition(".")
     optimizer_class: Any = getattr(import_module(module), name, None)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise CodecError(f"torch has no optimizer {class_name}")
     known = signature(optimizer_class).parameters
-    given = {key: _plain(value) for key, value in options.items() if key in known and key != "params"}
-    optimizer: torch.optim.Optimizer = optimizer_class(parameters, **given)
+    arguments = {key: _plain(value) for key, value in options.items() if key in known and key != "params"}
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, **arguments)
     return optimizer
 
 

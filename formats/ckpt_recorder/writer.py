@@ -1,11 +1,11 @@
-"""The process beside each rank: it encodes what the trainer copied into the ring, and appends it to the rank's file.
+"""The writer process of a rank: it encodes the values in the ring and appends them to the rank's file.
 
-It is started with `python -m ckpt_recorder.writer RING STATUS TRAINER`, two descriptors and a process id, and reads
-orders from its standard input: first the settings, then a line of JSON for each record, `{"flush":true}` or
-`{"end":true}`. It outlives a killed trainer: what is in the ring is written, flushed, and the file is left whole. It
-needs no torch.
+`python -m ckpt_recorder.writer RING STATUS TRAINER` starts it, with two descriptors and a process id. It reads orders
+from its standard input: first the settings, then one line of JSON for each record, `{"flush":true}` or `{"end":true}`.
+If the trainer is killed, the writer writes and flushes all orders, so the file ends with a complete record. It does not
+need torch.
 
-To the trainer it sends lines: `ready`, `free` for each slot that may be used again, `flushed`, and `broken REASON`.
+It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `flushed`, and `broken REASON`.
 """
 
 import errno
@@ -35,14 +35,14 @@ from ckpt_formats.universal.gradients.state import BUFFER_CHUNK
 from ckpt_recorder.ring import Ring
 
 _MAX_PARTS = 512
-"""Parts of one `writev`; the system takes 1,024."""
+"""The maximum number of parts in one `writev`; the system allows 1,024."""
 _IDLE_SECONDS = 1.0
-"""After so long without an order, the writer looks whether its trainer lives, and whether it is time to flush."""
+"""The time without an order after which the writer checks whether its trainer is alive and a flush is due."""
 
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What the trainer tells its writer first."""
+    """The first message of the trainer to its writer."""
 
     folder: str
     rank: int
@@ -54,27 +54,29 @@ class WriterSettings:
 
 
 class LogFile:
-    """A rank's file as it grows. Whatever fails, it ends with a whole record."""
+    """The growing file of a rank. It ends with a complete record even after a failure."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         content = (folder / layouts.NAME).read_bytes()
         self.layout = layouts.load(folder / layouts.NAME)
         path = folder / rank_file(rank)
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # tells others that this run goes on; who looks holds it for a moment
+        fcntl.flock(
+            self._file, fcntl.LOCK_EX
+        )  # shows others that this run continues; they take the lock briefly to check
         head = FileHead(rank, len(self.layout.ranks), self.layout.first, layouts.identity(content)).dump()
         self._end, self._flushed, self._previous = 0, 0, int.from_bytes(head[56:], "little")
         self._write([head])
 
     def append(self, kind: Kind, step: int, meta: dict[str, Any], chunks: Sequence[Bytes], values: list[int]) -> None:
-        """Add a record. Raises OSError, and leaves the file as it was."""
+        """Add a record. Raises `OSError`, and then leaves the file unchanged."""
         meta = {**meta, "flushed": self._flushed}
         parts, previous = record_parts(kind, step, meta, chunks, values, self._previous)
         self._write(parts)
         self._previous = previous
 
     def flush(self) -> None:
-        """Bring all records to the disk."""
+        """Flush all records to the disk."""
         if self._flushed < self._end:
             os.fdatasync(self._file)
             self._flushed = self._end
@@ -93,29 +95,29 @@ class LogFile:
 def _write_all(file: int, parts: Sequence[Bytes], offset: int) -> int:
     total = sum(len(part) for part in parts)
     done = os.pwritev(file, parts, offset)
-    if done < total:  # a disk that is nearly full, or a signal
-        rest = memoryview(b"".join(parts))[done:]
-        while rest:
-            count = os.pwrite(file, rest, offset + done)
+    if done < total:  # the disk is nearly full, or a signal arrived
+        remaining = memoryview(b"".join(parts))[done:]
+        while remaining:
+            count = os.pwrite(file, remaining, offset + done)
             if count == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            rest, done = rest[count:], done + count
+            remaining, done = remaining[count:], done + count
     return total
 
 
 class Encoder:
-    """Records from the slots of the ring."""
+    """Encodes the slots of the ring."""
 
     def __init__(self, layout: RankLayout, codec: Codec, ring: Ring) -> None:
         self._layout, self._codec, self._ring = layout, codec, ring
         self._exact = gradient_codec("exact")
 
     def chunks(self, order: dict[str, Any]) -> tuple[list[Bytes], list[int]]:
-        """The chunks of a slot, encoded, and the XXH3-64 of what a reader decodes from each."""
+        """The encoded chunks of a slot, and the XXH3-64 of the values that a reader decodes from each."""
         values = self._ring.slot(order["slot"])[: self._layout.size * 4].view(np.float32)
         codec = self._codec if order["kind"] == Kind.GRADIENTS else self._exact
-        wanted = order.get("chunks")
-        selected = range(self._layout.chunk_count) if wanted is None else frozenset(wanted)
+        numbers = order.get("chunks")
+        selected = range(self._layout.chunk_count) if numbers is None else frozenset(numbers)
         chunks: list[Bytes] = []
         hashes = []
         for index in range(self._layout.chunk_count):
@@ -134,49 +136,49 @@ class Encoder:
 
 
 def buffer_chunks(data: bytes, sizes: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-    """Tensors' bytes, one after another, each cut into chunks. `sizes`: bytes of each, and of its elements."""
+    """The bytes of tensors, each split into chunks. `sizes`: for each tensor its bytes, and the bytes of an element."""
     view, at = memoryview(data), 0
     for nbytes, itemsize in sizes:
-        each = BUFFER_CHUNK // itemsize * itemsize
-        for begin in range(0, nbytes, each):
-            yield view[at + begin : at + min(begin + each, nbytes)]
+        chunk_nbytes = BUFFER_CHUNK // itemsize * itemsize
+        for start in range(0, nbytes, chunk_nbytes):
+            yield view[at + start : at + min(start + chunk_nbytes, nbytes)]
         at += nbytes
 
 
 class MessagesEnd(Exception):
-    """No more orders come."""
+    """There are no more orders."""
 
 
 class TrainerMessages:
-    """What the trainer orders. They end where the trainer does, though children that it forked hold the pipe open."""
+    """The orders of the trainer. They end when the trainer ends, even if its forked children keep the pipe open."""
 
     def __init__(self, file: int, trainer: int) -> None:
-        """`file`: where to read. `trainer`: the id of the process that orders."""
+        """`file`: the descriptor to read from. `trainer`: the id of the trainer's process."""
         self._file, self._trainer = file, trainer
         self._text = bytearray()
         self._poll = select.poll()
         self._poll.register(file, select.POLLIN)
 
     def next(self, seconds: float) -> tuple[dict[str, Any], bytes] | None:
-        """An order, and the bytes that belong to it; None if none begins within so many seconds.
+        """The next order and its bytes; None if no order starts within `seconds`.
 
-        Raises `MessagesEnd`; what a killed trainer sent of half an order is none.
+        Raises `MessagesEnd` at the end, also if a killed trainer sent an incomplete order.
         """
-        seen = 0
-        while (end := self._text.find(b"\n", seen)) < 0:
-            seen = len(self._text)
-            if not self._more(seconds) and not seen:
+        searched = 0
+        while (end := self._text.find(b"\n", searched)) < 0:
+            searched = len(self._text)
+            if not self._read_more(seconds) and not searched:
                 return None
         order: dict[str, Any] = json.loads(self._text[:end])
         stop = end + 1 + order.get("nbytes", 0)
         while len(self._text) < stop:
-            self._more(_IDLE_SECONDS)
+            self._read_more(_IDLE_SECONDS)
         data = bytes(self._text[end + 1 : stop])
         del self._text[:stop]
         return order, data
 
-    def _more(self, seconds: float) -> bool:
-        """Has more come within so many seconds?"""
+    def _read_more(self, seconds: float) -> bool:
+        """Read more bytes, and wait at most `seconds` for them. Were there any?"""
         if not self._poll.poll(seconds * 1000):
             if os.getppid() == self._trainer or self._poll.poll(0):
                 return False
@@ -189,33 +191,33 @@ class TrainerMessages:
 
 
 class LogWriter:
-    """Does orders until something fails; from then on it only empties slots."""
+    """Executes orders. After a failure it only frees slots."""
 
     def __init__(self, settings: WriterSettings, ring: Ring, status: int) -> None:
         self._settings, self._ring, self._status = settings, ring, status
         self._file: LogFile | None = None
         self._encoder: Encoder | None = None
         self._unflushed, self._flushed_at = 0, time.monotonic()
-        self._guarded(self._begin)
+        self._report_errors(self._begin)
 
     def do(self, order: dict[str, Any], data: bytes) -> None:
-        """An order, and the bytes that belong to it."""
+        """Execute an order. `data`: its bytes."""
         if "flush" in order:
-            self._guarded(self._flush)
+            self._report_errors(self._flush)
             self._send("flushed")
             return
-        self._guarded(lambda: self._append(order, data))
+        self._report_errors(lambda: self._append(order, data))
         if order.get("slot") is not None:
             self._send("free")
 
     def idle(self) -> None:
-        """Nothing was ordered for a while."""
+        """Flush if it is due. Called after some time without an order."""
         if time.monotonic() - self._flushed_at >= self._settings.flush_seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Bring to the disk what was written."""
-        self._guarded(self._flush)
+        """Flush all written records to the disk."""
+        self._report_errors(self._flush)
 
     def _begin(self) -> None:
         file = LogFile(Path(self._settings.folder), self._settings.rank)
@@ -230,8 +232,8 @@ class LogWriter:
             return
         _append(self._file, self._encoder, order, data)
         self._unflushed += order["kind"] == Kind.GRADIENTS
-        late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
-        if self._unflushed >= self._settings.flush_steps or late or order["kind"] == Kind.END:
+        is_late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
+        if self._unflushed >= self._settings.flush_steps or is_late or order["kind"] == Kind.END:
             self._flush()
 
     def _flush(self) -> None:
@@ -239,7 +241,7 @@ class LogWriter:
             self._file.flush()
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _report_errors(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
@@ -247,12 +249,12 @@ class LogWriter:
             self._send(f"broken {_reason(error)}")
 
     def _send(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the trainer is gone: what it ordered is written all the same
+        with suppress(BrokenPipeError):  # the trainer has ended: its orders are still written
             os.write(self._status, line.encode() + b"\n")
 
 
 def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
-    """Do all orders, until there are no more."""
+    """Execute all orders until they end."""
     try:
         while (first := orders.next(_IDLE_SECONDS)) is None:
             pass
@@ -295,7 +297,9 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to all of a job when it ends; the writer ends after its trainer
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a job's end sends them to all processes; the writer ends after its trainer
     ring_file, status, trainer = map(int, sys.argv[1:4])
     write_log(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status)
 

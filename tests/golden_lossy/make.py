@@ -1,6 +1,6 @@
-"""Makes the golden chunks of lossy deltas: `python tests/golden_lossy/make.py`. No test runs it.
+"""Writes the golden chunks of lossy deltas: `python tests/golden_lossy/make.py`. No test runs it.
 
-A chunk that is here already is never made again: what was written once is read for ever, and gives the same bits.
+It never replaces a file: a released chunk must decode to the same bits forever.
 """
 
 import json
@@ -21,24 +21,25 @@ from lossy_states import BF16, training  # noqa: E402
 
 
 def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
-    """Sections of every kind, small."""
+    """Small chunks with sections of every kind: name, codec, states."""
     before, after = training((40, 70), 2, 7)
     yield "adam", Subspace(), StatePair(before, after)
     holed = {**after, "exp_avg_sq": after["exp_avg_sq"] * (np.arange(70) % 9 > 0)}
-    yield "holed", Subspace(step=0.01, octaves=0.5, first="coarse"), StatePair(before, holed)
-    yield "anchor", Subspace(first="zero"), StatePair({}, after)
-    yield "weights", Subspace(step=1.0), StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
+    yield "holed", Subspace(step_size=0.01, second_octaves=0.5, first_moments="coarse"), StatePair(before, holed)
+    yield "anchor", Subspace(first_moments="zero"), StatePair({}, after)
+    yield "weights", Subspace(step_size=1.0), StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
     momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"] * np.float32(1e6)} for s in (before, after)]
     yield "momentum", Subspace(), StatePair(*momentum)
     yield "momentum-anchor", Subspace(), StatePair({}, momentum[1])
     copies = [{n: a.astype(BF16) for n, a in s.items()} for s in (before, after)]
     yield "bf16", Subspace(), StatePair(*copies)
     yield "vector", Subspace(), StatePair(*training((300,), 2, 7))
-    yield "same", Subspace(first="exact"), StatePair(before, {**after, "fp32": before["fp32"]})
+    yield "same", Subspace(first_moments="exact"), StatePair(before, {**after, "fp32": before["fp32"]})
     yield "lc", LcCheckpoint(3, coder="context"), StatePair(before, after)
 
 
-def kept(side: str, states: States) -> dict[str, Array]:
+def state_arrays(side: str, states: States) -> dict[str, Array]:
+    """The bytes of states, each (n,) uint8, by their names in a file."""
     return {f"{side}-{name}": np.ascontiguousarray(v).reshape(-1).view(np.uint8) for name, v in states.items()}
 
 
@@ -52,16 +53,20 @@ def main() -> None:
         shape = next(iter(change.after.values())).shape
         if not target.exists():
             data = codec.encode(change)
-            made = codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
-            about = {"codec": codec.config(), "before": form(change.before), "made": form(made), "shape": shape}
-            held = {"about": np.array(json.dumps(about)), "data": np.frombuffer(data, np.uint8)}
+            decoded = codec.decode(data, change.before, shape, {n: a.dtype for n, a in change.after.items()})
+            about = {"codec": codec.config(), "before": form(change.before), "decoded": form(decoded), "shape": shape}
+            arrays = {"about": np.array(json.dumps(about)), "data": np.frombuffer(data, np.uint8)}
             np.savez_compressed(
-                target, allow_pickle=False, **held, **kept("before", change.before), **kept("made", made)
+                target,
+                allow_pickle=False,
+                **arrays,
+                **state_arrays("before", change.before),
+                **state_arrays("decoded", decoded),
             )
             print(f"{target.name}: {len(data)} bytes")
-        if not encoded.exists():  # what was encoded, since other machines' exp and products may give other states
+        if not encoded.exists():  # the input of the encoder, since other machines may compute other states
             encoded.parent.mkdir(exist_ok=True)
-            np.savez_compressed(encoded, allow_pickle=False, **kept("after", change.after))
+            np.savez_compressed(encoded, allow_pickle=False, **state_arrays("after", change.after))
 
 
 if __name__ == "__main__":

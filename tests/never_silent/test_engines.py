@@ -181,9 +181,9 @@ REFUSED: dict[str, Change] = {
     "megatron: folders of two ranks exchanged": Change(LEGACY, _exchanged("mp_rank_00_001", "mp_rank_01_000"), DAMAGED, ("mp_rank_01_000 was written by rank 2", "tensor-parallel rank 0, not 1")),
     "megatron: folders of two stages exchanged": Change(LEGACY, _exchanged("mp_rank_00_000", "mp_rank_00_001"), DAMAGED, ("was written by rank 2", "pipeline-parallel rank 1, not 0")),
     "megatron: another world in one rank's arguments": Change(LEGACY, in_file("mp_rank_01_001/model_optim_rng.pt", tree(_argument("world_size", 8))), DAMAGED, ("`world_size` is 4", "8 in mp_rank_01_001")),
-    "megatron: another number of chunks in the arguments": Change(LEGACY, in_all("model_optim_rng.pt", tree(_argument("virtual_pipeline_model_parallel_size", 2))), DAMAGED, ("`virtual_pipeline_model_parallel_size` is 2", "holds 1 model chunks")),
-    "megatron: a model and a chunk": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model1=root["model"]))), DAMAGED, ("holds the model chunks model", "model1 besides")),
-    "megatron: chunks with a gap": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model0=root["model"], model2=root.pop("model")))), DAMAGED, ("holds the model chunks model0", "model2 besides")),
+    "megatron: another number of chunks in the arguments": Change(LEGACY, in_all("model_optim_rng.pt", tree(_argument("virtual_pipeline_model_parallel_size", 2))), DAMAGED, ("`virtual_pipeline_model_parallel_size` is 2", "has 1 model chunks")),
+    "megatron: a model and a chunk": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model1=root["model"]))), DAMAGED, ("has the model chunks model", "and also model1")),
+    "megatron: chunks with a gap": Change(LEGACY, in_all("model_optim_rng.pt", tree(lambda root: root.update(model0=root["model"], model2=root.pop("model")))), DAMAGED, ("has the model chunks model0", "and also model2")),
     "megatron: no optimizer on one rank": Change(LEGACY, both(in_file("mp_rank_00_001/model_optim_rng.pt", tree(drop("optimizer"))), in_all("distrib_optim.pt", remove)), INCOMPLETE, ("no optimizer in mp_rank_00_001",)),
     "megatron: another step on one stage": Change(LEGACY, in_all("mp_rank_0?_001/model_optim_rng.pt", tree(_stepped)), DAMAGED, ("the optimizer's step is 2.0 in mp_rank_00_000", "9 in mp_rank_00_001")),
     "megatron, torch_dist: no common.pt": Change(DIST, in_file("common.pt", remove), INCOMPLETE, ("common.pt missing",)),
@@ -193,7 +193,7 @@ REFUSED: dict[str, Change] = {
     "megatron, torch_dist: two encodings": Change(DIST, in_file("common.pt", tree(put("content_metadata", "distrib_optim_sharding_type", value="dp_reshardable"))), DAMAGED, ("encoding of the distributed optimizer is dp_reshardable", "fully_reshardable")),
     "megatron, torch_dist: other degrees": Change(DIST, in_file("common.pt", tree(_argument("pipeline_model_parallel_size", 4)), tree(_argument("world_size", 8))), DAMAGED, ("(pp, tp)", "(4, 2)", "rng_state/shard")),
     "megatron, torch_dist: fewer layers than stated": Change(DIST, in_file("common.pt", tree(_argument("num_layers", 6))), INCOMPLETE, ("layer 4 is missing", "`num_layers` is 6")),
-    "megatron, torch_dist: random states of one rank lost": Change(DIST, metadata(lambda said: _forget(said, "rng_state/shard_0.1_2.2")), INCOMPLETE, ("random states of 3 ranks", "of 4")),
+    "megatron, torch_dist: random states of one rank lost": Change(DIST, metadata(lambda said: _forget(said, "rng_state/shard_0.1_2.2")), INCOMPLETE, ("random states of 3 ranks", "states 4")),
     "megatron, torch_dist: a moment of one parameter lost": Change(DIST, metadata(lambda said: _forget(said, "optimizer.state.exp_avg.output_layer.weight")), INCOMPLETE, ("`output_layer.weight` has no `exp_avg`",)),
     # DeepSpeed's universal checkpoint
     "universal: a step in the folder's name": Change(UCP, rename("global_step5_universal", "global_step6_universal"), DAMAGED, ("`global_steps` is 5", "global_step6_universal")),
@@ -446,19 +446,19 @@ DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
         metadata(lambda said: said.state_dict_metadata.pop("train_state.step")), DAMAGED, "`train_state.step`",
     ),
     "a tensor that nothing names any more": (
-        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that no item of .metadata names",
+        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that belong to no item of .metadata",
     ),
     "a moment that nothing names any more": (
         metadata(lambda said: _forget(said, "optim.state.b.exp_avg")), INCOMPLETE, "`b` has no `exp_avg`",
     ),
     "a file that is longer": (
-        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes behind the last item",
+        in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes after the last item",
     ),
     "a file that is padded": (
         in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + bytes(512))), 0, "",
     ),
     "another version": (metadata(lambda said: setattr(said, "version", "2.0.0")), 0, "version 2.0.0"),
-    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are taken apart"),
+    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are split"),
     "leftovers of more ranks": (copied("__0_0.distcp", "__1_0.distcp"), 0, "__1_0.distcp"),
 }  # fmt: skip
 
@@ -469,7 +469,7 @@ def test_what_the_metadata_of_a_dcp_say_and_what_is_there_is_compared(
 ) -> None:
     folder = _dcp(tmp_path / "saved", train_state={"step": 5})
     harm(folder)
-    if "taken apart" in says:
+    if "names are split" in says:
         assert {n for n, p in open_checkpoint(folder).parameters.items() if p.role != "extra"} <= WEIGHTS.keys()
     for done in runs(folder, tmp_path / "out"):
         assert done.code == code, done.err

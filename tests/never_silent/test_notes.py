@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"model": weights, "step": 3, **{f"extra{i}": i for i in range(200)}}, folder / "a.pt")
     assert ckpt("convert", folder / "a.pt", folder / "u").code == 0
     assert ckpt("compress", folder / "a.pt", folder / "small").code == 0
-    assert ckpt("diff", "--into", folder / "run.chain", folder / "a.pt").code == 0
+    assert ckpt("append", folder / "run.chain", folder / "a.pt").code == 0
     return folder
 
 
@@ -37,8 +37,8 @@ COMMANDS = {
     "verify": ["verify", "u"],
     "verify a chain": ["verify", "run.chain"],
     "diff": ["diff", "a.pt", "u"],
-    "diff --into": ["diff", "--into", "new.chain", "a.pt"],
-    "diff --into --dry-run": ["diff", "--into", "newer.chain", "a.pt", "--dry-run"],
+    "append": ["append", "new.chain", "a.pt"],
+    "append --dry-run": ["append", "newer.chain", "a.pt", "--dry-run"],
     "log": ["log", "run.chain"],
     "rules": ["rules", "a.pt"],
     "convert": ["convert", "a.pt", "out.safetensors", "--to", "safetensors"],

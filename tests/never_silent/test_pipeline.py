@@ -20,16 +20,20 @@ import torch
 from ckpt import compare as differences
 from ckpt import publish as publishing
 from ckpt import staging
-from ckpt.edits import Edits
 from ckpt.pipeline import job_id
+from ckpt.rename import UseNames, use_names
 from ckpt_cli.views import verify as verification
+from ckpt_codecs.registry import parse_delta
 from ckpt_formats.core import locking
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, Origin, ParallelDegrees, ReadOptions
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Edit, Origin
+from ckpt_formats.core.edits import Cast, Rename, Replace, Select, WeightsOnly
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.layout import Rule
-from ckpt_formats.state_dicts.keys import StateKeys
+from ckpt_formats.registry import FORMATS, ONLY_READ, open_checkpoint, writable
 from ckpt_formats.universal import Universal
+from ckpt_formats.universal.delta_format import Delta
+from ckpt_formats.universal.manifest import Parent
 from damage import Ran, ckpt
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
@@ -130,7 +134,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_named(
 def chain_of(folder: Path, *steps: int) -> Path:
     run = folder / "run.chain"
     for step in steps:
-        assert ckpt("diff", "--into", run, save(folder / f"{step}.pt", step, step)).code == 0
+        assert ckpt("append", run, save(folder / f"{step}.pt", step, step)).code == 0
     return run
 
 
@@ -141,7 +145,7 @@ def test_a_chain_gets_no_member_whose_source_or_parent_changed(
     run, source = chain_of(tmp_path, 1), save(tmp_path / "2.pt", 2, 2)
     parent = next(run.glob("step-*/parameters/*"))
     at("committed", lambda: replace_file(source if which == "source" else parent))
-    done = ckpt("diff", "--into", run, source)
+    done = ckpt("append", run, source)
     assert done.code == 20
     assert (source if which == "source" else parent).name in done.err
     assert [step["step"] for step in json.loads(ckpt("log", run, "--json").out)["steps"]] == [1]
@@ -162,7 +166,7 @@ def test_a_chain_that_grows_and_a_run_that_goes_on_do_not_disturb_who_reads_them
     at: Callable[[str, Fault], None], tmp_path: Path
 ) -> None:
     run, more = chain_of(tmp_path, 1, 2), save(tmp_path / "3.pt", 3, 3)
-    at("journalled", lambda: ckpt("diff", "--into", run, more))
+    at("journalled", lambda: ckpt("append", run, more))
     assert ckpt("restore", run, tmp_path / "out", "--step", 1).code == 0
     assert len(json.loads(ckpt("log", run, "--json").out)["steps"]) == 3
     folder = shutil.copytree(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", tmp_path / "run")
@@ -309,7 +313,7 @@ def test_a_copy_that_a_killed_restore_left_behind_is_removed(then: str, tmp_path
     for step in (1, 2):
         values = torch.arange(300_000, dtype=torch.float32) * (1 + 2**-20 * step)
         torch.save({"model": {"w": values}, "step": step}, tmp_path / f"{step}.pt")
-        assert ckpt("diff", "--into", run, tmp_path / f"{step}.pt").code == 0
+        assert ckpt("append", run, tmp_path / f"{step}.pt").code == 0
     for _ in range(2):  # when the replayed copy is published beside the target, and when the target is
         assert not (tmp_path / "out").exists()
         killed("renamed", "restore", run, tmp_path / "out", "--to", "dcp")
@@ -352,7 +356,7 @@ def test_a_file_system_that_cannot_lock_is_named_as_what_it_is(
 
     monkeypatch.setattr(locking.fcntl, "flock", flock)
     source, target = save(tmp_path / "a.pt"), tmp_path / "out"
-    arguments = ["diff", "--into", target, source] if command == "diff" else ["convert", source, target]
+    arguments = ["append", target, source] if command == "diff" else ["convert", source, target]
     done = ckpt(*arguments)
     assert done.code == 30
     assert "cannot lock" in done.err
@@ -367,7 +371,7 @@ def test_a_lock_that_is_held_is_respected_with_no_lock_too(command: str, tmp_pat
     source, target = save(tmp_path / "a.pt"), tmp_path / "out"
     if command == "diff":
         target = chain_of(tmp_path, 1)
-        file, arguments = target / "chain.lock", ["diff", "--into", target, save(tmp_path / "9.pt", 9, 9)]
+        file, arguments = target / "chain.lock", ["append", target, save(tmp_path / "9.pt", 9, 9)]
     else:
         (tmp_path / ".out.ckpt-partial").mkdir()
         file, arguments = tmp_path / ".out.ckpt-partial/lock", ["convert", source, target]
@@ -393,41 +397,80 @@ def test_a_lock_whose_file_was_replaced_is_no_lock(
 
     monkeypatch.setattr(locking.fcntl, "flock", flock)
     later = save(tmp_path / "9.pt", 9, 9)
-    done = ckpt("diff", "--into", run, later) if command == "diff" else ckpt("convert", source, target)
+    done = ckpt("append", run, later) if command == "diff" else ckpt("convert", source, target)
     assert done.code == 11
 
 
 # What a job is
 
 
-KINDS: dict[type, Any] = {
-    Goal: Goal(Path("/target")),
-    ParallelDegrees: ParallelDegrees(),
-    EncodingOptions: EncodingOptions(),
-    StateKeys: StateKeys(),
-    Rule: Rule("a"),
-    ReadOptions: ReadOptions(),
-    Edits: Edits(),
+SOURCE = Checkpoint(Path("/source"), Origin("torch"), {})
+WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
+OPTIONS = [(name, field.name) for name in WRITABLE for field in fields(writable(name))]  # type: ignore[arg-type]
+EDITS: dict[str, Edit] = {
+    "select": Select(("a",), ()),
+    "weights only": WeightsOnly(),
+    "cast": Cast("float32"),
+    "rename": Rename({"a": "b"}),
+    "replace": Replace({"a": "float32 00"}),
+    "names": UseNames("hf"),
 }
-FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 
 
-@pytest.mark.parametrize(("kind", "field"), FIELDS, ids=[f"{kind.__name__}.{field}" for kind, field in FIELDS])
-def test_everything_that_changes_an_output_byte_changes_the_job(kind: type, field: str) -> None:
-    def id_of(one: Any) -> str:
-        parts = {**KINDS, kind: one}
-        goal = replace(
-            parts[Goal],
-            rules=(parts[Rule],),
-            **({"degrees": parts[ParallelDegrees]} if kind is ParallelDegrees else {}),
-        )
-        goal = replace(goal, **{EncodingOptions: {"coding": one}, StateKeys: {"keys": one}}.get(kind, {}))
-        if kind is Goal:
-            goal = one
-        source = Checkpoint(Path("/source"), Origin("torch"), {})
-        return job_id(source, {}, Universal(), goal, (parts[ReadOptions], parts[Edits]))
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_every_option_of_a_format_changes_the_job(name: str, option: str) -> None:
+    """`identity` is all fields, so none can be forgotten."""
+    format = writable(name)
+    assert job_id(SOURCE, {}, replace(format, **{option: "another"})) != job_id(SOURCE, {}, format)
 
-    assert id_of(replace(KINDS[kind], **{field: "another"})) != id_of(KINDS[kind])
+
+@pytest.mark.parametrize("option", [field.name for field in fields(Delta)])
+def test_every_option_of_a_delta_changes_the_job(option: str) -> None:
+    others: dict[str, Any] = {"delta_codecs": {"a": parse_delta("difference")}, "check": False, "level": "max"}
+    others |= {"codec": "planes", "stored_against": Parent("c", "p"), "content": "d"}
+    if option == "earlier":  # its content id is in `stored_against`, and its files are in the identities
+        return
+    assert job_id(SOURCE, {}, replace(Delta(), **{option: others[option]})) != job_id(SOURCE, {}, Delta())
+
+
+ORDER = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ReadOptions)])
+def test_every_option_of_reading_changes_the_job(field: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.pt")
+    others = {
+        "rules": (Rule("a"),),
+        "order": ORDER,
+        "orders": {"optimizer": ORDER},
+        "shapes": open_checkpoint(save(tmp_path / "shapes.pt")),
+    }
+    plain = open_checkpoint(path)
+    told = replace(plain, history=open_checkpoint(path, ReadOptions(**{field: others[field]})).history)
+    assert job_id(told, {}, Universal()) != job_id(plain, {}, Universal())
+
+
+def test_every_edit_changes_the_job() -> None:
+    histories = [(), *((edit,) for edit in EDITS.values()), tuple(EDITS.values())[:2]]
+    ids = {job_id(replace(SOURCE, history=history), {}, Universal()) for history in histories}
+    assert len(ids) == len(histories)
+    others = [Select(("a",), ("b",)), Cast("float16"), Rename({"a": "c"}), Replace({"a": "float32 01"})]
+    assert len(ids | {job_id(replace(SOURCE, history=(one,)), {}, Universal()) for one in others}) == len(ids) + 4
+
+
+def test_every_edit_leaves_itself_in_the_history(tmp_path: Path) -> None:
+    source = open_checkpoint(save(tmp_path / "a.pt"))
+    name = next(iter(source))
+    edited = [
+        source.select([name]),
+        source.weights_only(),
+        source.cast("fp16"),
+        source.rename({name: "other"}),
+        source.replace({name: np.zeros(source[name].weight.shape, source[name].weight.dtype)}),
+        use_names(source, "hf"),
+    ]
+    assert {type(one.history[-1]) for one in edited} == {type(edit) for edit in EDITS.values()}
+    assert all(one.history[:-1] == source.history for one in edited)
 
 
 def test_the_files_that_are_read_are_part_of_the_job(tmp_path: Path) -> None:
@@ -435,7 +478,7 @@ def test_the_files_that_are_read_are_part_of_the_job(tmp_path: Path) -> None:
     one = Identity(1, 2, 3, 4)
 
     def id_of(identity: Identity) -> str:
-        return job_id(source, {Path("/source"): identity}, Universal(), Goal(Path("/t")), ())
+        return job_id(source, {Path("/source"): identity}, Universal())
 
     for field in fields(Identity):
         changed = replace(one, **{field.name: 9})
@@ -445,8 +488,8 @@ def test_the_files_that_are_read_are_part_of_the_job(tmp_path: Path) -> None:
 
 def test_shapes_of_another_content_are_another_job(tmp_path: Path) -> None:
     source, shapes = save(tmp_path / "a.pt"), save(tmp_path / "shapes.pt")
-    killed("settled", "convert", source, tmp_path / "out", "--workers", 1, "--keys", "nested")
-    done = ckpt("convert", source, tmp_path / "out", "--keys", "torchtitan", "--json")
+    killed("settled", "convert", source, tmp_path / "out", "--to", "dcp", "--keys", "nested")
+    done = ckpt("convert", source, tmp_path / "out", "--to", "dcp", "--keys", "torchtitan", "--json")
     assert json.loads(done.out)["resumed_files"] == 0
     assert shapes.exists()
 
@@ -459,7 +502,7 @@ def test_a_delta_on_its_own_is_read_from_the_chain_that_was_compacted_around_its
     assert ckpt("diff", run, later, "-o", tmp_path / "own.delta").code == 0
     assert ckpt("compact", run, "--keep", "last:1").code == 0  # step 2 is written again, in another folder
     assert ckpt("verify", tmp_path / "own.delta").code == 0
-    assert ckpt("diff", "--into", run, save(tmp_path / "4.pt", 4, 4)).code == 0
+    assert ckpt("append", run, save(tmp_path / "4.pt", 4, 4)).code == 0
     assert ckpt("compact", run, "--keep", "last:1").code == 0  # step 2 is gone
     for command in ("inspect", "verify"):
         done = ckpt(command, tmp_path / "own.delta")

@@ -16,12 +16,13 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.tensor import Replicate
 
-from ckpt.pipeline import Resources, copy
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Goal
+from ckpt.job import save
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import tensor_names
-from ckpt_formats.engines.torch_save import PlainTorch
+from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal
 from damage import BAD_RULES, NOT_FOUND, UNSUPPORTED, ckpt
@@ -747,11 +748,11 @@ def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(s
         except CkptError:
             return  # no model in it, or names that meet
         assert lost(tree, found) == []
-        copy(found, Universal(), Goal(Path(folder) / "universal"), "", Resources(1, 1 << 20))
+        save(found, Path(folder) / "universal", Universal(), Resources(1, 1 << 20))
         universal = open_checkpoint(Path(folder) / "universal")
         assert lost(tree, universal) == []
-        copy(universal, PlainTorch(), Goal(Path(folder) / "ours.pt"), "", Resources(1, 1 << 20))
+        save(universal, Path(folder) / "ours.pt", Torch(), Resources(1, 1 << 20))
         assert lost(tree, open_checkpoint(Path(folder) / "ours.pt")) == []
-        copy(universal, PlainTorch(), Goal(Path(folder) / "back.pt", as_it_was=True), "", Resources(1, 1 << 20))
+        save(universal, Path(folder) / "back.pt", Torch(original=True), Resources(1, 1 << 20))
         back = torch.load(Path(folder) / "back.pt")
         assert {(place, raw(t)) for place, t in tensors_in(back)} == {(place, raw(t)) for place, t in tensors_in(tree)}

@@ -36,7 +36,7 @@ def train(kind: Kind, out: Path) -> None:
     run.save(out / "base")
     distributed.barrier()
     if distributed.get_rank() == 0:
-        done = ckpt("diff", "--into", out / "based.chain", out / "base", "--step", WARM_UP)
+        done = ckpt("append", out / "based.chain", out / "base", "--step", WARM_UP)
         assert done.code == 0, done.err
     distributed.barrier()
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Codecs of the gradients that a training run logs, chunk by chunk. docs/codecs.md specifies the bytes.
+"""Codecs for logged gradients of a training run, chunk by chunk. docs/codecs.md specifies the bytes.
 
-They are no codecs of checkpoints: no table of those has them.
+They are not codecs of checkpoints: the registry of those does not list them.
 """
 
 from ckpt_codecs.base import Codec
@@ -11,17 +11,17 @@ from ckpt_codecs.gradients.rounding import Bfloat16Gradients
 from ckpt_codecs.gradients.scaled import encode_scaled, find_factor
 
 GRADIENT_CODECS: dict[str, type[Codec]] = {"exact": ExactGradients, "bf16": Bfloat16Gradients, "int8": Int8Gradients}
-"""By the names that users type."""
+"""The codecs by their short names, as users type them."""
 
 
 def gradient_codec(name: str) -> Codec:
-    """A codec with its defaults. Raises `CodecError` if none has this name.
+    """The codec with this short name and default options. Raises `CodecError` if there is none.
 
     >>> gradient_codec("bf16").config()
     {'name': 'gradients-bf16', 'level': 'default'}
     """
     if name not in GRADIENT_CODECS:
-        raise CodecError(f"no codec of gradients is called {name!r}; there are: {', '.join(GRADIENT_CODECS)}")
+        raise CodecError(f"no gradient codec has the name {name!r}; there are: {', '.join(GRADIENT_CODECS)}")
     return GRADIENT_CODECS[name]()
 
 

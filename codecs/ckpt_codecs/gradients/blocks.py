@@ -1,4 +1,4 @@
-"""Gradients as 8-bit codes, with a scale for each block."""
+"""Gradients as 8-bit codes, with one scale for each block."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,16 +20,16 @@ from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 1 + ENTRY
 STORED_SCALE = np.uint32(0x7FC00000)
-"""The bits in the place of a scale where a block is stored as it is."""
+"""The bits in the place of the scale of a block that is stored as it is."""
 
 
 @dataclass(frozen=True)
 class Int8Gradients(GradientCodec):
-    """Blocks of 512 values; each becomes the nearest of 255 multiples of its block's scale, ties to even.
+    """Quantizes each value to the nearest of 255 multiples of the scale of its block of 512 values, ties to even.
 
     A scale is the largest magnitude of its block over 127, rounded up to 16 significant bits, so that multiples are
-    exact. A finite value comes back with an error of at most half the scale, and zero as 0.0. A block with a NaN or an
-    infinity comes back to the bit; so does one whose scale would be below 2**-125, or with a product that is infinite.
+    exact. The error of a decoded finite value is at most half the scale; zero decodes to 0.0. Three kinds of blocks are
+    exact: those with a NaN or an infinity, those with a scale below 2**-125, and those with an infinite product.
     """
 
     name: ClassVar[str] = "gradients-int8"
@@ -39,20 +39,20 @@ class Int8Gradients(GradientCodec):
         return encode_constant(array) or self._encode_blocks(as_uints(array), out) or encode_raw(array, out)
 
     def _encode_blocks(self, bits: Array, out: Array) -> Bytes | None:
-        """A chunk of mode 10; None if it gains nothing."""
+        """A chunk of mode 10; None if it is not smaller than the values. `bits`: (n,) uint32; `out`: uint8."""
         scales = thread_buffer("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
         stored = kernels.quantise_blocks(bits, scales, out[HEAD : HEAD + bits.size])
         if 2 * stored > scales.size or not bits.size:
             return None
-        effort = LEVELS[self.level]
-        at = lossless.write_streams([bits.size], [effort.max_ratio], [effort.sampled], out)
+        coding = LEVELS[self.level]
+        at = lossless.write_streams([bits.size], [coding.max_ratio], [coding.sampled], out)
         inner = Planes(self.level).encode_into(scales.view(np.float32), None, out[at + 4 :])
         put_number(out, at, len(inner))
         end = append(inner, out, at + 4)
-        for begin, limit in _stored_ranges(scales, bits.size) if stored else ():
-            if end + 4 * (limit - begin) > bits.nbytes:
+        for start, stop in _stored_blocks(scales, bits.size) if stored else ():
+            if end + 4 * (stop - start) > bits.nbytes:
                 return None
-            end = append(bits[begin:limit].view(np.uint8).data, out, end)
+            end = append(bits[start:stop].view(np.uint8).data, out, end)
         out[0] = BLOCKS
         return out[:end].data if end <= bits.nbytes else None
 
@@ -64,30 +64,30 @@ class Int8Gradients(GradientCodec):
         middle = at + 4
         end = middle + take_number(data, at)
         if end > len(data):
-            raise CodecError("a chunk ends in its scales")
+            raise CodecError("a chunk ends inside its scales")
         source = np.frombuffer(data, np.uint8)
         scales = thread_buffer("gradients-scales", 4 * _blocks(bits.size)).view(np.uint32)
         Planes().decode_into(data[middle:end], scales.view(np.float32), None)
         codes = streams.read(source, [data[1]], [HEAD, at], [bits.size], "gradients-codes")[0]
         if not kernels.restore_blocks(codes, scales, bits):
             raise CodecError("a scale is not a number of 16 significant bits")
-        stored = _stored_ranges(scales, bits.size)
+        stored = _stored_blocks(scales, bits.size)
         exact = data[end:]
-        if len(exact) != 4 * sum(limit - begin for begin, limit in stored):
-            raise CodecError(f"{len(exact)} bytes are not those of the blocks that are stored")
+        if len(exact) != 4 * sum(stop - start for start, stop in stored):
+            raise CodecError(f"a chunk has {len(exact)} bytes of stored blocks, which is not their size")
         at = 0
-        for begin, limit in stored:
-            size = 4 * (limit - begin)
-            bits[begin:limit].view(np.uint8)[:] = np.frombuffer(exact[at : at + size], np.uint8)
+        for start, stop in stored:
+            size = 4 * (stop - start)
+            bits[start:stop].view(np.uint8)[:] = np.frombuffer(exact[at : at + size], np.uint8)
             at += size
 
 
 def _blocks(size: int) -> int:
-    """How many blocks so many values have, the last one shorter."""
+    """The count of blocks of `size` values. The last block may be shorter."""
     return -(-size // BLOCK)
 
 
-def _stored_ranges(scales: Array, size: int) -> list[tuple[int, int]]:
-    """The blocks, of so many values in all, that are stored: begins and ends, ascending."""
-    begins = (BLOCK * np.flatnonzero(scales == STORED_SCALE)).tolist()
-    return [(begin, min(begin + BLOCK, size)) for begin in begins]
+def _stored_blocks(scales: Array, size: int) -> list[tuple[int, int]]:
+    """The start and stop of each stored block among `size` values, ascending. `scales`: (k,) uint32."""
+    starts = (BLOCK * np.flatnonzero(scales == STORED_SCALE)).tolist()
+    return [(start, min(start + BLOCK, size)) for start in starts]

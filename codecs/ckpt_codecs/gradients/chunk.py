@@ -1,4 +1,4 @@
-"""What the codecs of gradients share: checks of what they are given, and chunks inside chunks."""
+"""The common base of gradient codecs: checks of dtypes, and chunks inside chunks."""
 
 import numpy as np
 
@@ -11,37 +11,39 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class GradientCodec(LeveledCodec):
-    """A codec of float32 arrays, as chunks that `planes` or its own modes hold. No base is looked at."""
+    """A codec of float32 arrays whose chunks have a mode of `planes` or one of its own. It ignores the base."""
 
     def encode_into(self, array: Array, base: Array | None, out: Array) -> Bytes:
-        """A chunk of a float32 array of any shape, at most one byte longer than it.
+        """A chunk of a float32 array of any shape, at most one byte longer than its values.
 
         Raises:
-            NotApplicable: The array is of another dtype, or has more than 2**28 values.
+            NotApplicable: The array has another dtype, or more than 2**28 values.
         """
         if array.dtype != FLOAT32 or array.size > MAX_ELEMENTS:
             raise NotApplicable(
-                f"a chunk of gradients is float32, {MAX_ELEMENTS} values at most: {array.dtype}, {array.size}"
+                f"a chunk of gradients is at most {MAX_ELEMENTS} float32, not {array.size} {array.dtype}"
             )
-        enough = encode_bound(array.nbytes)
-        return self._encode(array, out if out.size >= enough else np.empty(enough, np.uint8))
+        capacity = encode_bound(array.nbytes)
+        return self._encode(array, out if out.size >= capacity else np.empty(capacity, np.uint8))
 
     def _encode(self, array: Array, out: Array) -> Bytes:
+        """A chunk of `array`, float32, possibly in `out`, uint8, which has enough room."""
         raise NotImplementedError
 
     def decode_into(self, data: Bytes, out: Array, base: Array | None) -> None:
+        """Fill `out`, float32 of any shape, from a chunk. Raises `CodecError` if the chunk is damaged."""
         check_dtype(out.dtype)
-        super().decode_into(memoryview(data), out, base)  # of which parts are no copies
+        super().decode_into(memoryview(data), out, base)  # slices of a memoryview are not copies
 
 
 def check_dtype(dtype: DType) -> None:
-    """Raises `CodecError` if values of this dtype are no gradients."""
+    """Raise `CodecError` unless the dtype is float32."""
     if dtype != FLOAT32:
         raise CodecError(f"gradients are float32, not {dtype}")
 
 
 def append(inner: Bytes, out: Array, at: int) -> int:
-    """Put bytes at a place of `out`, uint8, unless they lie there already; returns where they end."""
+    """Copy bytes to the offset `at` of `out`, (n,) uint8, unless they are there; return the offset of their end."""
     source = np.frombuffer(inner, np.uint8)
     end = at + source.size
     if source.ctypes.data != out.ctypes.data + at:
@@ -50,11 +52,12 @@ def append(inner: Bytes, out: Array, at: int) -> int:
 
 
 def take_number(data: Bytes, at: int) -> int:
-    """An unsigned number of 4 bytes. Raises `CodecError` if the chunk ends in it."""
+    """The unsigned little-endian number of 4 bytes at an offset. Raises `CodecError` if the chunk is too short."""
     if at + 4 > len(data):
-        raise CodecError("a chunk ends in its head")
+        raise CodecError("a chunk ends inside its head")
     return int.from_bytes(data[at : at + 4], "little")
 
 
 def put_number(out: Array, at: int, number: int) -> None:
+    """Write an unsigned little-endian number of 4 bytes at an offset of `out`, (n,) uint8."""
     out[at : at + 4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)

@@ -1,4 +1,4 @@
-"""Gradients to the last bit."""
+"""The lossless codec of gradients."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,9 +16,10 @@ from ckpt_codecs.lossless.float_planes import Planes, decode_planes
 
 @dataclass(frozen=True)
 class ExactGradients(GradientCodec):
-    """One value, few values among zeros, bfloat16 numbers times one factor, or planes: the first that holds the chunk.
+    """Stores a chunk in the first mode that can represent it.
 
-    Equality is of bits: -0.0 is no zero, and NaNs keep their payloads.
+    The modes are: one value, few values among zeros, bfloat16 numbers times one factor, planes. Values are compared by
+    their bits: -0.0 is not zero, and NaNs keep their payloads.
     """
 
     name: ClassVar[str] = "gradients-exact"
@@ -32,12 +33,12 @@ class ExactGradients(GradientCodec):
         )
 
     def _encode_values(self, values: Array, out: Array) -> Bytes:
-        """A chunk of the values of a sparse one."""
+        """The chunk of the values of a sparse chunk. `values`: (n,) float32."""
         chunk = encode_constant(values) or self._dense(values, out)
         if chunk[0] not in (RAW, FLOAT_PLANES):
             return chunk
-        other = encode_magnitudes(values, self.level)
-        return chunk if other is None or len(chunk) <= len(other) else other
+        magnitudes = encode_magnitudes(values, self.level)
+        return chunk if magnitudes is None or len(chunk) <= len(magnitudes) else magnitudes
 
     def _dense(self, array: Array, out: Array) -> Bytes:
         factor = find_factor(array)
@@ -51,7 +52,7 @@ class ExactGradients(GradientCodec):
 
 
 def decode_own(name: str, data: Bytes, out: Array) -> None:
-    """Fill float32 values from a chunk of a mode that is not plain. Raises `CodecError` if it is damaged."""
+    """Fill `out`, (n,) float32, from a chunk of a mode of gradients. Raises `CodecError` if the chunk is damaged."""
     if data[0] == SPARSE:
         decode_sparse(data, as_uints(out), lambda inner, values: _decode_inner(name, inner, values))
     else:
@@ -70,6 +71,6 @@ def _decode_dense(name: str, data: Bytes, out: Array) -> None:
 
 
 def _decode_inner(name: str, data: Bytes, out: Array) -> None:
-    """The same of the values of a sparse chunk, which are not sparse themselves."""
+    """Fill `out`, float32, from the chunk of the values of a sparse chunk, which is never sparse itself."""
     if not decode_trivial(data, out):
         _decode_dense(name, data, out)

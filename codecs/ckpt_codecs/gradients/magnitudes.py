@@ -1,6 +1,6 @@
-"""Values that are left where small ones were set to zero: magnitudes above a threshold, most of them close to it.
+"""The values of pruned gradients: magnitudes above a threshold, most of them close to it.
 
-Within a binade smaller ones are more frequent, so the code of the exponent takes in three bits of the mantissa.
+Inside a binade, smaller magnitudes are more frequent, so the code of the exponent includes three bits of the mantissa.
 """
 
 import numpy as np
@@ -15,40 +15,43 @@ from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 3
-"""The mode, the least top."""
+"""The bytes of the mode and of the smallest top."""
 _TOP, _LOW = np.uint32(21), np.uint32(5)
-"""Bits below the top of a magnitude with its sign behind it, and bits of its last plane."""
+"""The bits below the top of a magnitude, whose last bit is the sign; and the bits of the last plane."""
 _REST, _LAST = np.uint32((1 << 21) - 1), np.uint32(31)
 _ONE, _BYTE, _PLACE = np.uint32(1), np.uint32(8), np.uint32(24)
 
 
 def encode_magnitudes(values: Array, level: str) -> Bytes | None:
-    """A chunk of float32 values, in scratch of this thread; None if their magnitudes differ by more than 2**31."""
-    bits, effort = as_uints(values), LEVELS[level]
+    """A chunk of values, in a buffer of this thread; None if their magnitudes differ by a factor of more than 2**31.
+
+    `values`: (n,) float32. The chunk is valid until the next call in this thread.
+    """
+    bits, coding = as_uints(values), LEVELS[level]
     if bits.size < MIN_FLOATS:
         return None
-    turned = bits << _ONE | bits >> np.uint32(31)
-    tops = turned >> _TOP
-    least = tops.min()
-    tops -= least
+    rotated = bits << _ONE | bits >> np.uint32(31)
+    tops = rotated >> _TOP
+    min_top = tops.min()
+    tops -= min_top
     if tops.max() > 255:
         return None
-    rest = turned & _REST
+    rest = rotated & _REST
     planes = tops << _PLACE | rest >> _LOW << _BYTE | rest & _LAST
     out = thread_buffer("gradients-magnitudes", HEAD + 20 + planes.nbytes)
     area = out[HEAD - 1 :]
-    end = HEAD - 1 + lossless.write_planes(planes, False, effort.max_ratio, effort.sampled, area)
+    end = HEAD - 1 + lossless.write_planes(planes, False, coding.max_ratio, coding.sampled, area)
     out[0] = MAGNITUDES
-    out[1:HEAD] = np.frombuffer(int(least).to_bytes(2, "little"), np.uint8)
+    out[1:HEAD] = np.frombuffer(int(min_top).to_bytes(2, "little"), np.uint8)
     return out[:end].data
 
 
 def decode_magnitudes(data: Bytes, out: Array) -> None:
-    """Fill words, uint32, from a chunk of mode 11. Raises `CodecError` if it is damaged."""
+    """Fill `out`, (n,) uint32, with words from a chunk of mode 11. Raises `CodecError` if the chunk is damaged."""
     if len(data) < HEAD:
-        raise CodecError("a chunk ends in its head")
-    least = np.uint32(int.from_bytes(data[1:HEAD], "little"))
+        raise CodecError("a chunk ends inside its head")
+    min_top = np.uint32(int.from_bytes(data[1:HEAD], "little"))
     planes = thread_buffer("gradients-magnitudes", out.nbytes).view(np.uint32)
     read_planes(data[HEAD - 1 :], planes, False)
-    turned = (planes >> _PLACE) + least << _TOP | (planes >> _BYTE & np.uint32(0xFFFF)) << _LOW | planes & _LAST
-    out[:] = turned >> _ONE | turned << np.uint32(31)
+    rotated = (planes >> _PLACE) + min_top << _TOP | (planes >> _BYTE & np.uint32(0xFFFF)) << _LOW | planes & _LAST
+    out[:] = rotated >> _ONE | rotated << np.uint32(31)

@@ -18,10 +18,10 @@ from ckpt_codecs.scratch import thread_buffer
 
 @dataclass(frozen=True)
 class Bfloat16Gradients(GradientCodec):
-    """To nearest, ties to even (IEEE 754): a number beyond the largest bfloat16 becomes infinite.
+    """Rounds to the nearest bfloat16, ties to even (IEEE 754). Numbers beyond the largest bfloat16 become infinite.
 
-    A NaN stays one, without its payload. Other values that are bfloat16 numbers come back to the bit. Chunks are those
-    of `gradients-exact`.
+    A NaN stays a NaN but loses its payload. All other values that are bfloat16 numbers are exact. The chunks have the
+    modes of `gradients-exact`.
     """
 
     name: ClassVar[str] = "gradients-bf16"

@@ -1,4 +1,4 @@
-"""Chunks that are mostly zeros: where the other values stand, and the values."""
+"""Chunks that are mostly zeros: the gaps between the other values, and these values."""
 
 from collections.abc import Callable
 
@@ -16,15 +16,16 @@ from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import thread_buffer
 
 HEAD = 10
-"""The mode, how many values, how many bytes of gaps, the shift."""
+"""The bytes of the mode, the count of values, the count of bytes of gaps, and the shift."""
 DENSE = 4
-"""One value of so many that is not zero, and a chunk is none of these."""
+"""A chunk is dense if one value of this many, or more, is not zero."""
 
 
 def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array, Array], Bytes]) -> Bytes | None:
-    """A chunk of words, uint32, written to `out`; None if a fourth of them are not zero, none is, or it gains nothing.
+    """A sparse chunk of words, in `out`; None if the words are dense or all zero, or the chunk is not smaller.
 
-    `encode` makes a chunk of float32 values in the memory that it is given.
+    `words`: (n,) uint32. `out`: uint8. `encode` returns a chunk of float32 values, which it may write to its second
+    argument.
     """
     if not MIN_ELEMENTS <= words.size <= MAX_ELEMENTS:
         return None
@@ -47,33 +48,33 @@ def encode_sparse(words: Array, level: str, out: Array, encode: Callable[[Array,
 
 
 def decode_sparse(data: Bytes, out: Array, decode: Callable[[Bytes, Array], None]) -> None:
-    """Fill words, uint32, from a chunk of mode 9. Raises `CodecError` if it is damaged.
+    """Fill `out`, (n,) uint32, with words from a chunk of mode 9. Raises `CodecError` if the chunk is damaged.
 
     `decode` fills float32 values from a chunk of any other mode.
     """
     count, number, size = take_number(data, 1), take_number(data, 5), take_number(data, HEAD + 1)
     shift, begin = data[9], HEAD + ENTRY
-    if count > out.size or number > count + out.size // kernels.LONG_GAP or shift > kernels.MOST_SHIFT:
-        raise CodecError("there are more gaps or values than a chunk has room for")
+    if count > out.size or number > count + out.size // kernels.LONG_GAP or shift > kernels.MAX_SHIFT:
+        raise CodecError("a chunk states more gaps or values than it can have")
     middle = begin + size
     end = middle + kernels.lows_bytes(count, shift)
     if end > len(data):
-        raise CodecError("a chunk ends in its gaps")
+        raise CodecError("a chunk ends inside its gaps")
     source = np.frombuffer(data, np.uint8)
     gaps = streams.read(source, [data[HEAD]], [begin, middle], [number], "gradients-gaps")[0]
     values = thread_buffer("gradients-values", 4 * count).view(np.uint32)
     decode(data[end:], values.view(np.float32))
     if not kernels.merge_sparse(gaps, shift, source[middle:end], values, out):
-        raise CodecError("gaps do not fit the values between them")
+        raise CodecError("the gaps of a chunk do not fit its values")
 
 
 def shift_of(mean: int) -> int:
-    """How many of the lowest bits of gaps, of this mean, are noise: all but three bits of the mean."""
-    return min(max(mean.bit_length() - 3, 0), kernels.MOST_SHIFT)
+    """The count of low bits of gaps that are noise, for gaps with this mean: all but three bits of the mean."""
+    return min(max(mean.bit_length() - 3, 0), kernels.MAX_SHIFT)
 
 
 def _append_stream(plane: Array, level: str, out: Array) -> int:
-    """Put a stream and its entry of a directory after the head; returns where it ends."""
-    area, effort = out[HEAD - 1 :], LEVELS[level]
+    """Write a stream and its entry of a directory after the head; return the offset of its end. `plane`: (n,) uint8."""
+    area, coding = out[HEAD - 1 :], LEVELS[level]
     area[1 + ENTRY : 1 + ENTRY + plane.size] = plane
-    return HEAD - 1 + lossless.write_streams([plane.size], [effort.max_ratio], [effort.sampled], area)
+    return HEAD - 1 + lossless.write_streams([plane.size], [coding.max_ratio], [coding.sampled], area)

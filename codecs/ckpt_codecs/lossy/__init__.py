@@ -1,4 +1,4 @@
-"""Delta codecs that lose something, for those who asked for it. `docs/lossy-codecs.md` specifies the bytes."""
+"""Lossy delta codecs. A user must choose them: none is a default. `docs/lossy-codecs.md` specifies the bytes."""
 
 from ckpt_codecs.lossy.error_stats import ErrorStats, measure
 from ckpt_codecs.lossy.excp import Excp

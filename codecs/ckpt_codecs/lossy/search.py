@@ -1,28 +1,28 @@
-"""The coarsest quantiser whose loss the user's own evaluation still accepts."""
+"""A search for the largest quantizer step that the user's own evaluation accepts."""
 
 from collections.abc import Callable
 from math import sqrt
 
 
 def coarsest(
-    loss: Callable[[float], float], limit: float, least: float = 0.25, most: float = 8.0, tries: int = 6
+    loss: Callable[[float], float], limit: float, min_step: float = 0.25, max_step: float = 8.0, tries: int = 6
 ) -> float | None:
-    """The largest step, between `least` and `most`, at which `loss(step) <= limit`; None if there is none.
+    """The largest step from `min_step` to `max_step` that the search finds with `loss(step) <= limit`, or None.
 
-    Bisection of the steps' logarithms, so the loss is asked at most `tries + 2` times. What is returned was
-    itself asked about; that the loss grows with the step is assumed.
+    The search bisects the logarithm of the step. It calls `loss` at most `tries + 2` times, and always for the step
+    that it returns. It assumes that the loss grows with the step.
 
-    >>> coarsest(lambda step: step / 4, limit=1, least=1, most=16, tries=2)
+    >>> coarsest(lambda step: step / 4, limit=1, min_step=1, max_step=16, tries=2)
     4.0
     """
-    if loss(most) <= limit:
-        return most
-    if loss(least) > limit:
+    if loss(max_step) <= limit:
+        return max_step
+    if loss(min_step) > limit:
         return None
     for _ in range(tries):
-        middle = sqrt(least * most)
+        middle = sqrt(min_step * max_step)
         if loss(middle) <= limit:
-            least = middle
+            min_step = middle
         else:
-            most = middle
-    return least
+            max_step = middle
+    return min_step

@@ -1,6 +1,7 @@
-"""Our lossy delta codec: weights quantised in the subspace in which they move, moments told from factors and them.
+"""The lossy codec `subspace`: quantizes weights in the subspace in which they change, and predicts moments.
 
-`docs/lossy-codecs.md` specifies the bytes.
+Second moments become row and column factors, first moments a multiple of the change. `docs/lossy-codecs.md` specifies
+the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,247 +16,261 @@ from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossless.float_planes import Planes
-from ckpt_codecs.lossy import factors
-from ckpt_codecs.lossy import first_moment as first
-from ckpt_codecs.lossy import state_types as forms
-from ckpt_codecs.lossy import weight_transform as weights
+from ckpt_codecs.lossy import factors, first_moment, state_types
 from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 from ckpt_codecs.lossy.chunk_context import ChunkContext
 from ckpt_codecs.lossy.quantizer import Quantizer
-from ckpt_codecs.lossy.weight_transform import WeightTransform
+from ckpt_codecs.lossy.weight_transform import MAX_RANK, WeightTransform
 
-EXACT, SAME, FACTORS, WEIGHTS, FIRST = range(5)
-"""How a state is held in a chunk."""
-FIRSTS = ("derived", "coarse", "exact", "zero")
+EXACT, SAME, FACTORS, WEIGHTS, FIRST_MOMENTS = range(5)
+"""The kind of a section: how a chunk stores a state."""
+FIRST_MOMENT_OPTIONS = ("derived", "coarse", "exact", "zero")
 SAMPLES = 4
-"""Chunks of a parameter that tell its scale."""
+"""The chunks of a parameter from which `fit` computes the RMS."""
 _GRAIN = 2
-_FINE_RESIDUAL = 2
-FINE_STEP, FINE_ANCHOR_STEP = 1 / 8, 1 / 256
-ZERO = 0.6
+_SMALL_RESIDUAL = 2
+"""The step of the factors, and of the residuals of small chunks, in levels of 1/8 octave."""
+SMALL_STEP_SIZE, SMALL_BASE_STEP_SIZE = 1 / 8, 1 / 256
+DEAD_ZONE = 0.6
 """Half the width of the bin of zero, in steps."""
-_FEW = 256
-"""Values that nearly always tell that a state has changed."""
-TRIES, SHORTER = 40, 0.8
+_PREFIX = 256
+"""Values at the start of two states that almost always show whether they differ."""
+MAX_TRIES, STEP_REDUCTION = 40, 0.8
 
 
 @dataclass(frozen=True)
 class Subspace(DeltaCodec):
-    """Approximates all states of a parameter.
+    """Approximates all float states of a parameter.
 
-    `step`: of the quantiser, in units of the true change's root mean square, or
-    `anchor_step` of the weights' own where there is nothing before. `octaves`: second
-    moments are off by a factor of about 2^(octaves/2) at most, 0 for no bound. `rank`: of the
-    subspace, 0 for none. `first`: what becomes of first moments, one of `FIRSTS`.
-    `max_abs_err` bounds the error of every weight, `rel_error` the error of every
-    chunk of weights against their change, both in the Euclidean norm for the latter.
-    `scale` is the root mean square, which `survey` or `fit` finds.
+    `step_size`: that of the quantizer, in units of the root mean square (RMS) of the true change. `base_step_size`: the
+    same for chunks without a state before, in units of the RMS of the weights. `second_octaves`: second moments are off
+    by a factor of about 2^(second_octaves/2) at most; 0 means no bound. `rank`: the rank of the subspace; 0 means none.
+    `first_moments`: the method for first moments, one of `FIRST_MOMENT_OPTIONS`. `max_abs_err`: a bound of the absolute
+    error of every weight. `rel_error`: a bound, for every chunk, of the Euclidean norm of the weights' error over that
+    of their change. `rms`: the RMS in which steps are measured, set by `survey` or `fit`.
     """
 
     name: ClassVar[str] = "subspace"
     lossless: ClassVar[bool] = False
 
-    step: float = 2.0
+    step_size: float = 2.0
     rank: int = 32
-    octaves: float = 4.0
-    first: str = "derived"
-    anchor_step: float = 0.25
+    second_octaves: float = 4.0
+    first_moments: str = "derived"
+    base_step_size: float = 0.25
     max_abs_err: float | None = None
     rel_error: float | None = None
-    scale: float | None = None
+    rms: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("step", "anchor_step", "max_abs_err", "rel_error", "scale"):
+        for name in ("step_size", "base_step_size", "max_abs_err", "rel_error", "rms"):
             value = getattr(self, name)
-            if value is None and name in ("max_abs_err", "rel_error", "scale"):
+            if value is None and name in ("max_abs_err", "rel_error", "rms"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-                raise CodecError(f"{name} is a number above 0, not {value!r}")
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank <= weights.MOST_RANK:
-            raise CodecError(f"rank is a whole number of at most {weights.MOST_RANK}, not {self.rank!r}")
-        if not isinstance(self.octaves, int | float) or not 0 <= self.octaves <= 16:
-            raise CodecError(f"octaves is a number of at most 16, not {self.octaves!r}")
-        if self.first not in FIRSTS:
-            raise CodecError(f"first is one of {', '.join(FIRSTS)}, not {self.first!r}")
+                raise CodecError(f"{name} must be a number above 0, not {value!r}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank <= MAX_RANK:
+            raise CodecError(f"rank must be an integer from 0 to {MAX_RANK}, not {self.rank!r}")
+        if not isinstance(self.second_octaves, int | float) or not 0 <= self.second_octaves <= 16:
+            raise CodecError(f"second_octaves must be a number from 0 to 16, not {self.second_octaves!r}")
+        if self.first_moments not in FIRST_MOMENT_OPTIONS:
+            options = ", ".join(FIRST_MOMENT_OPTIONS)
+            raise CodecError(f"first_moments must be one of {options}, not {self.first_moments!r}")
 
     def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> "Subspace":
-        """The same codec with one scale for the whole state: so much of it, and a change of that."""
-        parts = [(size, *self._energy(change)) for size, change in samples if not forms.is_small(_shape(change))]
-        count = sum(size for size, _, some in parts if some)
-        energy = sum(size * energy / some for size, energy, some in parts if some)
-        return replace(self, scale=sqrt(energy / count)) if energy > 0 else self
+        """The same codec with one RMS for all parameters.
+
+        `samples`: for each parameter its number of elements, and one of its chunks.
+        """
+        parts = [(size, *self._energy(change)) for size, change in samples if not state_types.is_small(_shape(change))]
+        count = sum(size for size, _, sampled in parts if sampled)
+        energy = sum(size * energy / sampled for size, energy, sampled in parts if sampled)
+        return replace(self, rms=sqrt(energy / count)) if energy > 0 else self
 
     def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "Subspace":
-        if self.scale is not None:
+        """The same codec with the RMS of one parameter, unless the RMS is known."""
+        if self.rms is not None:
             return self
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
 
-    def at(self, step: float) -> "Subspace":
-        """The same codec with another step, that of anchors as much longer or shorter."""
-        return replace(self, step=step, anchor_step=self.anchor_step * step / self.step)
+    def at(self, step_size: float) -> "Subspace":
+        """The same codec with another step size; `base_step_size` changes by the same factor."""
+        return replace(self, step_size=step_size, base_step_size=self.base_step_size * step_size / self.step_size)
 
     def promised(self, state: str, form: StateTypes) -> Mapping[str, float]:
-        if state != forms.weights_of(form):
+        if state != state_types.weights_of(form):
             return {}
-        said = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
-        return {name: value for name, value in said.items() if value is not None}
+        bounds = {"promised_max_abs": self.max_abs_err, "promised_rel_change": self.rel_error}
+        return {name: value for name, value in bounds.items() if value is not None}
 
-    def broken_promise(self, change: StatePair, made: States) -> str | None:
-        name = forms.weights_of(change.after)
+    def broken_promise(self, change: StatePair, decoded: States) -> str | None:
+        name = state_types.weights_of(change.after)
         if name is None:
             return None
-        true, state = change.after[name], made[name]
+        true, state = change.after[name], decoded[name]
         if _same_bits(true, state):
             return None
         if not self._keeps_bound(true, state):
-            return f"a weight is off by more than {self.max_abs_err}"
-        before = ChunkContext(change.before, _shape(change)).wide_before(name)
-        near = self._is_near(forms.to_float32(true), state, before)
-        return None if near else f"the error of a chunk is more than {self.rel_error} of its change"
+            return f"the error of a weight is more than {self.max_abs_err}"
+        before = ChunkContext(change.before, _shape(change)).float32_before(name)
+        is_near = self._is_near(state_types.to_float32(true), state, before)
+        return None if is_near else f"the error of a chunk is more than {self.rel_error} of its change"
 
     def encode(self, change: StatePair) -> bytes:
         form = {name: array.dtype for name, array in change.after.items()}
-        forms.check(form)
+        state_types.check(form)
         if any(array.shape != _shape(change) for array in change.after.values()):
-            raise CodecError("the states of a chunk are of one shape")
-        made = ChunkContext(change.before, _shape(change), form)
-        return b"".join(self._section(name, change, made) for name in forms.in_order(form))
+            raise CodecError("the states of a chunk must have one shape")
+        context = ChunkContext(change.before, _shape(change), form)
+        return b"".join(self._encode_section(name, change, context) for name in state_types.in_order(form))
 
     def decode(
         self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
     ) -> dict[str, Array]:
-        made, source = ChunkContext(before, shape, form), ByteReader(data)
-        for name in forms.in_order(form):
-            (kind,), held = source.take(1), source.piece()
-            if wanted is None or wanted - made.states.keys():
-                made.states[name] = self._state(kind, held, name, form, made)
+        context, source = ChunkContext(before, shape, form), ByteReader(data)
+        for name in state_types.in_order(form):
+            (kind,), content = source.take(1), source.part()
+            if wanted is None or wanted - context.states.keys():
+                context.states[name] = self._decode_section(kind, content, name, form, context)
         source.end()
-        return {name: made.states[name] for name in form if wanted is None or name in wanted}
+        return {name: context.states[name] for name in form if wanted is None or name in wanted}
 
-    def _section(self, name: str, change: StatePair, made: ChunkContext) -> bytes:
-        """A state as bytes; `made` learns what comes of them."""
+    def _encode_section(self, name: str, change: StatePair, context: ChunkContext) -> bytes:
+        """The bytes of a state. Adds its decoded values to `context`."""
         form = {n: array.dtype for n, array in change.after.items()}
         true, old = change.after[name], change.before.get(name)
-        found = (EXACT, b"")
+        kind, content = EXACT, b""
         if old is not None and _same_bits(true, old):
-            found = (SAME, b"")
-        elif forms.is_approximated(true.dtype):
+            kind = SAME
+        elif state_types.is_approximated(true.dtype):
             try:
-                found = self._approximate(name, change, made)
+                kind, content = self._approximate(name, change, context)
             except NotApplicable:
-                found = (EXACT, b"")
-        if found[0] not in (EXACT, SAME):
-            state = self._state(*found, name, form, made)
-            if forms.is_finite(state):
-                made.states[name] = state
-                made.finite.add(name)
-                return bytes([found[0]]) + length_prefixed(found[1])
-            made.forget(name)
-            found = (EXACT, b"")
-        made.states[name] = true
-        return bytes([found[0]]) + length_prefixed(bytes(Planes().encode(true, None)) if found[0] == EXACT else b"")
+                kind = EXACT
+        if kind not in (EXACT, SAME):
+            state = self._decode_section(kind, content, name, form, context)
+            if state_types.is_finite(state):
+                context.states[name] = state
+                context.finite.add(name)
+                return bytes([kind]) + length_prefixed(content)
+            context.forget(name)
+            kind = EXACT
+        context.states[name] = true
+        return bytes([kind]) + length_prefixed(bytes(Planes().encode(true, None)) if kind == EXACT else b"")
 
-    def _approximate(self, name: str, change: StatePair, made: ChunkContext) -> tuple[int, bytes]:
-        true = forms.to_float32(change.after[name])
-        fine = forms.is_small(change.after[name].shape)
+    def _approximate(self, name: str, change: StatePair, context: ChunkContext) -> tuple[int, bytes]:
+        """The kind and the content of the section of a state. Raises `NotApplicable` if it must be exact."""
+        true = state_types.to_float32(change.after[name])
+        small = state_types.is_small(change.after[name].shape)
         if not true.size:
             raise NotApplicable("there are no values")
-        if name in forms.SECOND:
-            residual = 0 if true.shape[0] == 1 else _FINE_RESIDUAL if fine else round(8 * self.octaves)
-            return FACTORS, factors.encode(true, made.foretold(name), residual, _GRAIN)
-        if not forms.is_finite(true):
-            raise NotApplicable("some values are no numbers")
-        if name == forms.weights_of(change.after):
-            return WEIGHTS, self._weights(true, change.after[name], made.way(name), fine)
-        if name in forms.FIRST and self.first != "exact":
-            return FIRST, first.encode(true, made.told(change.after), self.first, fine)
-        raise NotApplicable("such a state is held exactly")
+        if name in state_types.SECOND_MOMENTS:
+            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else round(8 * self.second_octaves)
+            return FACTORS, factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
+        if not state_types.is_finite(true):
+            raise NotApplicable("some values are not finite")
+        if name == state_types.weights_of(change.after):
+            transform = context.weight_transform(name)
+            return WEIGHTS, self._encode_weights(true, change.after[name], transform, small)
+        if name in state_types.FIRST_MOMENTS and self.first_moments != "exact":
+            moment_context = context.moment_context(change.after)
+            return FIRST_MOMENTS, first_moment.encode(true, moment_context, self.first_moments, small)
+        raise NotApplicable("a state of this name is stored exactly")
 
-    def _weights(self, true: Array, given: Array, way: WeightTransform, fine: bool) -> bytes:
-        """As few bytes as keep what was promised."""
-        bound, rank = self.max_abs_err, 0 if fine else self.rank
+    def _encode_weights(self, true: Array, state: Array, transform: WeightTransform, small: bool) -> bytes:
+        """The bytes of weights with the largest step that keeps the promised bounds.
+
+        `true`: (n, m) float32, the values of `state`, which has the shape and the dtype of the chunk.
+        """
+        bound, rank = self.max_abs_err, 0 if small else self.rank
         if bound is not None:
-            way, rank = replace(way, factors=None), 0
-        values, energy = way.forward(true)
-        size = sqrt(energy / values.size)
-        if fine:
-            step, zero = size * (FINE_STEP if way.before is not None else FINE_ANCHOR_STEP), 0.5
-        elif way.before is not None:
-            step, zero = settled_step(self.step) * (self.scale or size), ZERO
+            transform, rank = replace(transform, factors=None), 0
+        values, energy = transform.scale(true)
+        rms = sqrt(energy / values.size)
+        if small:
+            step_size = rms * (SMALL_STEP_SIZE if transform.before is not None else SMALL_BASE_STEP_SIZE)
+            zero = 0.5
+        elif transform.before is not None:
+            step_size, zero = settled_step(self.step_size) * (self.rms or rms), DEAD_ZONE
         else:
-            step, zero = self.anchor_step * size, 0.5
+            step_size, zero = self.base_step_size * rms, 0.5
         if bound is not None:
-            step, zero = min(2 * bound, step) if fine else 2 * bound, 0.5
-        turned = way.into(values, rank)
-        for _ in range(TRIES):
-            data = way.encode(turned, Quantizer(step or 1.0, zero))
+            step_size, zero = min(2 * bound, step_size) if small else 2 * bound, 0.5
+        rotated = transform.rotate(values, rank)
+        for _ in range(MAX_TRIES):
+            data = transform.encode(rotated, Quantizer(step_size or 1.0, zero))
             if bound is None and self.rel_error is None:
                 return data
-            state = forms.to_state_dtype(way.back(data, np.empty(true.shape, np.float32)), given.dtype, given.shape)
-            if self._keeps_bound(given, state) and self._is_near(true, state, way.before):
+            weights = transform.decode(data, np.empty(true.shape, np.float32))
+            decoded = state_types.to_state_dtype(weights, state.dtype, state.shape)
+            if self._keeps_bound(state, decoded) and self._is_near(true, decoded, transform.before):
                 return data
-            step *= SHORTER if self.rel_error is not None else 0.99
-        raise NotApplicable("no step keeps what was promised")
+            step_size *= STEP_REDUCTION if self.rel_error is not None else 0.99
+        raise NotApplicable("no step size keeps the promised bounds")
 
-    def _keeps_bound(self, true: Array, state: Array) -> bool:
-        """Is every weight as near as was promised?"""
+    def _keeps_bound(self, true: Array, decoded: Array) -> bool:
+        """Is the error of every weight within `max_abs_err`? Both arrays have the shape and dtype of the chunk."""
         if self.max_abs_err is None:
             return True
-        off = np.abs(true.astype(np.float64) - state.astype(np.float64))
-        return bool(off.max(initial=0) <= self.max_abs_err)
+        error = np.abs(true.astype(np.float64) - decoded.astype(np.float64))
+        return bool(error.max(initial=0) <= self.max_abs_err)
 
-    def _is_near(self, true: Array, state: Array, before: Array | None) -> bool:
+    def _is_near(self, true: Array, decoded: Array, before: Array | None) -> bool:
+        """Is the error within `rel_error` of the change? `true`, `before`: (n, m) float32; `decoded`: the state."""
         if self.rel_error is None:
             return True
-        wide = true.astype(np.float64)
-        off = np.square(wide - forms.to_float32(state)).sum()
-        return bool(off <= self.rel_error**2 * np.square(wide - (0 if before is None else before)).sum())
+        actual = true.astype(np.float64)
+        error = np.square(actual - state_types.to_float32(decoded)).sum()
+        return bool(error <= self.rel_error**2 * np.square(actual - (0 if before is None else before)).sum())
 
-    def _state(self, kind: int, held: bytes, name: str, form: StateTypes, made: ChunkContext) -> Array:
-        """The state that a section holds."""
-        dtype, shape = form[name], made.shape
+    def _decode_section(self, kind: int, content: bytes, name: str, form: StateTypes, context: ChunkContext) -> Array:
+        """The state in a section, with its own shape and dtype. Raises `CodecError` if the section is damaged."""
+        dtype, shape = form[name], context.shape
         if kind == EXACT:
-            return Planes().decode(held, shape, dtype, None)
+            return Planes().decode(content, shape, dtype, None)
         if kind == SAME:
-            old = made.before.get(name)
-            if old is None or held or old.shape != shape or old.dtype != dtype:
+            old = context.before.get(name)
+            if old is None or content or old.shape != shape or old.dtype != dtype:
                 raise CodecError(f"a lossy chunk needs the {name} before it")
             return old
-        if not forms.is_approximated(dtype):
-            raise CodecError(f"a lossy chunk does not hold {dtype}")
-        if kind == FACTORS and name in forms.SECOND:
-            found = factors.decode(held, made.foretold(name), made.room())
-            made.found_factors[name] = found
-            return forms.to_state_dtype(found.values, dtype, shape)
-        if kind == WEIGHTS and name == forms.weights_of(form):
-            return forms.to_state_dtype(made.way(name).back(held, made.room()), dtype, shape)
-        if kind == FIRST and name in forms.FIRST:
-            return forms.to_state_dtype(first.decode(held, made.told(form), made.room()), dtype, shape)
-        raise CodecError(f"a lossy chunk holds {name} in no way that is known")
+        if not state_types.is_approximated(dtype):
+            raise CodecError(f"a lossy chunk cannot approximate {dtype}")
+        if kind == FACTORS and name in state_types.SECOND_MOMENTS:
+            decoded = factors.decode(content, context.predicted_factors(name), context.new_buffer())
+            context.decoded_factors[name] = decoded
+            values = decoded.values
+        elif kind == WEIGHTS and name == state_types.weights_of(form):
+            values = context.weight_transform(name).decode(content, context.new_buffer())
+        elif kind == FIRST_MOMENTS and name in state_types.FIRST_MOMENTS:
+            values = first_moment.decode(content, context.moment_context(form), context.new_buffer())
+        else:
+            raise CodecError(f"a lossy chunk has an unknown kind for {name}")
+        return state_types.to_state_dtype(values, dtype, shape)
 
     def _energy(self, change: StatePair) -> tuple[float, int]:
-        """The sum of squares of what is to be quantised, and of how many values."""
-        made, name = ChunkContext(change.before, _shape(change), change.after), forms.weights_of(change.after)
+        """The sum of squares of the scaled change of the weights, and the count of its values; zeros if unknown."""
+        context, name = ChunkContext(change.before, _shape(change), change.after), state_types.weights_of(change.after)
         if name is None or name not in change.before:
             return 0.0, 0
-        for second in forms.SECOND:
+        for second in state_types.SECOND_MOMENTS:
             if second in change.after:
-                self._section(second, change, made)
-        true = forms.to_float32(change.after[name])
-        if not forms.is_finite(true):
+                self._encode_section(second, change, context)
+        true = state_types.to_float32(change.after[name])
+        if not state_types.is_finite(true):
             return 0.0, 0
-        values, energy = made.way(name).forward(true)
+        values, energy = context.weight_transform(name).scale(true)
         return energy, values.size
 
 
-def settled_step(step: float) -> float:
-    """A step in units of what is to be quantised, for one in units of the true change.
+def settled_step(step_size: float) -> float:
+    """The step size in units of the quantized values, for one in units of the true change.
 
-    What is to be quantised is the true change and the error before it. Were steps a multiple of both, long ones would
-    feed on their own errors; so the part that errors take of it once they have settled, at most
-    evenly spread over the bin of zero, is taken away. Then errors stay where they are, however long the chain.
+    The quantized values are the sum of the true change and of the error of the step before. If step sizes were a
+    multiple of that sum, errors would grow along a chain when steps are large. So this function removes the share of
+    the errors in equilibrium, where they are at most uniform over the bin of zero. Errors then stay constant in chains
+    of any length.
     """
-    return step / sqrt(1 + ZERO**2 / 3 * step**2)
+    return step_size / sqrt(1 + DEAD_ZONE**2 / 3 * step_size**2)
 
 
 def _shape(change: StatePair) -> Shape:
@@ -266,6 +281,6 @@ def _shape(change: StatePair) -> Shape:
 def _same_bits(a: Array, b: Array) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    words = f"u{min(a.dtype.itemsize, 8)}"
-    one, other = (np.ascontiguousarray(x).reshape(-1).view(words) for x in (a, b))
-    return np.array_equal(one[:_FEW], other[:_FEW]) and np.array_equal(one, other)
+    uint = f"u{min(a.dtype.itemsize, 8)}"
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(uint) for x in (a, b))
+    return np.array_equal(first[:_PREFIX], second[:_PREFIX]) and np.array_equal(first, second)

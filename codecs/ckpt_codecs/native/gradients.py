@@ -1,9 +1,9 @@
-"""The kernels of gradients' codecs, as functions of arrays. `codecs/kernels/gradients.h` says what each does.
+"""The kernels of gradient codecs, as functions of arrays. `codecs/kernels/gradients.h` states what each computes.
 
-Words are the bits of float32, flat uint32. Arrays have no gaps.
+`words`: (n,) uint32, the bits of float32. Arrays are C-contiguous; output arrays are filled in place.
 
 Raises:
-    CodecError: Arrays have other dtypes or sizes: a mistake of ckpt's own.
+    CodecError: An array has another dtype or size, which is a bug in ckpt.
 """
 
 import numpy as np
@@ -25,30 +25,30 @@ SIGNATURES = {
 kernels = bind(SIGNATURES)
 
 BLOCK = 512
-"""Words that share a scale."""
+"""The number of words that share a scale."""
 LONG_GAP = 255
-"""The byte of a gap that stands for as many, and no word yet."""
-MOST_SHIFT = 24
-"""The most bits of a gap that are no part of its byte."""
+"""A byte with this value adds itself to a gap, which continues in the next byte."""
+MAX_SHIFT = 24
+"""The maximum number of low bits of a gap that are stored outside its byte."""
 
 _UINT8, _UINT16, _UINT32 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
 
 
 def count_words(words: Array) -> int:
-    """How many words are not zero."""
+    """The count of words that are not zero. `words`: (n,) uint32."""
     return int(kernels.count_words(address(words, _UINT32), words.size))
 
 
-def lows_bytes(values: int, shift: int) -> int:
-    """Bytes that the lowest bits of the gaps before so many values take."""
-    return -(-values * shift // 8)
+def lows_bytes(count: int, shift: int) -> int:
+    """The bytes that the low bits of the gaps of `count` values take."""
+    return -(-count * shift // 8)
 
 
 def split_sparse(words: Array, shift: int, gaps: Array, lows: Array, values: Array) -> int:
-    """Split words into those that are not zero, to `values`, uint32, and the gaps before them.
+    """Split words into the values that are not zero and the gaps before them; return the count of bytes in `gaps`.
 
-    Of each gap the lowest `shift` bits go to `lows`, uint8, `lows_bytes` of them; the rest goes to `gaps`, uint8.
-    `values`: as many as words that are not zero. `gaps`: as many, and words.size // 255. Returns how many of these.
+    The lowest `shift` bits of each gap go to `lows`, the others to `gaps`. `words`: (n,) uint32; `values`: (k,) uint32,
+    k words are not zero; `gaps`: (k + n // 255,) uint8; `lows`: (lows_bytes(k, shift),) uint8.
     """
     return int(
         kernels.split_sparse(
@@ -59,7 +59,10 @@ def split_sparse(words: Array, shift: int, gaps: Array, lows: Array, values: Arr
 
 
 def merge_sparse(gaps: Array, shift: int, lows: Array, values: Array, words: Array) -> bool:
-    """The words again; False if gaps and values do not fit them."""
+    """Fill `words`, (n,) uint32, from the arrays of `split_sparse`. Returns False if gaps and values do not fit n.
+
+    `gaps`: uint8; `lows`: uint8; `values`: (k,) uint32.
+    """
     failed = kernels.merge_sparse(
         *(address(gaps, _UINT8), gaps.size, shift, address(lows, _UINT8), lows.size),
         *(address(values, _UINT32), values.size, address(words, _UINT32, writable=True), words.size),
@@ -68,28 +71,34 @@ def merge_sparse(gaps: Array, shift: int, lows: Array, values: Array, words: Arr
 
 
 def find_factor(words: Array) -> int:
-    """The bits of the factor of which 64 of the words are multiples by bfloat16 numbers; 0 if there is none."""
+    """The bits of a factor, as float32, so that 64 sampled words are bfloat16 numbers times it; 0 if there is none.
+
+    `words`: (n,) uint32.
+    """
     return int(kernels.find_factor(address(words, _UINT32), words.size))
 
 
 def divide_by_factor(words: Array, factor: float, out: Array) -> bool:
-    """Write the bfloat16 numbers, as uint16, of which the words are multiples; False if the words do not come back."""
+    """Fill `out`, (n,) uint16, with the bfloat16 numbers that give the words, (n,) uint32, when multiplied by a factor.
+
+    Returns False if the product of some number is not the exact word.
+    """
     _check_sizes(words.size, out)
     return bool(
         kernels.divide_by_factor(address(words, _UINT32), words.size, factor, address(out, _UINT16, writable=True))
     )
 
 
-def multiply_by_factor(values: Array, factor: float, words: Array) -> None:
-    """Multiply bfloat16 numbers, as uint16."""
-    _check_sizes(values.size, words)
-    kernels.multiply_by_factor(address(values, _UINT16), values.size, factor, address(words, _UINT32, writable=True))
+def multiply_by_factor(numbers: Array, factor: float, words: Array) -> None:
+    """Fill `words`, (n,) uint32, with bfloat16 numbers, (n,) uint16, times a factor."""
+    _check_sizes(numbers.size, words)
+    kernels.multiply_by_factor(address(numbers, _UINT16), numbers.size, factor, address(words, _UINT32, writable=True))
 
 
 def quantise_blocks(words: Array, scales: Array, codes: Array) -> int:
-    """Quantise blocks of 512 words to codes, uint8, with scales, uint32, one for each block.
+    """Quantize blocks of 512 words; return the count of blocks that must be stored as they are.
 
-    Returns how many blocks are to be stored as they are.
+    `words`: (n,) uint32; `scales`: (ceil(n / 512),) uint32, the bits of float32; `codes`: (n,) uint8.
     """
     _check_sizes(words.size, codes)
     return int(
@@ -101,7 +110,10 @@ def quantise_blocks(words: Array, scales: Array, codes: Array) -> int:
 
 
 def restore_blocks(codes: Array, scales: Array, words: Array) -> bool:
-    """The words again, zeros in blocks that are stored; False if a scale is none."""
+    """Fill `words` from codes and scales, with zeros in blocks that are stored. Returns False if a scale is not valid.
+
+    `codes`: (n,) uint8; `scales`: (ceil(n / 512),) uint32; `words`: (n,) uint32.
+    """
     _check_sizes(codes.size, words)
     failed = kernels.restore_blocks(
         *(address(codes, _UINT8), codes.size, address(scales, _UINT32), scales.size),
@@ -112,4 +124,4 @@ def restore_blocks(codes: Array, scales: Array, words: Array) -> bool:
 
 def _check_sizes(size: int, out: Array) -> None:
     if out.size != size:
-        raise CodecError(f"{size} elements do not become {out.size}: this is a mistake of ckpt's own")
+        raise CodecError(f"{size} elements do not become {out.size}: this is a bug in ckpt")

@@ -1,7 +1,9 @@
-"""The compiled kernels of lossy codecs. `lossy.h` says what each computes; `docs/lossy-codecs.md` specifies it.
+"""The compiled kernels of lossy codecs. `lossy.h` states what each computes; `docs/lossy-codecs.md` specifies it.
 
-Matrices are n x m and C-contiguous, float32 unless another dtype is named. Outputs are written in place and share no
-memory with inputs. Every function raises CodecError where arrays have other dtypes or shapes: a mistake of ckpt's own.
+Arrays are C-contiguous. Output arrays are filled in place and share no memory with inputs.
+
+Raises:
+    CodecError: An array has another dtype or shape, which is a bug in ckpt.
 """
 
 import numpy as np
@@ -43,7 +45,10 @@ F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def model_symbols(symbols: Array, columns: int, shift: int, decisions: Array) -> int:
-    """Fill in the binary decisions (uint16) that encode int32 symbols in rows of `columns`; how many there are."""
+    """Write the binary decisions that encode symbols, and return their count.
+
+    `symbols`: (n,) int32, in rows of `columns`. `decisions`: uint16, with room for all.
+    """
     return int(
         kernels.model_symbols(
             address(symbols, I32),
@@ -58,13 +63,19 @@ def model_symbols(symbols: Array, columns: int, shift: int, decisions: Array) ->
 
 
 def code_decisions(decisions: Array, count: int, out: Array) -> int:
-    """Code the first `count` decisions (uint16) at the end of `out` (uint8); where the code begins."""
+    """Write the code of the first `count` decisions at the end of `out`, and return the index where it begins.
+
+    `decisions`: uint16; `out`: (2 * count + 4,) uint8 or longer.
+    """
     _require(0 <= count <= decisions.size)
     return int(kernels.code_decisions(address(decisions, U16), count, address(out, U8, writable=True), out.size))
 
 
 def decode_symbols(code: Array, columns: int, shift: int, symbols: Array) -> bool:
-    """Fill in int32 symbols in rows of `columns` from their code (uint8); False if it is not theirs."""
+    """Fill symbols from their code. Returns False if the code is damaged.
+
+    `code`: uint8; `symbols`: (n,) int32, in rows of `columns`.
+    """
     decoded = kernels.decode_symbols(
         address(code, U8),
         code.size,
@@ -78,42 +89,48 @@ def decode_symbols(code: Array, columns: int, shift: int, symbols: Array) -> boo
 
 
 def multiply(a: Array, x: Array, out: Array) -> None:
-    """`out = a @ x`, for a of n x m, x of m x k."""
+    """Compute `out = a @ x`. `a`: (n, m), `x`: (m, k), `out`: (n, k), all float32."""
     (n, m), k = a.shape, x.shape[1]
     _require(x.shape == (m, k) and out.shape == (n, k))
     kernels.multiply(address(a, F32), n, m, address(x, F32), k, address(out, F32, writable=True))
 
 
 def multiply_transposed(a: Array, x: Array, out: Array) -> None:
-    """`out = a.T @ x`, for a of n x m, x of n x k."""
+    """Compute `out = a.T @ x`. `a`: (n, m), `x`: (n, k), `out`: (m, k), all float32."""
     (n, m), k = a.shape, x.shape[1]
     _require(x.shape == (n, k) and out.shape == (m, k))
     kernels.multiply_transposed(address(a, F32), n, m, address(x, F32), k, address(out, F32, writable=True))
 
 
 def subtract_product(y: Array, a: Array, b: Array) -> None:
-    """`y -= a @ b`, product after product, for y of n x m, a of n x k."""
+    """Compute `y -= a @ b`, product after product. `y`: (n, m), `a`: (n, k), `b`: (k, m), all float32."""
     (n, m), k = y.shape, a.shape[1]
     _require(a.shape == (n, k) and b.shape == (k, m))
-    room = scratch(kernels.subtract_product_scratch(k))
-    kernels.subtract_product(address(y, F32, writable=True), n, m, address(a, F32), k, address(b, F32), *room)
+    memory = scratch(kernels.subtract_product_scratch(k))
+    kernels.subtract_product(address(y, F32, writable=True), n, m, address(a, F32), k, address(b, F32), *memory)
 
 
 def decompose_qr(y: Array, w: Array, t: Array) -> None:
-    """Fill in the reflections `1 - w @ t @ w.T` of y's QR decomposition, for y and w of n x k, t of k x k; n >= k."""
+    """Fill `w` and `t` with the reflections `1 - w @ t @ w.T` of the QR decomposition of `y`.
+
+    `y` and `w`: (n, k) with n >= k; `t`: (k, k); all float32.
+    """
     n, k = y.shape
     _require(w.shape == (n, k) and t.shape == (k, k))
-    room = scratch(kernels.decompose_qr_scratch(n, k))
-    kernels.decompose_qr(address(y, F32), n, k, address(w, F32, writable=True), address(t, F32, writable=True), *room)
+    memory = scratch(kernels.decompose_qr_scratch(n, k))
+    kernels.decompose_qr(address(y, F32), n, k, address(w, F32, writable=True), address(t, F32, writable=True), *memory)
 
 
 def is_finite(values: Array) -> bool:
-    """Are all of these float32 of any shape numbers?"""
+    """Are all values finite? `values`: any shape, float32."""
     return bool(kernels.is_finite(address(values, F32), values.size))
 
 
 def sum_rows_and_columns(values: Array, rows: Array, columns: Array) -> tuple[int, int]:
-    """Fill in the float64 sums of n rows and m columns. The least and the largest bits of all values, as uint32."""
+    """Fill in the sums of rows and columns; return the smallest and the largest value's bits, as uint32.
+
+    `values`: (n, m) float32; `rows`: (n,) float64; `columns`: (m,) float64.
+    """
     _require((rows.size, columns.size) == values.shape)
     extremes = np.empty(2, U32)
     kernels.sum_rows_and_columns(
@@ -127,7 +144,10 @@ def sum_rows_and_columns(values: Array, rows: Array, columns: Array) -> tuple[in
 
 
 def sum_levels(values: Array, rows: Array, columns: Array) -> None:
-    """Fill in the int64 sums of the levels (eighths of an octave, signs ignored) of n rows and m columns."""
+    """Fill in the sums of the levels (1/8 octave, signs ignored) of rows and columns.
+
+    `values`: (n, m) float32; `rows`: (n,) int64; `columns`: (m,) int64.
+    """
     _require((rows.size, columns.size) == values.shape)
     kernels.sum_levels(
         address(values, F32), *values.shape, address(rows, I64, writable=True), address(columns, I64, writable=True)
@@ -135,11 +155,12 @@ def sum_levels(values: Array, rows: Array, columns: Array) -> None:
 
 
 def encode_residuals(
-    values: Array, rows: Array, columns: Array, step: int, fine_levels: Array, residuals: Array
+    values: Array, rows: Array, columns: Array, step_size: int, fine_levels: Array, residuals: Array
 ) -> int:
-    """Fill in the int32 multiples of `step` levels nearest to what the levels of rows and columns (int32) lack.
+    """Fill in the residuals of values against the levels of their row and column; return the sum of their magnitudes.
 
-    Values are not negative; zeros have the residual 0. `fine_levels` is `lattice.fine()`. The sum of the magnitudes.
+    A residual is the nearest multiple of `step_size` levels; that of zero is 0. `values`: (n, m) float32, not negative;
+    `rows`: (n,) int32; `columns`: (m,) int32; `fine_levels`: those of `log_levels`; `residuals`: (n, m) int32.
     """
     _require((rows.size, columns.size) == values.shape == residuals.shape)
     return int(
@@ -148,7 +169,7 @@ def encode_residuals(
             *values.shape,
             address(rows, I32),
             address(columns, I32),
-            step,
+            step_size,
             address(fine_levels, I32),
             fine_levels.size,
             address(residuals, I32, writable=True),
@@ -157,11 +178,12 @@ def encode_residuals(
 
 
 def decode_levels(
-    rows: Array, columns: Array, step: int, residuals: Array | None, zeros: Array | None, out: Array
+    rows: Array, columns: Array, step_size: int, residuals: Array | None, zeros: Array | None, out: Array
 ) -> None:
-    """Fill in the values of the levels of rows and columns (int32), with so many steps of levels for each residual.
+    """Fill in values from the levels of their row and column, plus `step_size` levels times the residual.
 
-    `residuals` and `zeros` are int32 of n x m; where `zeros` is not 0, the value is 0.
+    Where `zeros` is not 0, the value is 0. `rows`: (n,) int32; `columns`: (m,) int32; `residuals` and `zeros`: (n, m)
+    int32; `out`: (n, m) float32.
     """
     _require((rows.size, columns.size) == out.shape)
     _require(all(array is None or array.shape == out.shape for array in (residuals, zeros)))
@@ -169,7 +191,7 @@ def decode_levels(
         address(rows, I32),
         address(columns, I32),
         *out.shape,
-        step,
+        step_size,
         optional_address(residuals, I32),
         optional_address(zeros, I32),
         address(out, F32, writable=True),
@@ -177,7 +199,10 @@ def decode_levels(
 
 
 def update_direction(first: Array, second: Array, rows: Array, columns: Array, out: Array) -> bool:
-    """Fill in the first moment over the root of the second, clipped, times row and column. Is any of it not 0?"""
+    """Fill in the first moment over the root of the second, clipped, times the scales. Is any of it not 0?
+
+    `first`, `second` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
+    """
     _require(first.shape == second.shape == out.shape == (rows.size, columns.size))
     return bool(
         kernels.update_direction(
@@ -194,7 +219,10 @@ def update_direction(first: Array, second: Array, rows: Array, columns: Array, o
 def derive_first_moment(
     factor: float | np.floating, after: Array, before: Array, second: Array | None, out: Array
 ) -> None:
-    """Fill in `factor` times the change of the weights, times the root of the second moment if there is one."""
+    """Fill in `factor` times the change of the weights, times the root of the second moment if there is one.
+
+    All arrays: (n, m) float32.
+    """
     _require(after.shape == before.shape == out.shape and (second is None or second.shape == out.shape))
     kernels.derive_first_moment(
         factor,
@@ -207,7 +235,10 @@ def derive_first_moment(
 
 
 def fit_first_moment(after: Array, before: Array, second: Array | None, moment: Array) -> tuple[float, float]:
-    """Of what `derive_first_moment` computes for 1: the sums of the squares and of the products with `moment`."""
+    """The sums for fitting the factor of `derive_first_moment`. All arrays: (n, m) float32.
+
+    For its result with the factor 1: the sum of the squares, and the sum of the products with `moment`.
+    """
     _require(after.shape == before.shape == moment.shape and (second is None or second.shape == moment.shape))
     sums = np.empty(2, F64)
     kernels.fit_first_moment(
@@ -223,7 +254,10 @@ def fit_first_moment(after: Array, before: Array, second: Array | None, moment: 
 
 
 def scale_change(after: Array, before: Array | None, rows: Array, columns: Array, out: Array) -> float:
-    """Fill in what changed since `before`, if there is one, times row and column. The sum of its squares."""
+    """Fill in the change since `before`, if there is one, times the scales; return the sum of its squares.
+
+    `after`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
+    """
     _require(after.shape == out.shape == (rows.size, columns.size) and (before is None or before.shape == out.shape))
     energy = np.empty(1, F64)
     kernels.scale_change(
@@ -240,7 +274,10 @@ def scale_change(after: Array, before: Array | None, rows: Array, columns: Array
 
 
 def unscale_change(values: Array, rows: Array, columns: Array, before: Array | None, out: Array) -> None:
-    """Fill in values times row and column, added to `before` if there is one."""
+    """Fill in values times the scales, plus `before` if there is one.
+
+    `values`, `before` and `out`: (n, m); `rows`: (n,) scales; `columns`: (m,) scales; all float32.
+    """
     _require(values.shape == out.shape == (rows.size, columns.size) and (before is None or before.shape == out.shape))
     kernels.unscale_change(
         address(values, F32),
@@ -253,33 +290,39 @@ def unscale_change(values: Array, rows: Array, columns: Array, before: Array | N
 
 
 def quantize(
-    values: Array, step: float | np.floating, offset: float | np.floating, codes: Array, sizes: Array, counts: Array
+    values: Array, step_size: float | np.floating, offset: float | np.floating, codes: Array, sums: Array, counts: Array
 ) -> bool:
-    """Fill in values as multiples (int32) of a step: |value| / step + `offset`, rounded down, with the value's sign.
+    """Fill in the codes of values: |value| / step_size + `offset`, rounded down, with the value's sign.
 
-    `counts` (4 int64) has the sum of all magnitudes, then how often 1, 2 and 3 occur; `sizes` (4 float64) what these
-    stand for in sum, in steps. False, and nothing is filled in, where a value is too large for the step or no number.
+    Returns False, and fills in nothing, if a value is too large for the step size or not finite. `values`: any shape,
+    float32; `codes`: the same shape, int32; `counts`: (4,) int64, the sum of all magnitudes, then the counts of the
+    magnitudes 1, 2 and 3; `sums`: (4,) float64, the sums of the values with these magnitudes, in steps.
     """
-    _require(values.shape == codes.shape and sizes.size == counts.size == 4)
+    _require(values.shape == codes.shape and sums.size == counts.size == 4)
     return bool(
         kernels.quantize(
             address(values, F32),
             values.size,
-            step,
+            step_size,
             offset,
             address(codes, I32, writable=True),
-            address(sizes, F64, writable=True),
+            address(sums, F64, writable=True),
             address(counts, I64, writable=True),
         )
     )
 
 
-def dequantize(codes: Array, near: Array, step: float | np.floating, out: Array) -> None:
-    """Fill in the values of multiples of a step: for magnitudes of 0 to 3 the four of `near`, else so many steps."""
-    _require(codes.shape == out.shape and near.size == 4)
-    kernels.dequantize(address(codes, I32), out.size, address(near, F32), step, address(out, F32, writable=True))
+def dequantize(codes: Array, small_values: Array, step_size: float | np.floating, out: Array) -> None:
+    """Fill in the values of codes: for magnitudes of 0 to 3 those of `small_values`, else the multiple of the step.
+
+    `codes`: any shape, int32; `small_values`: (4,) float32; `out`: the shape of `codes`, float32.
+    """
+    _require(codes.shape == out.shape and small_values.size == 4)
+    kernels.dequantize(
+        address(codes, I32), out.size, address(small_values, F32), step_size, address(out, F32, writable=True)
+    )
 
 
 def _require(fits: bool) -> None:
     if not fits:
-        raise CodecError("the shapes of arrays do not fit: this is a mistake of ckpt's own")
+        raise CodecError("the shapes of arrays do not fit: this is a bug in ckpt")

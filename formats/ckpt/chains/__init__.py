@@ -1,1 +1,1 @@
-"""What `diff --into`, `restore`, `log`, `compact` and `verify` do with chains."""
+"""What `append`, `restore`, `log`, `compact` and `verify` do with chains."""

@@ -1,39 +1,29 @@
-"""`ckpt compact`: fewer members, and deltas folded into bases, without losing a state that is kept."""
+"""Compact a chain: fewer members, and deltas folded into bases, without losing a state that stays."""
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
-
-from ckpt.chains.append import BasePolicy, folder_name, remove_leftovers
+from ckpt.chains.append import folder_name, remove_leftovers
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
+from ckpt.job import Progress
 from ckpt.pipeline import Resources
-from ckpt_cli.views import report
-from ckpt_cli.views.report import size
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
 
-_FATES = {
-    "as it is": "stays as it is",
-    "base": "is written again, as a base",
-    "delta": "is written again, as a delta against the last that stays",
-    "from log": "is written as a base, from the log of gradients",
-    "removed": "is removed",
-}
-
 
 @dataclass(frozen=True)
 class Retention:
-    """What a user wants to stay."""
+    """What stays in a chain."""
 
     keep: tuple[str, ...] = ("all",)
-    """Policies of states, as they are typed."""
+    """Policies of states: `all`, `last:N`, `every:N`, or steps with commas."""
     gradients: int | None = None
     """How many segments of the log, the last ones; None: all."""
     upto: int | None = None
@@ -65,6 +55,7 @@ class CompactResult:
 
     before: ChainIndex
     after: ChainIndex
+    notes: tuple[Notice, ...] = ()
 
     @property
     def freed(self) -> int:
@@ -73,7 +64,7 @@ class CompactResult:
         return stored[0] - stored[1]
 
 
-def plan(run: Path, chain: ChainIndex, retention: Retention, anchors: BasePolicy) -> CompactPlan:
+def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy) -> CompactPlan:
     """Which states and segments stay, and how. The last state always does.
 
     Raises `NotFound` for a step that is not there.
@@ -88,7 +79,7 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, anchors: BasePolicy
         steps.add(chain.members[-1].step)
     steps |= {one.first for one in segments if one.parent is not None}  # they are replayed from these
     members = {member.step: member for member in chain.members}
-    kept: list[KeptMember] = []
+    stays: list[KeptMember] = []
     since = 0
     for step in sorted(steps):
         member = members.get(step)
@@ -96,34 +87,34 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, anchors: BasePolicy
             how = "from log"
         elif member.kind == "base":
             how = "as it is"
-        elif not kept or (anchors.every is not None and since >= anchors.every):
+        elif not stays or (policy.base_every is not None and since >= policy.base_every):
             how = "base"
         else:
-            above = kept[-1].member
+            above = stays[-1].member
             how = "as it is" if above is not None and above.content == member.parent else "delta"
         since = since + 1 if how == "delta" or (how == "as it is" and member and member.kind == "delta") else 1
-        kept.append(KeptMember(step, member, how))
-    return CompactPlan(tuple(kept), segments)
+        stays.append(KeptMember(step, member, how))
+    return CompactPlan(tuple(stays), segments)
 
 
 def compact(
-    run: Path, retention: Retention, anchors: BasePolicy, manner: DeltaPolicy, effort: Resources
+    run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: Progress | None = None
 ) -> CompactResult:
-    """Write anew what would lose its parent, then replace the list, then remove what it no longer names."""
-    with folder.locked(run, locks=effort.locks) as chain:
-        assert chain is not None  # it was to be there
-        remove_leftovers(run, chain)
-        found = plan(run, chain, retention, anchors)
+    """Write again what would lose its parent, then replace the list, then remove what it no longer names."""
+    with folder.locked(run, locks=resources.locks) as chain:
+        assert chain is not None  # an existing one was asked for
+        notes = remove_leftovers(run, chain)
+        planned = plan(run, chain, retention, policy)
         members: list[Member] = []
-        for kept in found.states:
-            stays = kept.member if kept.how == "as it is" else None
-            members.append(stays or _rewritten(run, chain, kept, members, manner, effort))
-        after = ChainIndex(tuple(members), found.segments)
+        for state in planned.states:
+            stays = state.member if state.how == "as it is" else None
+            members.append(stays or _rewritten(run, chain, state, members, policy, resources, progress))
+        after = ChainIndex(tuple(members), planned.segments)
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))
             _drop_later_records(run, after)
-    return CompactResult(chain, after)
+    return CompactResult(chain, after, notes)
 
 
 def _drop_later_records(run: Path, chain: ChainIndex) -> None:
@@ -145,8 +136,8 @@ def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
     stored = any(member.step == upto for member in members)
     segments: list[LoggedSteps] = []
     for one in chain.segments:
-        held = stored or any(_reaches(run, before, upto) for before in segments)
-        if one.first < upto or (one.first == upto and not held):
+        reached = stored or any(_reaches(run, before, upto) for before in segments)
+        if one.first < upto or (one.first == upto and not reached):
             end = open_steps(run, one).last
             segments.append(replace(one, step=min(end, upto)) if end >= upto or one.step is None else one)
     return ChainIndex(members, tuple(segments))
@@ -161,65 +152,27 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
     return segments[len(segments) - count :] if count < len(segments) else segments
 
 
-def say_plan(chain: ChainIndex, found: CompactPlan, as_json: bool) -> None:
-    """What would become of each state, and of each segment of the log."""
-    how = {one.step: one.how for one in found.states}
-    fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
-    ends = {one.folder: one.step for one in found.segments}
-    if as_json:
-        segments = [
-            {"first": one.first, "becomes": _fate(one, ends), "last": ends.get(one.folder)} for one in chain.segments
-        ]
-        states = [{"step": step, "becomes": fate} for step, fate in fates.items()]
-        report.data({"steps": states, **({"segments": segments} if segments else {})})
-        return
-    for step, fate in fates.items():
-        click.echo(f"{step:>12}  {_FATES[fate]}")
-    for one in chain.segments:
-        fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
-        click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
-    report.say(f"{len(found.states)} of {len(fates)} states would stay; nothing was written")
-
-
-_SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
-
-
-def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
-    if logged.folder not in ends:
-        return "removed"
-    return "as it is" if ends[logged.folder] == logged.step else "cut"
-
-
-def say(done: CompactResult, as_json: bool) -> None:
-    """What was done."""
-    before, after = ({member.step for member in chain.members} for chain in (done.before, done.after))
-    removed, added = len(before - after), len(after - before)
-    if as_json:
-        steps = [member.step for member in done.after.members]
-        segments = [{"first": one.first, "last": one.step} for one in done.after.segments]
-        logged = {"added": added, "segments": segments} if done.before.segments else {}
-        report.data({"steps": steps, "removed": removed, "freed_nbytes": done.freed, **logged})
-        return
-    freed = f"{size(done.freed)} freed" if done.freed >= 0 else f"{size(-done.freed)} more, for fewer deltas to replay"
-    from_log = f", {added} written from the log" if added else ""
-    report.say(f"{len(done.after.members)} states stay{from_log}, {removed} removed, {freed}")
-
-
 def _rewritten(
-    run: Path, chain: ChainIndex, kept: KeptMember, before: list[Member], manner: DeltaPolicy, effort: Resources
+    run: Path,
+    chain: ChainIndex,
+    state: KeptMember,
+    before: list[Member],
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None,
 ) -> Member:
-    """The same state, bit for bit, in a folder of its own: as a base, or against the last that is kept."""
-    member, target = kept.member, _free(run, kept.step)
+    """The same state, bit for bit, in a folder of its own: as a base, or against the last one that stays."""
+    member, target = state.member, _unused_folder(run, state.step)
     if member is None:
-        source = open_state(run, chain, kept.step)
-        return write_base(source, target, kept.step, False, manner, effort).member
+        source = open_state(run, chain, state.step)
+        return write_base(source, target, state.step, policy, resources, progress).member
     source = open_member(run, chain, member)
-    if kept.how == "base":
-        written = write_base(source, target, member.step, False, manner, effort, member.content)
+    if state.how == "base":
+        written = write_base(source, target, member.step, policy, resources, progress, member.content)
     else:
         last = before[-1]
-        earlier = _opened(run, chain, last)
-        written = write_delta(source, target, member.step, earlier, run / last.folder, manner, effort, member.content)
+        earlier, parent = _opened(run, chain, last), run / last.folder
+        written = write_delta(source, target, member.step, earlier, parent, policy, resources, progress, member.content)
     return replace(written.member, time=member.time, losses=member.losses)
 
 
@@ -230,7 +183,7 @@ def _opened(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     return open_member(run, chain, known)
 
 
-def _free(run: Path, step: int) -> Path:
+def _unused_folder(run: Path, step: int) -> Path:
     number = 0
     while (run / (name := folder_name(step) + (f".{number}" if number else ""))).exists():
         number += 1
@@ -245,7 +198,7 @@ def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:
         number = int(match[2])
         return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
-        raise click.UsageError(f"--keep {keep!r:.60} is no policy: write last:N, every:N, all, or steps with commas.")
+        raise Unsupported(f"--keep {keep!r:.60} is no policy", hint="Write last:N, every:N, all, or steps with commas.")
     wanted = {int(step) for step in keep.split(",")}
     for step in wanted.difference(steps):
         open_state(run, chain, step)  # says which steps there are

@@ -1,23 +1,23 @@
-"""What one more state of a chain would take, told from a few chunks."""
+"""What one more state of a chain would take, estimated from a few chunks."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 
 from ckpt import estimate as alone
 from ckpt import sizes as savings
 from ckpt.chains.write import DeltaPolicy
 from ckpt.executors import run_tasks
+from ckpt.job import load_kernels
 from ckpt.pipeline import Resources
-from ckpt_cli import work
 from ckpt_codecs.delta import DeltaCodec
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Parameter
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.universal import StatesContent
 from ckpt_formats.universal.delta_format import Delta, delta_base, fitted_to_checkpoint
 from ckpt_formats.universal.delta_plan import predicted_ratio
 
@@ -32,45 +32,45 @@ Look = tuple[FilePlan, int]
 
 
 def stored_nbytes(
-    source: Checkpoint, earlier: Checkpoint | None, coded: bool, manner: DeltaPolicy, effort: Resources
+    source: Checkpoint, earlier: Checkpoint | None, coded: bool, policy: DeltaPolicy, resources: Resources
 ) -> int:
-    """About how many bytes would be stored; `coded` is whether a state without a parent is, by the manner's codec."""
+    """About how many bytes would be stored; `coded`: whether a state without a parent gets the policy's codec."""
     places = _PLACE * sum(len(parameter.states) for parameter in source.parameters.values())
     if earlier is None and not coded:
-        work.load_kernels()
-        return savings.total(alone.estimate(source, manner.coding)).stored + places
-    goal = Goal(Path(), coding=manner.coding)
-    codecs = manner.codecs(source)
-    kinds = _spread(Delta(earlier, None, codecs).plan(source, goal))
-    work.load_kernels()
-    manner = _known(manner, source, earlier, [part.parameters[0] for look in kinds.values() for part, _ in look])
-    parts = {part.file: part for part in Delta(earlier, None, manner.codecs(source)).plan(source, goal)}
+        load_kernels()
+        return savings.total(alone.estimate(source, policy.encoding)).stored + places
+    draft = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check).plan(source)
+    kinds = _spread(draft.files)
+    load_kernels()
+    policy = _fitted(policy, source, earlier, [part.parameters[0] for look in kinds.values() for part, _ in look])
+    fitted = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check).plan(source)
+    parts = {part.file: part for part in fitted.files}
     looks = [(kind, (parts[part.file], at)) for kind, members in kinds.items() for part, at in members]
     shares: dict[Hashable, list[float]] = {}
 
     def look(one: tuple[Hashable, Look]) -> tuple[Hashable, float]:
         kind, (part, at) = one
-        with Reader(check=False, most_files=effort.files) as reader:
-            transfer = Transfer(reader, effort.slab)
-            coding = EncodingOptions.of_json(part.what.get("coding")) or EncodingOptions()
-            return kind, predicted_ratio(part.parameters[0], delta_base(part, transfer), coding, transfer, at)
+        with Reader(check=False, most_files=resources.files) as reader:
+            transfer = Transfer(reader, resources.slab)
+            base = delta_base(part, transfer)
+            return kind, predicted_ratio(part.parameters[0], base, policy.encoding, transfer, at)
 
-    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-        for kind, share in run_tasks(pool, look, looks, 2 * effort.workers):
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        for kind, share in run_tasks(pool, look, looks, 2 * resources.workers):
             shares.setdefault(kind, []).append(share)
     values = sum(part.parameters[0].nbytes * _mean(shares[_kind(part)]) for part in parts.values() if _size(part))
     return round(values) + places
 
 
-def _known(manner: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, seen: list[Parameter]) -> DeltaPolicy:
-    """With what a lossy codec must know of the state, told from what is looked at."""
-    if manner.codec.lossless:
-        return manner
-    own = manner.own(source)
+def _fitted(policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, seen: list[Parameter]) -> DeltaPolicy:
+    """With a lossy codec fitted to the chunks that are sampled."""
+    if policy.delta_codec.lossless:
+        return policy
+    own = policy.lossy_parameters(source)
     with Reader(check=False) as reader:
         names = [parameter.name for parameter in seen if parameter.name in own]
-        codec: DeltaCodec = fitted_to_checkpoint(manner.codec, names, source, earlier, Transfer(reader))
-    return replace(manner, codec=codec)
+        codec: DeltaCodec = fitted_to_checkpoint(policy.delta_codec, names, source, earlier, Transfer(reader))
+    return replace(policy, codec=codec)
 
 
 def _spread(parts: tuple[FilePlan, ...]) -> Mapping[Hashable, list[Look]]:
@@ -93,7 +93,11 @@ def _kind(part: FilePlan) -> Hashable:
     """Parameters of which one tells of the others: the same states, matrices or vectors, with a parent or without."""
     parameter = part.parameters[0]
     states = tuple((state, tensor.dtype.name) for state, tensor in parameter.states.items())
-    return parameter.role, states, len(parameter.weight.shape) > 1, len(part.parameters), "delta" in part.what
+    return parameter.role, states, len(parameter.weight.shape) > 1, len(part.parameters), _has_delta(part)
+
+
+def _has_delta(part: FilePlan) -> bool:
+    return isinstance(part.content, StatesContent) and part.content.codec is not None
 
 
 def _size(part: FilePlan) -> int:

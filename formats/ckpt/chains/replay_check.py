@@ -1,4 +1,4 @@
-"""`ckpt verify --replay`: do the steps of the log lead to what the run had, and to the states that the chain stores?"""
+"""Do the steps again: do the steps of the log lead to what the run had, and to the states that the chain stores?"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.executors import run_tasks
+from ckpt.findings import Finding
 from ckpt.pipeline import CountBytes, Resources
-from ckpt.verify import Finding
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
@@ -60,7 +60,7 @@ def _own_start(segment: Segment) -> dict[str, Parameter]:
     return dict(checkpoint_at(segment, segment.first, None).parameters)
 
 
-def check(course: SegmentCourse, effort: Resources, moved: CountBytes) -> list[Finding]:
+def check(course: SegmentCourse, resources: Resources, moved: CountBytes) -> list[Finding]:
     """Do all steps of a segment again, and compare with its fingerprints and with the states on its way.
 
     A state that is as the log has it is where the next steps begin; from any other nothing follows.
@@ -68,14 +68,14 @@ def check(course: SegmentCourse, effort: Resources, moved: CountBytes) -> list[F
     findings: list[Finding] = []
     start = course.start
     for stop in course.stops:
-        found = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, effort, moved)
+        found = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, resources, moved)
         findings += found
         start = start if found else stop
-    return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, effort, moved)
+    return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, resources, moved)
 
 
 def _check_leg(
-    replay: SegmentReplay, arrival: StartState | None, effort: Resources, moved: CountBytes
+    replay: SegmentReplay, arrival: StartState | None, resources: Resources, moved: CountBytes
 ) -> list[Finding]:
     layout = replay.segment.layout
     chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
@@ -88,8 +88,8 @@ def _check_leg(
         moved((high - low) * _SIZE * (replay.step - replay.start.step))
         return finding
 
-    with ThreadPoolExecutor(effort.workers) as pool:
-        found = list(run_tasks(pool, check_chunk, chunks, 2 * effort.workers))
+    with ThreadPoolExecutor(resources.workers) as pool:
+        found = list(run_tasks(pool, check_chunk, chunks, 2 * resources.workers))
     return list(dict.fromkeys(finding for finding in found if finding is not None))
 
 
@@ -111,7 +111,7 @@ def _check_chunk(
         if unequal.any():
             first = int(unequal.argmax())
             tensor = next(
-                segment.layout.tensors[one.piece.tensor].name
+                segment.layout.tensors[one.part.tensor].name
                 for one in segment.layout.ranks[rank].ranges(index)
                 if one.offset <= first < one.offset + one.size
             )

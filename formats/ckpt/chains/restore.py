@@ -1,18 +1,19 @@
-"""`ckpt restore`: the whole state of a step, in any format."""
+"""Restore the whole state of a step, in any format."""
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt import pipeline
+from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.staging import check_target, staging_folder
-from ckpt_cli import notes, work
-from ckpt_cli.views import report
-from ckpt_cli.views.report import size
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ReadOptions, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
+from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import address, members, states
@@ -23,7 +24,7 @@ from ckpt_formats.universal.write_replayed import stored_delta_of
 
 @dataclass(frozen=True)
 class ChainState:
-    """What is to be restored; `member` and `chain` only where it is of one."""
+    """What will be restored; `member` and `chain` only where it is a member of one."""
 
     checkpoint: Checkpoint
     run: Path
@@ -32,123 +33,132 @@ class ChainState:
 
 
 def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
-    """The state of a step of a chain; or any checkpoint, where there is but one step to take."""
+    """The state of a step of a chain; or any checkpoint, where there is only one step."""
     named = address.parse(path)
     if named is not None:
         if step not in (None, named.step):
             raise NotFound(f"the path names another step than --step {step}", where=path, hint="Name one of them.")
         path, step = named.run, states.step_of(index.load(named.run / index.NAME), named)
     if not (path / index.NAME).is_file():
-        with work.reading_headers(path):
-            checkpoint = open_checkpoint(path, options)
+        checkpoint = open_checkpoint(path, options)
         if step is not None and checkpoint.origin.step != step:
             raise NotFound(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return ChainState(checkpoint, path)
     chain = index.load(path / index.NAME)
     if chain.segments:
-        with work.reading_headers(path):
-            step = states.last_step(path, chain) if step is None else step
-            if all(member.step != step for member in chain.members):
-                return ChainState(states.open_state(path, chain, step), path)
+        step = states.last_step(path, chain) if step is None else step
+        if all(member.step != step for member in chain.members):
+            return ChainState(states.open_state(path, chain, step), path)
     member = members.member_at(path, chain, step)
-    with work.reading_headers(path):
-        return ChainState(members.open_member(path, chain, member), path, chain, member)
+    return ChainState(members.open_member(path, chain, member), path, chain, member)
 
 
-def write(
-    state: ChainState, format: WritableFormat, goal: Goal, choices: object, effort: Resources
-) -> tuple[Result, float]:
-    """Write the state. An error names the last good step where there is one."""
-    check_target(goal.target, state.run)
+def plan(state: ChainState, target: Path, format: WritableFormat) -> Plan:
+    """The files that `restore` writes, with a note about the space that it needs for a while."""
+    job = Job(state.checkpoint, target, format)
+    return job.plan() if isinstance(format, Universal) else _with_note(job.plan(), state.checkpoint)
+
+
+def restore(
+    state: ChainState, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None = None
+) -> Result:
+    """Write the state. An error names the last step before it that can be restored, where there is one."""
+    check_target(target, state.run)
     try:
-        return _write(state.checkpoint, format, goal, choices, effort)
+        return _restore(state.checkpoint, target, format, resources, progress)
     except CkptError as error:
         if state.chain is not None and state.member is not None:
             members.add_hint(state.run, state.chain, state.member, error)
         raise
 
 
-def _write(
-    source: Checkpoint, format: WritableFormat, goal: Goal, choices: object, effort: Resources
-) -> tuple[Result, float]:
-    """What other formats would read state after state is replayed once, into a folder that goes with the staged one."""
+def _restore(
+    source: Checkpoint, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None
+) -> Result:
+    """Formats that read state after state would replay each delta several times, so it is replayed to a folder first.
+
+    That folder is in the staging folder of the target, and is removed with it.
+    """
     if isinstance(format, Universal):
-        return work.write(source, _again(source), goal, choices, effort, "restoring")
-    if not any(_replays(source)):
-        return work.write(source, format, goal, choices, effort, "restoring")
-    parts = pipeline.plan(source, format, goal)  # refuses what cannot be done, before anything is done
-    whole = _replayed(source, goal.target, pipeline.space_needed(parts), choices, effort)
+        return Job(source, target, _with_content(source, format)).run(resources, progress)
+    job = Job(source, target, format)
+    if not _replays(source):
+        return job.run(resources, progress)
+    needed = pipeline.space_needed(job.plan().files)  # and refuses what cannot be done, before anything is done
+    replayed = _replayed(source, target, needed, resources, progress)
     try:
-        return work.write(whole, format, goal, choices, effort, "restoring")
+        return Job(replayed, target, format).run(resources, progress)
     except CkptError as error:
-        if not isinstance(error, OutputError):  # else there is something to go on with
-            shutil.rmtree(staging_folder(goal.target), ignore_errors=True)
+        if not isinstance(error, OutputError):  # else an equal job can go on
+            shutil.rmtree(staging_folder(target), ignore_errors=True)
         raise
 
 
-def _replayed(source: Checkpoint, target: Path, more: int, choices: object, effort: Resources) -> Checkpoint:
-    """The state, whole, in the folder where the target is to grow, so that both go together. Goes on where it is begun.
+def _replayed(
+    source: Checkpoint, target: Path, needed: int, resources: Resources, progress: Progress | None
+) -> Checkpoint:
+    """The replayed state, in the staging folder of the target. What an interrupted run replayed is used.
 
-    Raises `NoSpace` unless there is room for it, and for `more` bytes that the target takes.
+    Raises `NoSpace` unless there is space for it, and for `needed` bytes that the target takes.
     """
     stage = staging_folder(target)
     folder = stage / f"replayed-{_name_of(source)}"
     if not folder.is_dir():
-        _check_room(target, stage, _whole_nbytes(source) + more)
+        _check_space(target, stage, _universal_nbytes(source) + needed)
         try:
             stage.mkdir(exist_ok=True)
-            work.write(source, _again(source), Goal(folder), choices, effort, "replaying")
+            Job(source, folder, _with_content(source, Universal())).run(resources, progress)
         except OSError as error:
             raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
         except CkptError:
             with suppress(OSError):
-                stage.rmdir()  # unless there is something to go on with
+                stage.rmdir()  # unless an equal job can go on with what is in it
             raise
-    return Universal().read(folder, ReadOptions())
+    replayed = Universal().read(folder, ReadOptions())
+    return replace(replayed, history=source.history)
 
 
 def _name_of(source: Checkpoint) -> str:
     """Tells a state from others of its run: by its content, or by the step of the log that it follows from."""
-    named = source.path / manifest.NAME
-    if named.is_file():
-        return manifest.load(named).content.removeprefix("blake2b-256:")[:16]
+    path = source.path / manifest.NAME
+    if path.is_file():
+        return manifest.load(path).content.removeprefix("blake2b-256:")[:16]
     return f"step-{source.origin.step}"
 
 
-def note_detour(source: Checkpoint, format: WritableFormat) -> None:
-    """How much room is needed for a while, beside what the target takes."""
-    if not isinstance(format, Universal) and any(_replays(source)):
-        notes.note(f"the state is replayed beside the target first, into {size(_whole_nbytes(source))} more")
+def _with_note(plan: Plan, source: Checkpoint) -> Plan:
+    if not _replays(source):
+        return plan
+    text = f"the state is replayed next to the target first, into {format_nbytes(_universal_nbytes(source))} more"
+    return Plan(plan.files, plan.dropped, (*plan.notes, Notice(text)), plan.single_file)
 
 
-def _whole_nbytes(source: Checkpoint) -> int:
-    return pipeline.space_needed(Universal().plan(source, Goal(source.path)))
+def _universal_nbytes(source: Checkpoint) -> int:
+    return pipeline.space_needed(Universal().plan(source).files)
 
 
-def _check_room(target: Path, stage: Path, needed: int) -> None:
-    """Of what an interrupted run has written, nothing is written again."""
+def _check_space(target: Path, stage: Path, needed: int) -> None:
+    """What an interrupted run has written is not written again."""
     written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
     free = shutil.disk_usage(target.parent).free
     if needed > free + written:
         raise NoSpace(
-            f"restoring takes {size(needed)}: the state is replayed beside the target first; {size(free)} are free",
+            f"restoring takes {format_nbytes(needed)}: the state is replayed next to the target first; "
+            f"{format_nbytes(free)} are free",
             where=target,
             hint="Free some; or restore it as universal, which takes no more than the state.",
         )
 
 
-def say_exactness(source: Checkpoint) -> None:
-    """Whether every bit is as it was saved. (What is approximate is among the notices.)"""
-    if not source.errors:
-        report.say("exact: every bit is as it was saved")
+def _with_content(source: Checkpoint, format: Universal) -> Universal:
+    """The format, which must come to the same content id where the source has one."""
+    path = source.path / manifest.NAME
+    if not path.is_file() or type(format) is not Universal or format.codec is not None:
+        return format
+    return Universal(content=manifest.load(path).content)
 
 
-def _again(source: Checkpoint) -> Universal:
-    """The universal format, which is to come to the same content id where the source has one."""
-    named = source.path / manifest.NAME
-    return Universal.again(manifest.load(named).content) if named.is_file() else Universal()
-
-
-def _replays(source: Checkpoint) -> list[bool]:
-    found = (stored_delta_of(parameter) for parameter in source.parameters.values())
-    return [True for replay in found if replay is not None and replay.count > 1]
+def _replays(source: Checkpoint) -> bool:
+    """Would reading one state after the other replay chunks several times?"""
+    replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
+    return any(replay is not None and replay.count > 1 for replay in replays)

@@ -1,30 +1,45 @@
-"""`--max-loss-increase`: the coarsest quantiser whose state the user's own evaluation still accepts."""
+"""Search the coarsest quantiser whose state the user's own evaluation still accepts."""
 
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
 from pathlib import Path
 
+from ckpt.job import Job
 from ckpt.pipeline import Resources
 from ckpt.staging import locked_folder
-from ckpt_cli import work
-from ckpt_cli.views import report
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
 
-PLACE = "{}"
-"""Stands for the path of a state in the command."""
-_LONGEST = 1 << 16
+PLACEHOLDER = "{}"
+"""Is replaced by the path of a state in the command."""
+_MAX_LINE = 1 << 16
 """Characters of a line that is still read as one."""
 _TRIAL = ".ckpt-trial"
-"""Ends the name of the folder where states are evaluated. What is in it is whole, unlike what is staged."""
+"""Ends the name of the folder where states are evaluated. What is in it is complete, unlike what is staged."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One state that was evaluated."""
+
+    step_size: float | None
+    """The quantiser's; None for the exact state."""
+    loss: float
+    increase: float
+    """Over the loss of the exact state."""
+
+
+def _ignore(trial: Trial) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -32,15 +47,15 @@ class Evaluation:
     """The user's own measure of a state: a command whose last line of output is a loss."""
 
     command: tuple[str, ...]
-    most: float
+    max_increase: float
     """By how much the loss may increase."""
-    target: Path
-    """What is to be written. States are put beside it, one after the other, each in a folder that is removed."""
+    on_trial: Callable[[Trial], None] = field(default=_ignore, compare=False)
+    """Called after each trial."""
 
 
 @dataclass(frozen=True)
 class AcceptedStep:
-    """What was found: the quantiser's step, and the losses of its state and of the exact one."""
+    """The step size of the quantiser, and the losses of its state and of the exact one."""
 
     step: float
     loss: float
@@ -50,43 +65,45 @@ class AcceptedStep:
 def search_step(
     codec: Subspace,
     evaluation: Evaluation,
+    target: Path,
     source: Checkpoint,
     write: Callable[[DeltaCodec, Path], object],
-    effort: Resources,
+    resources: Resources,
 ) -> tuple[Subspace, AcceptedStep]:
-    """The codec at the coarsest step that is accepted. `write` writes the source, with a codec, as a folder.
+    """The codec at the coarsest step size that is accepted. `write` writes the source, with a codec, as a folder.
 
-    Raises `Unsupported` if no step is, or if the command fails.
+    States are put next to the target, one after the other, each in a folder that is removed. Raises `Unsupported` if
+    no step size is accepted, or if the command fails.
     """
     losses = dict[float, float]()
-    with _beside(evaluation.target, effort.locks) as folder:
-        exact = _loss_of(source, Universal(), evaluation, folder, effort)
+    with _trial_folder(target, resources.locks) as folder:
+        exact = _evaluate(source, Universal(), evaluation, folder, resources)
         if not isfinite(exact):
-            raise _refused(evaluation, f"says that the loss of the exact state is {exact}")
-        report.say(f"trial: the exact state, loss {exact:.6g}")
+            raise _refused(evaluation, f"states that the loss of the exact state is {exact}")
+        evaluation.on_trial(Trial(None, exact, 0.0))
 
         def increase(step: float) -> float:
             write(codec.at(step), folder / "coded")
             content = manifest.load(folder / "coded" / manifest.NAME).content
             coded = Universal().read(folder / "coded", ReadOptions())
-            losses[step] = _loss_of(coded, Universal.again(content), evaluation, folder, effort)
+            losses[step] = _evaluate(coded, Universal(content=content), evaluation, folder, resources)
             shutil.rmtree(folder / "coded")
-            report.say(f"trial: step {step:.3g}, loss {losses[step]:.6g}, {losses[step] - exact:+.3g}")
+            evaluation.on_trial(Trial(step, losses[step], losses[step] - exact))
             return inf if isnan(losses[step]) else losses[step] - exact
 
-        step = coarsest(increase, evaluation.most)
+        step = coarsest(increase, evaluation.max_increase)
     if step is None:
         finest = min(losses)
         raise Unsupported(
             f"even the finest step, {finest:g}, increases the loss from {exact:.6g} to {losses[finest]:.6g}, "
-            f"by more than {evaluation.most:g}",
+            f"by more than {evaluation.max_increase:g}",
             hint="Allow more with --max-loss-increase; or leave it out, and nothing is lost.",
         )
     return codec.at(step), AcceptedStep(step, losses[step], exact)
 
 
 @contextmanager
-def _beside(target: Path, locks: bool) -> Iterator[Path]:
+def _trial_folder(target: Path, locks: bool) -> Iterator[Path]:
     """A folder for trials, which is removed. What a run that was killed left in it is removed before.
 
     Raises `Locked` if another process tries something for the same target.
@@ -94,35 +111,37 @@ def _beside(target: Path, locks: bool) -> Iterator[Path]:
     folder = target.parent / f".{target.name}{_TRIAL}"
     with locked_folder(folder, target, locks):
         try:
-            for left in folder.iterdir():
-                if left.is_dir():
-                    shutil.rmtree(left)
+            for entry in folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _loss_of(state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, effort: Resources) -> float:
-    """What the command says of a state, which is written for it and removed."""
+def _evaluate(
+    state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, resources: Resources
+) -> float:
+    """The loss of a state by the command; the state is written for it, and removed."""
     target = folder / "state"
-    work.write(state, format, Goal(target), "trial", effort, "writing a trial")
-    found = _run(evaluation, target)
+    Job(state, target, format).run(resources)
+    loss = _run(evaluation, target)
     shutil.rmtree(target)
-    return found
+    return loss
 
 
 def _run(evaluation: Evaluation, state: Path) -> float:
     """The number in the last line that the command prints. No shell sees it; its stderr is ours."""
-    command = [word.replace(PLACE, str(state)) for word in evaluation.command]
+    command = [word.replace(PLACEHOLDER, str(state)) for word in evaluation.command]
     last = ""
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             try:
-                while line := process.stdout.readline(_LONGEST):
+                while line := process.stdout.readline(_MAX_LINE):
                     last = line.decode("utf-8", "replace").strip() or last
             except KeyboardInterrupt:
-                process.terminate()  # it may not have heard of it
+                process.terminate()  # the signal may not have reached it
                 raise
     except OSError as error:
         raise _refused(evaluation, f"cannot be run: {error.strerror or error}") from None
@@ -137,5 +156,5 @@ def _run(evaluation: Evaluation, state: Path) -> float:
 def _refused(evaluation: Evaluation, what: str) -> Unsupported:
     return Unsupported(
         f"--eval-cmd: {printable(evaluation.command[0])} {what}",
-        hint=f"It gets the path of a universal checkpoint for {PLACE}; the last line it prints is the loss, a number.",
+        hint=f"It gets the path of a universal checkpoint for {PLACEHOLDER}; its last line is the loss, a number.",
     )

@@ -1,110 +1,146 @@
-"""Writing one state as a member of a chain, or as a delta on its own."""
+"""Write one state as a member of a chain, or as a delta on its own."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from ckpt import pipeline
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
+from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
-from ckpt_cli import notes, work
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
-from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Goal, Parameter, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain.file import Member
-from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint
+from ckpt_formats.universal.chain import file
+from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint, warnings_for
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class DeltaPolicy:
-    """How states are to be coded."""
+    """How states are appended to a chain: with which codec, and which of them stand alone."""
 
-    codec: DeltaCodec
+    codec: DeltaCodec | str = AUTO
+    """A delta codec, or its text, such as `subspace:step_size=0.5`; `auto` is the best that loses nothing."""
     exact: tuple[str, ...] = ()
     """Patterns of the names of parameters in which nothing may be lost."""
+    base_every: int | None = None
+    """A base after so many members; None: only the first state is one."""
+    base: Literal["exact", "coded"] = "exact"
+    """Whether bases are stored without loss, or by the codec too."""
     check: bool = True
+    """Decode what was encoded, and compare, before it is trusted."""
     evaluation: Evaluation | None = None
-    """What is to say how much may be lost."""
+    """A command that decides how much may be lost."""
 
-    @classmethod
-    def of(cls, codec: str = AUTO, exact: Sequence[str] = (), check: bool = True) -> "DeltaPolicy":
-        """As the user typed it. Raises `Unsupported` for a codec that is not there."""
+    def __post_init__(self) -> None:
+        for pattern in self.exact:
+            safe_pattern(pattern, "--exact")
+        self.delta_codec  # noqa: B018  # a codec that does not exist is an error here
+
+    @property
+    def delta_codec(self) -> DeltaCodec:
+        """The codec of deltas. Raises `Unsupported` if it does not exist."""
+        if isinstance(self.codec, DeltaCodec):
+            return self.codec
         try:
-            for pattern in exact:
-                safe_pattern(pattern, "--exact")
-            return cls(parse_delta(DEFAULT_DELTA if codec == AUTO else codec), tuple(exact), check)
+            return parse_delta(DEFAULT_DELTA if self.codec == AUTO else self.codec)
         except CodecError as error:
             raise Unsupported(f"--codec: {error}", hint="Leave it out, and nothing is lost.") from None
 
     @property
-    def coding(self) -> EncodingOptions:
-        """Of what is stored alone."""
+    def encoding(self) -> EncodingOptions:
+        """Of states that are stored alone."""
         return EncodingOptions(check=self.check)
 
+    def needs_base(self, chain: ChainIndex | None) -> bool:
+        """Does the next member stand alone?"""
+        if chain is None or not chain.members:
+            return True
+        since = next(i for i, member in enumerate(reversed(chain.members), 1) if member.kind == "base")
+        return self.base_every is not None and since >= self.base_every
+
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
-        """The codec of each parameter. What is not trained, and all that the user names, stays exact."""
-        lossless, own = parse_delta(DEFAULT_DELTA), self.own(source)
+        """The codec of each parameter. What is not trained, and what `exact` names, stays exact."""
+        lossless, chosen = parse_delta(DEFAULT_DELTA), self.lossy_parameters(source)
         names = (parameter.name for parameter in source.parameters.values() if parameter.role != "extra")
-        return {name: self.codec if name in own else lossless for name in names}
+        return {name: self.delta_codec if name in chosen else lossless for name in names}
 
-    def own(self, source: Checkpoint) -> dict[str, Parameter]:
-        """The parameters that get the manner's own codec."""
+    def lossy_parameters(self, source: Checkpoint) -> dict[str, Parameter]:
+        """The parameters that get the policy's own codec, by name."""
+        lossless = self.delta_codec.lossless
 
-        def gets(parameter: Parameter) -> bool:
+        def gets_codec(parameter: Parameter) -> bool:
             named = any(re.search(pattern, parameter.name) for pattern in self.exact)
-            return parameter.role != "extra" and (self.codec.lossless or (parameter.role == "parameter" and not named))
+            return parameter.role != "extra" and (lossless or (parameter.role == "parameter" and not named))
 
-        return {name: parameter for name, parameter in source.parameters.items() if gets(parameter)}
+        return {name: parameter for name, parameter in source.parameters.items() if gets_codec(parameter)}
 
-    def choices(self) -> list[object]:
-        """What tells this manner from another."""
-        return [self.codec.config(), self.exact, self.check]
+    def warnings(self, source: Checkpoint) -> tuple[Notice, ...]:
+        """What the user of the codec should know about this run."""
+        return tuple(Notice(text, weight=Weight.LOST) for text in warnings_for(self.delta_codec, source))
 
 
 @dataclass(frozen=True)
 class AppendResult:
-    """What became of a state."""
+    """A state that was written, as the chain lists it."""
 
     member: Member
-    outcome: Result
-    seconds: float
+    result: Result
     accepted: AcceptedStep | None = None
-    """What the user's evaluation said, if it was asked."""
+    """The outcome of the evaluation, if there was one."""
+    notes: tuple[Notice, ...] = ()
+
+
+def parent_folder(checkpoint: Checkpoint) -> Path:
+    """The folder that a delta can name as its parent. Raises `Unsupported` if the checkpoint has no content id."""
+    path = checkpoint.path
+    if (path / file.NAME).is_file():
+        return path / file.load(path / file.NAME).members[-1].folder
+    if not (path / manifest.NAME).is_file():
+        raise Unsupported(
+            "a delta's parent is a universal checkpoint or a chain, and this is neither",
+            where=path,
+            hint=f"Write it as one: `ckpt compress {printable(str(path))} BASE`; or begin a chain: `ckpt append`.",
+        )
+    return path
 
 
 def write_base(
     source: Checkpoint,
     target: Path,
     step: int,
-    coded: bool,
-    manner: DeltaPolicy,
-    effort: Resources,
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None = None,
     content: str | None = None,
 ) -> AppendResult:
-    """A state that stands alone: exact, or coded by the manner's own codec. `content` is what is to come out."""
-    if coded:
-        return _write_coded(source, target, step, None, None, manner, effort, ["base", coded])
-    if manner.evaluation is not None:
-        notes.note("this state is stored whole and exact, so there is nothing to evaluate")
-    exact = Universal() if content is None else Universal.again(content)
-    return _write(source, exact, target, step, manner, effort, ["base", coded])
+    """Write a state that stands alone: exact, or coded by the policy's codec. `content` is the id that must result."""
+    if policy.base == "coded":
+        return _write_coded(source, target, step, None, None, policy, resources, progress)
+    notes: tuple[Notice, ...] = ()
+    if policy.evaluation is not None:
+        notes = (Notice("this state is stored whole and exact, so there is nothing to evaluate"),)
+    exact = Universal(codec=AUTO, check=policy.check, content=content)
+    return replace(_write(source, exact, target, step, resources, progress), notes=notes)
 
 
 def write_delta(
@@ -113,14 +149,13 @@ def write_delta(
     step: int,
     earlier: Checkpoint,
     parent: Path,
-    manner: DeltaPolicy,
-    effort: Resources,
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None = None,
     content: str | None = None,
 ) -> AppendResult:
-    """A state against an earlier one, of which `parent` is the folder. `content` is what is to come out."""
-    stands_on = _parent(parent, target)
-    choices: list[object] = ["delta", stands_on.content, stands_on.path]
-    return _write_coded(source, target, step, earlier, parent, manner, effort, choices, content)
+    """Write a state against an earlier one, whose folder is `parent`. `content` is the id that must result."""
+    return _write_coded(source, target, step, earlier, parent, policy, resources, progress, content)
 
 
 def _write_coded(
@@ -129,33 +164,32 @@ def _write_coded(
     step: int,
     earlier: Checkpoint | None,
     parent: Path | None,
-    manner: DeltaPolicy,
-    effort: Resources,
-    choices: list[object],
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None,
     content: str | None = None,
 ) -> AppendResult:
-    """By the manner's codec, once it knows what it must know of the state, and how much it may lose."""
+    """With the policy's codec, after it was fitted to the checkpoint, and the evaluation has chosen its step size."""
 
-    def write(manner: DeltaPolicy, folder: Path, said: list[object]) -> AppendResult:
-        of = None if parent is None else _parent(parent, folder)
-        return _write(source, Delta(earlier, of, manner.codecs(source), content), folder, step, manner, effort, said)
+    def write(codec: DeltaCodec, folder: Path) -> AppendResult:
+        stored_against = None if parent is None else _parent(parent, folder)
+        codecs = replace(policy, codec=codec).codecs(source)
+        format = Delta(
+            earlier=earlier, stored_against=stored_against, delta_codecs=codecs, check=policy.check, content=content
+        )
+        return _write(source, format, folder, step, resources, progress)
 
-    if manner.codec.lossless:
-        return write(manner, target, choices)
-    pipeline.plan(source, Universal(), Goal(target))  # refuses what cannot be done, before anything is read
-    with Reader(most_files=effort.files) as reader:
-        known = fitted_to_checkpoint(manner.codec, manner.own(source), source, earlier, Transfer(reader, effort.slab))
-    manner = replace(manner, codec=known)
-    if manner.evaluation is None or not isinstance(known, Subspace):
-        return write(manner, target, choices)
-    codec, accepted = search_step(
-        known,
-        manner.evaluation,
-        source,
-        lambda codec, folder: write(replace(manner, codec=codec), folder, ["trial"]),
-        effort,
-    )
-    return replace(write(replace(manner, codec=codec), target, choices), accepted=accepted)
+    codec = policy.delta_codec
+    if codec.lossless:
+        return write(codec, target)
+    pipeline.plan(source, target, Universal())  # refuses what cannot be done, before anything is read
+    with Reader(most_files=resources.files) as reader:
+        transfer = Transfer(reader, resources.slab)
+        fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)
+    if policy.evaluation is None or not isinstance(fitted, Subspace):
+        return write(fitted, target)
+    chosen, accepted = search_step(fitted, policy.evaluation, target, source, write, resources)
+    return replace(write(chosen, target), accepted=accepted)
 
 
 def _parent(folder: Path, target: Path) -> Parent:
@@ -164,49 +198,39 @@ def _parent(folder: Path, target: Path) -> Parent:
 
 
 def _write(
-    source: Checkpoint,
-    format: WritableFormat,
-    target: Path,
-    step: int,
-    manner: DeltaPolicy,
-    effort: Resources,
-    choices: list[object],
+    source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: Progress | None
 ) -> AppendResult:
-    goal = Goal(target, coding=manner.coding)
-    outcome, seconds = work.write(
-        source, format, goal, (choices, step, manner.choices()), effort, f"writing step {step}"
-    )
-    said = manifest.load(target / manifest.NAME)
-    return AppendResult(_member(target, said, step), outcome, seconds)
+    result = Job(source, target, format).run(resources, progress)
+    return AppendResult(_member(target, manifest.load(target / manifest.NAME), step), result)
 
 
-def _member(folder: Path, said: Manifest, step: int) -> Member:
+def _member(folder: Path, written: Manifest, step: int) -> Member:
     codecs: dict[str, None] = {}
-    for entry in said.entries:
+    for entry in written.entries:
         if entry.delta is not None:
             codecs[str(entry.delta.codec["name"])] = None
         for state in entry.states.values():
             if state.codec is not None and state.offset is not None:
                 codecs[str(state.codec["name"])] = None
-    stored = sum(entry.nbytes for entry in said.entries) + len(read_whole(folder / manifest.NAME, 4 << 30))
+    stored = sum(entry.nbytes for entry in written.entries) + len(read_whole(folder / manifest.NAME, 4 << 30))
     return Member(
         folder.name,
-        "base" if said.parent is None else "delta",
+        "base" if written.parent is None else "delta",
         step,
-        said.content,
-        None if said.parent is None else said.parent.content,
+        written.content,
+        None if written.parent is None else written.parent.content,
         tuple(codecs),
-        sum(DTYPES[t.dtype].itemsize * prod(t.shape) for entry in said.entries for t in entry.states.values()),
+        sum(DTYPES[t.dtype].itemsize * prod(t.shape) for entry in written.entries for t in entry.states.values()),
         stored,
         datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        _losses(said),
+        _errors(written),
     )
 
 
-def _losses(said: Manifest) -> Mapping[str, ErrorFigures]:
-    found: dict[str, list[ErrorFigures]] = {}
-    for entry in said.entries:
+def _errors(written: Manifest) -> Mapping[str, ErrorFigures]:
+    figures: dict[str, list[ErrorFigures]] = {}
+    for entry in written.entries:
         for name, state in entry.states.items():
             if state.loss is not None:
-                found.setdefault(name, []).append(state.loss)
-    return {name: worst(losses) for name, losses in found.items()}
+                figures.setdefault(name, []).append(state.loss)
+    return {name: worst(of_state) for name, of_state in figures.items()}

@@ -1,13 +1,19 @@
 """What differs between two checkpoints, whatever engines and layouts wrote them.
 
-`choice` says what is compared, `pairs` compares it, `sums` is what is told of two
-tensors and `values` of all else. `groups` adds up, `facts` says it all as plain
-data; `report` prints it, `page` draws it.
+`select` chooses what is compared, `pairs` compares it, `sums` holds the figures of two tensors and `values` those of
+all else. `groups` adds up, `to_json` gives all of it as plain data.
 """
+
+from collections.abc import Sequence
 
 from ckpt.compare.pairs import Diff, TensorDiff, TensorPairs, compare, pair_tensors
 from ckpt.compare.select import Selection, select_both
 from ckpt.compare.sums import DiffSums, Histogram, diff_sums
+from ckpt.job import Progress, count_to, load_kernels
+from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.identity import check_unchanged
+from ckpt_formats.universal.encoded import uses_codecs
 
 __all__ = [
     "Diff",
@@ -17,7 +23,49 @@ __all__ = [
     "TensorDiff",
     "TensorPairs",
     "compare",
+    "diff",
+    "diff_selected",
     "diff_sums",
     "pair_tensors",
     "select_both",
 ]
+
+
+def diff(
+    first: Checkpoint,
+    second: Checkpoint,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    states: Sequence[str] = (),
+    *,
+    tensors_only: bool = False,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
+
+    `only` and `skip` are patterns of names, `states` names of states (`weight`, `exp_avg`, ...). With `tensors_only`,
+    extras, counters and the optimizer's options are left out. Raises `NotFound` for a pattern that matches nothing,
+    `Incomplete` or `Corrupt` if a checkpoint is.
+    """
+    a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
+    return diff_selected(a, b, states, tensors_only, resources or Resources(), progress)
+
+
+def diff_selected(
+    first: Checkpoint,
+    second: Checkpoint,
+    states: Sequence[str],
+    tensors_only: bool,
+    resources: Resources,
+    progress: Progress | None,
+) -> Diff:
+    """Everything that differs between two checkpoints of which `select_both` gave what is compared."""
+    for checkpoint in (first, second):
+        check_complete(checkpoint)
+    pairs = pair_tensors(first, second, states)
+    if uses_codecs(first) or uses_codecs(second):
+        load_kernels()
+    result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only)
+    check_unchanged({**first.identities, **second.identities})
+    return result

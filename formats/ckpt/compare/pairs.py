@@ -97,16 +97,16 @@ def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = 
 
 
 def compare(
-    both: TensorPairs, effort: Resources, moved: CountBytes = lambda nbytes: None, tensors_only: bool = False
+    both: TensorPairs, resources: Resources, moved: CountBytes = lambda nbytes: None, tensors_only: bool = False
 ) -> Diff:
     """Everything that differs. Reads each byte of both once."""
     ours, theirs = both.ours, both.theirs
     pairs = [TensorDiff(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
     pairs += [TensorDiff(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
     with interruptible(moved) as count:
-        work = [partial(_pair, *key, a, theirs[key], effort, count) for key, a in ours.items() if key in theirs]
-        with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-            pairs += run_tasks(pool, lambda job: job(), work, 2 * effort.workers)
+        work = [partial(_pair, *key, a, theirs[key], resources, count) for key, a in ours.items() if key in theirs]
+        with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+            pairs += run_tasks(pool, lambda job: job(), work, 2 * resources.workers)
     order = {key: number for number, key in enumerate(dict.fromkeys((*ours, *theirs)))}
     pairs.sort(key=lambda pair: order[pair.name, pair.state])
     if tensors_only:
@@ -144,12 +144,12 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _pair(name: str, state: str, a: Tensor, b: Tensor, effort: Resources, moved: CountBytes) -> TensorDiff:
+def _pair(name: str, state: str, a: Tensor, b: Tensor, resources: Resources, moved: CountBytes) -> TensorDiff:
     if a.shape != b.shape:
         return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
     total = DiffSums()
-    with Reader(check=False, most_files=effort.files) as reader:
-        transfer = Transfer(reader, effort.slab, moved)
+    with Reader(check=False, most_files=resources.files) as reader:
+        transfer = Transfer(reader, resources.slab, moved)
         for box in transfer.boxes(a):
             total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
     if a.dtype != b.dtype:

@@ -21,9 +21,10 @@ from ckpt_formats.containers.safetensors import (
     read_header,
 )
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, FilePlan, Parameter, Receipt, SourceFile
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
@@ -96,6 +97,15 @@ def _of_packed(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
     return (Notice(text, names, Weight.UNSURE),) if names else ()
 
 
+@dataclass(frozen=True)
+class WeightsContent:
+    """What a file of weights holds besides its tensors."""
+
+    metadata: Mapping[str, str]
+    header: int
+    """Bytes that the header had in the file that it once was; 0 if it was none."""
+
+
 def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Parameter]]:
     """The parameters' weights in groups of at most so many bytes, or of one tensor; None: in one group."""
     groups: list[list[Parameter]] = [[]]
@@ -115,23 +125,24 @@ def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[s
     `header` is how many bytes the header had in the file that it once was, and has again if that is enough.
     """
     header_bytes(_slots(parameters), metadata)
-    return FilePlan(name, tuple(parameters), {"metadata": dict(metadata), "header": header}, role="model")
+    return FilePlan(name, tuple(parameters), WeightsContent(dict(metadata), header), role="model")
 
 
 def write_weights(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file, front to back. The receipt tells the bytes of every tensor."""
     slots = list(_slots(part.parameters))
-    known = part.what["header"]
-    head = header_bytes(slots, part.what["metadata"], known, plain=bool(known))
+    content = part.content
+    assert isinstance(content, WeightsContent)
+    head = header_bytes(slots, content.metadata, content.header, plain=bool(content.header))
     seal = write_sealed(folder, part.file, _stream(head, part.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
     return Receipt(part.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
 
 
-def lost_states(source: Checkpoint) -> tuple[str, ...]:
+def lost_states(source: Checkpoint) -> tuple[Notice, ...]:
     """The states for which files of weights have no place, in words."""
     states = sorted({state for p, state, t in source.tensors() if p.role != "extra" and t is not p.weight})
-    return (f"optimizer states ({', '.join(states)})",) if states else ()
+    return (Notice(f"optimizer states ({', '.join(states)})"),) if states else ()
 
 
 def write_last(folder: Path, name: str, text: str) -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import FileLayout, layout_file
-from ckpt_formats.core.checkpoint import FilePlan, Parameter, Receipt
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
@@ -20,7 +21,7 @@ def tree_part(
     """The part that writes a tree. Raises `Unsupported` for values that PyTorch cannot hold."""
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
-    return FilePlan(file, tuple(parameters), {"layout": layout}, layout.nbytes, role, rank or {}, tensors)
+    return FilePlan(file, tuple(parameters), layout, layout.nbytes, role, rank or {}, tensors)
 
 
 def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,6 +35,7 @@ def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tree(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file, front to back."""
-    layout: FileLayout = part.what["layout"]
+    layout = part.content
+    assert isinstance(layout, FileLayout)
     seal = write_sealed(folder, part.file, layout.stream(transfer.chunks))
     return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())

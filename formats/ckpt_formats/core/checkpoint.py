@@ -1,21 +1,16 @@
-"""What a checkpoint is, and what a format must do."""
+"""What a checkpoint is: parameters with their states, and everything else that was saved."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.files import Evidence, Seal
-from ckpt_formats.core.identity import Identities, Identity, check_unchanged, recording
-from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
-from ckpt_formats.state_dicts.keys import StateKeys
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
 ErrorFigures = Mapping[str, Value]
@@ -92,8 +87,29 @@ class OriginalForm:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The index of a checkpoint. Reading one opens headers, never tensor data.
+class Edit:
+    """One step by which a checkpoint came to be what it is: plain data, by which a job is known again."""
+
+    def inputs(self) -> tuple[Path, ...]:
+        """Other checkpoints that it reads."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Opened(Edit):
+    """It was opened from files; `options` are those of its reader."""
+
+    path: Path
+    options: object
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, Parameter]):
+    """The index of a checkpoint: parameters by name. Reading one opens headers, never tensor data.
+
+    As a mapping, it has the parameters of the model, without those of the role `extra`,
+    and knows tied ones by all their names. The methods that edit it return another
+    checkpoint, and read nothing. Two checkpoints are equal only if they are the same object.
 
     `aliases` maps the other names of tied tensors to the name that holds the
     values. Tensors inside `extras` are `TensorName`s of parameters of the role
@@ -106,6 +122,7 @@ class Checkpoint:
     by the same; of a checkpoint with none every bit is as it was saved. `original` is
     what it was in, or was in before it was written in the universal format.
     `identities` are those of all its files, as they were when they were first opened.
+    `history` says how it came to be: opened from where, and edited how.
     """
 
     path: Path
@@ -123,6 +140,84 @@ class Checkpoint:
     errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
     original: OriginalForm | None = None
     identities: Identities = field(default_factory=dict)
+    history: tuple[Edit, ...] = ()
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self.parameters[self.aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, parameter in self.parameters.items() if parameter.role != "extra")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.format}, step {self.step}, {len(self)} parameters>"
+
+    @property
+    def step(self) -> int | None:
+        """The step of the run at which it was saved."""
+        return self.origin.step
+
+    @property
+    def format(self) -> str:
+        """The name of the format that it is in, or was in before it was written in the universal format."""
+        return self.original.format if self.original is not None else "universal"
+
+    @property
+    def is_partial(self) -> bool:
+        """Did an edit leave parameters out? Then it is no error that some are missing."""
+        from ckpt_formats.core import edits
+
+        return any(isinstance(edit, edits.Select) for edit in self.history)
+
+    def select(self, only: Sequence[str] = (), skip: Sequence[str] = ()) -> "Checkpoint":
+        """The parameters whose names match one of `only` (all, if empty) and none of `skip`. Extras stay.
+
+        Patterns are regular expressions, searched anywhere in a name. Raises `NotFound` for one that matches nothing.
+        """
+        from ckpt_formats.core import edits
+
+        return edits.select(self, only, skip)
+
+    def weights_only(self) -> "Checkpoint":
+        """The model's own tensors and what states its sizes, without optimizer, masters and other extras."""
+        from ckpt_formats.core import edits
+
+        return edits.weights_only(self)
+
+    def cast(self, dtype: str) -> "Checkpoint":
+        """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
+
+        Raises `Unsupported` for what is no floating-point type.
+        """
+        from ckpt_formats.core import edits
+
+        return edits.cast(self, dtype)
+
+    def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
+        """Other names for parameters, by a mapping or a function; those that a mapping leaves out keep theirs.
+
+        Raises `NotFound` for a name that no parameter has, `Unsupported` if two would get the same name.
+        """
+        from ckpt_formats.core import edits
+
+        return edits.rename(self, names)
+
+    def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
+        """Other values for weights: arrays of the same shapes. Their optimizer states are dropped.
+
+        Raises `NotFound` for a name that no parameter has, `Unsupported` for another shape.
+        """
+        from ckpt_formats.core import edits
+
+        return edits.replace_values(self, arrays)
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""
@@ -131,7 +226,7 @@ class Checkpoint:
                 yield parameter, state, tensor
 
     def dangling_names(self) -> Iterator[tuple[str, str]]:
-        """Names that no parameter has, though something speaks of them: (name, what is said of it)."""
+        """Names that something refers to and no parameter has: (name, what refers to it)."""
         for alias, name in self.aliases.items():
             if name not in self.parameters:
                 yield alias, f"tied to `{name}`, which is not there"
@@ -139,178 +234,3 @@ class Checkpoint:
             for name in group.names:
                 if name not in self.parameters:
                     yield name, f"in optimizer group {i}, but not there"
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """What a reader may need to be told."""
-
-    rules: tuple[Rule, ...] = ()
-    order: tuple[str, ...] = ()
-    """The names of the parameters that an optimizer knows by number, from 0 on."""
-    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same for each of several optimizers, by their places in the file, such as `optimizer_states.0`."""
-    shapes: Path | None = None
-    """Another checkpoint of the same model, where the one to be read holds flat slices without their shapes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelDegrees:
-    """Over how many ranks a checkpoint is to be cut. None: as the source is, or not at all."""
-
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    zero: int | None = None
-    """The ZeRO stage. Of Megatron, 1 is its distributed optimizer."""
-    vpp: int | None = None
-    """Model chunks of each pipeline stage."""
-    ep: int | None = None
-    """Expert-parallel ranks."""
-    etp: int | None = None
-    """Tensor-parallel ranks of each expert."""
-    stages: tuple[int, ...] | None = None
-    """The first layer of each pipeline stage."""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Where a checkpoint is to be written, and what a format may need to be told."""
-
-    target: Path
-    degrees: ParallelDegrees = ParallelDegrees()
-    rules: tuple[Rule, ...] = ()
-    """The user's, before those of the source."""
-    vocab_rows: int | None = None
-    """Rows of the vocabulary's tables with their padding; None: as the source has them."""
-    shard_nbytes: int = 5 << 30
-    """About how large the files become, in formats that cut a model into several."""
-    config: Path | None = None
-    """A model's configuration, or the folder that holds it; None: what came with the source."""
-    keys: StateKeys | None = None
-    """How a tree of state dicts is to be keyed; None: as the source was."""
-    coding: EncodingOptions | None = None
-    """How states are to be coded, in formats that can; None: their values are stored as they are."""
-    partial: bool = False
-    """The user left tensors of the source out: that some are missing is no error."""
-    as_it_was: bool = False
-    """Write what the source was (`Checkpoint.original`), in formats that can; else what the format writes of all."""
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """One output file: all it takes to write it, in any process."""
-
-    file: str
-    parameters: tuple[Parameter, ...]
-    what: Mapping[str, Any] = field(default_factory=dict)
-    size: int | None = None
-    """Of the file, where it is known and is not the sum of the parameters."""
-    role: str = "all"
-    rank: Mapping[str, int] = field(default_factory=dict)
-    """Whose file it will be, as in `SourceFile`."""
-    tensors: tuple[Tensor, ...] = ()
-    """What the file will hold, where that is not the parameters as they are."""
-
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes are moved to write it."""
-        return sum(parameter.nbytes for parameter in self.parameters) if self.size is None else self.size
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What became of a part: plain data, small, and enough to check the file again."""
-
-    file: str
-    nbytes: int
-    seals: tuple[Seal, ...]
-    entry: Mapping[str, Any]
-    evidence: tuple[Evidence, ...] = ()
-
-
-class Format(ABC):
-    """A format that can be read."""
-
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    even_states: ClassVar[bool] = False
-    """Does the engine keep every state for every parameter of an optimizer's group?"""
-
-    @abstractmethod
-    def detect(self, path: Path) -> bool:
-        """Is this path, a file or a folder, a checkpoint of this format? Cheap, and never raises."""
-
-    @abstractmethod
-    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
-
-
-def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
-    """What `read` returns, with the identities of all files that it is in.
-
-    Raises `Corrupt` if one of them was changed meanwhile.
-    """
-    with recording() as identities:
-        found = read()
-    for file in dict.fromkeys(_files(found)):
-        if file not in identities:
-            with suppress(OSError):  # who reads it says that it is missing
-                identities[file] = Identity.of(file.stat())
-    check_unchanged(identities)
-    return replace(found, identities=identities)
-
-
-def _files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Where seals are made when they are asked for, so are sources, by reading; there all files are shards."""
-    yield from (shard.path for shard in checkpoint.files)
-    if isinstance(checkpoint.seals, (tuple, list)):
-        yield from (seal.path for seal in checkpoint.seals)
-        yield from (raw.path for *_, tensor in checkpoint.tensors() for raw in tensor.sources())
-
-
-class WritableFormat(Format):
-    """A format that can also be written, in three steps: plan, write each part, commit.
-
-    `degrees` names the fields of `ParallelDegrees` that the format can follow.
-
-    Laws: `plan` is pure. `write` touches only its own part's file, may be run
-    again, and in any order. `commit` runs once, last, and writes what makes the
-    folder recognisable; until then `detect` refuses it.
-    """
-
-    degrees: ClassVar[tuple[str, ...]] = ()
-    needs_model: ClassVar[bool] = True
-    """Is a checkpoint without weights of a model nothing that the format can hold?"""
-
-    @abstractmethod
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        """The files to write. Raises `Unsupported` for tensors that the format cannot hold."""
-
-    @abstractmethod
-    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        """Write one file of the new checkpoint into `folder`."""
-
-    @abstractmethod
-    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        """Make the folder a checkpoint. `receipts` are in the order of the plan."""
-
-    def product(self, target: Path) -> str | None:
-        """The name, within the folder, of the one file that is the checkpoint; None if the folder is."""
-        return None
-
-    def settings(self) -> object:
-        """Plain data that tells this object from others of its class which write other bytes."""
-        return ()
-
-    def beside(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints that are read besides the source."""
-        return ()
-
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        """What of the source the format has no place for, in words that follow these."""
-        return ()
-
-    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        """What the user should know of the result before it is written, in sentences."""
-        return ()

@@ -1,26 +1,42 @@
-"""How the states of a checkpoint are to be coded where a format can code them: plain data, as a plan carries it."""
+"""How the states of a checkpoint are encoded where a format can encode them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ckpt_formats.core.errors import Unsupported
+
+AUTO = "auto"
+"""Instead of a codec: the best for each state."""
 Level = Literal["default", "max"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+_HINT = "Leave it out, and the best codec is taken for each state."
 
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """What the user chose."""
+    """Which codecs, and how hard they try."""
 
     codec: Mapping[str, Any] | None = None
     """The configuration of one codec for every state that it can hold; None: the best for each."""
     level: Level = "default"
     check: bool = True
-    """Decode what was encoded, and compare, before it is believed."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """Decode what was encoded, and compare, before it is trusted."""
 
     @classmethod
-    def of_json(cls, said: Mapping[str, Any] | None) -> "EncodingOptions | None":
-        return None if said is None else cls(**said)
+    def of(cls, codec: str, level: Level = "default", check: bool = True) -> "EncodingOptions":
+        """The options for `auto`, or for one codec by its text. Raises `Unsupported` if it is unknown or lossy."""
+        from ckpt_codecs import CodecError, Rounded
+        from ckpt_codecs.registry import parse
+
+        if codec == AUTO:
+            return cls(None, level, check)
+        try:
+            parsed = parse(codec)
+        except CodecError as error:
+            raise Unsupported(f"--codec: {error}", hint=_HINT) from None
+        if not parsed.lossless:
+            raise Unsupported(f"--codec: {parsed.name} changes values, and compress must not", hint=_HINT)
+        if isinstance(parsed, Rounded):
+            raise Unsupported("--codec: a copy that is its master, rounded, is always detected", hint=_HINT)
+        return cls(parsed.config(), level, check)

@@ -46,6 +46,11 @@ class Notice:
         return f"{self.text}: {', '.join(map(printable, self.names[:most]))}{more}" if self.names else self.text
 
 
+def unsure(texts: Iterable[str]) -> tuple[Notice, ...]:
+    """Sentences about something that the files do not fully prove."""
+    return tuple(Notice(text, weight=Weight.UNSURE) for text in texts)
+
+
 def by_weight(notices: Iterable[Notice]) -> list[Notice]:
     """Each once, the heaviest first, else in their order."""
     return sorted(dict.fromkeys(notices), key=lambda notice: -notice.weight)

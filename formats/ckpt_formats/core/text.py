@@ -1,4 +1,4 @@
-"""File names for things whose own names are input from strangers."""
+"""Text: file names for things whose own names are input from strangers, and names and sizes for people."""
 
 import hashlib
 import re
@@ -20,6 +20,19 @@ def file_stem(name: str) -> str:
     """
     slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MOST_SLUG].strip("._-") or "tensor"
     return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
+
+
+def format_nbytes(nbytes: float) -> str:
+    """A number of bytes for people.
+
+    >>> format_nbytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
 
 
 def printable(name: str) -> str:

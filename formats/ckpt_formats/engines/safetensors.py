@@ -1,6 +1,7 @@
 """Model weights in safetensors: one file, or a folder of them with an index, as Hugging Face has them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +18,9 @@ from ckpt_formats.containers.safetensors_shards import (
     write_weights,
 )
 from ckpt_formats.containers.shard_index import index_text, numbered_names
-from ckpt_formats.core.checkpoint import (
-    MODEL,
-    Checkpoint,
-    FilePlan,
-    Goal,
-    Origin,
-    OriginalForm,
-    Parameter,
-    ReadOptions,
-    Receipt,
-    WritableFormat,
-)
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, OriginalForm, Parameter
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -39,9 +30,17 @@ INDEX = f"model{SAFETENSORS_INDEX}"
 METADATA = {"format": "pt"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Safetensors(WritableFormat):
+    """Model weights in one .safetensors file, or in a folder of them with an index."""
+
     name = "safetensors"
     summary = "model weights: a .safetensors file, or a folder of them with an index"
+
+    shard_nbytes: int = 5 << 30
+    """About how large each file of a folder becomes."""
+    single_file: bool = False
+    """Write one file instead of a folder, as for a target that ends in .safetensors."""
 
     def detect(self, path: Path) -> bool:
         if path.is_dir():
@@ -74,15 +73,19 @@ class Safetensors(WritableFormat):
             original=original,
         )
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+    def for_target(self, target: Path) -> WritableFormat:
+        return replace(self, single_file=self.single_file or target.name.endswith(SUFFIX))
+
+    def plan(self, source: Checkpoint) -> Plan:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
-        groups = cut(weights, goal.shard_nbytes if self.product(goal.target) is None else None)
+        groups = cut(weights, None if self.single_file else self.shard_nbytes)
         form = _form_of(source)
         header = form.get("header", 0)
-        return tuple(
+        files = tuple(
             weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MOST_HEADER) else 0)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
+        return Plan(files, _dropped(source, form), single_file=f"model{SUFFIX}" if self.single_file else None)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_weights(folder, part, transfer)
@@ -91,14 +94,12 @@ class Safetensors(WritableFormat):
         if len(receipts) > 1:
             write_last(folder, INDEX, index_text((receipt.file, receipt.entry) for receipt in receipts))
 
-    def product(self, target: Path) -> str | None:
-        return f"model{SUFFIX}" if target.name.endswith(SUFFIX) else None
 
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        lost = lost_states(source)
-        kept = _metadata(source, (), _form_of(source))
-        extras = [key for key in source.extras if key not in kept]
-        return (*lost, Notice("extras", tuple(extras))) if extras else lost
+def _dropped(source: Checkpoint, form: Mapping[str, Value]) -> tuple[Notice, ...]:
+    """What of the source files of weights have no place for."""
+    stored = _metadata(source, (), form)
+    extras = tuple(key for key in source.extras if key not in stored)
+    return (*lost_states(source), Notice("extras", extras)) if extras else lost_states(source)
 
 
 def _form(path: Path) -> dict[str, Value]:

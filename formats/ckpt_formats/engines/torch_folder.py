@@ -1,8 +1,8 @@
-"""A plain folder of files of `torch.save`: a model, its optimizer, and what else a script saved beside them.
+"""Read a plain folder of files of `torch.save`: a model, its optimizer, and other files of a script.
 
-The files are known by what they hold: the model by its tensors, the optimizer by its states and groups. All else
-(schedulers, random states, averaged weights) is carried under the names of its files. Which of several models is
-meant, nobody knows: they are refused, unless one is called as models usually are.
+Files are classified by their content: a model has tensors, an optimizer has states and groups. All other files
+(schedulers, random states, averaged weights) become extras under their file names. If there are several models, it is
+an error, unless exactly one has a usual name of a model.
 """
 
 import re
@@ -15,15 +15,16 @@ from typing import Literal
 
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile.reader import STARTS
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.detection.traces import names_in
 from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
-from ckpt_formats.engines.torch_save import PlainTorch
+from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
@@ -32,28 +33,28 @@ from ckpt_formats.state_dicts.steps import step_of
 Kind = Literal["model", "optimizer", "other"]
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pth.tar", ".pt.tar")
-_BESIDE = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
-_MOST_FILES = 256
-_MOST_LISTED = 8
-_MOST_DEPTH = 8
-_MOST_VALUES = 100_000
+_SIDE_SUFFIXES = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
+_MAX_FILES = 256
+_MAX_LISTED = 8
+_MAX_DEPTH = 8
+_MAX_VALUES = 100_000
 _USUAL = ("model", "pytorch_model", "model_state", "model_state_dict", "state_dict", "weights", "checkpoint", "module")
 _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hparams|trainer|metric|loss", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
 _OF_META = re.compile(r"consolidated\.\d\d\.pth")
 _OF_TORCHTUNE = re.compile(r"hf_model_\d+_\d+\.pt")
-"""Old versions saved so: the optimizer beside knows the parameters by other names, and their rows in another order."""
+"""Files of old versions of torchtune. Their optimizer uses other names of parameters, and another order of rows."""
 _NUMBERS = re.compile(r"\d{1,15}")
 
 
 @dataclass(frozen=True)
 class _File:
-    file: TorchFile
+    content: TorchFile
     kind: Kind
 
     @property
     def path(self) -> Path:
-        return self.file.path
+        return self.content.path
 
 
 class TorchFolder(Format):
@@ -64,9 +65,9 @@ class TorchFolder(Format):
         return path.is_dir() and any(map(_is_torch, (path / name for name in names_in(path))))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MOST_FILES + 1))
-        if len(paths) > _MOST_FILES:
-            raise NotFound(f"holds more than {_MOST_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
+        paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MAX_FILES + 1))
+        if len(paths) > _MAX_FILES:
+            raise NotFound(f"has more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
         with form_of("a folder of files of torch", path):
             files = [_File(file, _kind_of(file)) for file in map(open_file, paths)]
             return _checkpoint(path, files, options)
@@ -76,74 +77,78 @@ _NAME = "Name one of them."
 
 
 def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Checkpoint:
-    model = _model(path, [one for one in files if one.kind == "model"], files)
-    optimizers = [one for one in files if one.kind == "optimizer"]
-    others = [one for one in files if one is not model and one not in optimizers]
-    found = PlainTorch().read(model.path, options)
+    model = _model(path, [file for file in files if file.kind == "model"], files)
+    optimizers = [file for file in files if file.kind == "optimizer"]
+    other_files = [file for file in files if file is not model and file not in optimizers]
+    checkpoint = Torch().read(model.path, options)
     notices: list[Notice] = []
-    if not optimizers or found.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
-        others += optimizers
+    if not optimizers or checkpoint.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
+        other_files += optimizers
     else:
-        found = _with_optimizers(model.file, optimizers, options)
-    parameters, extras = dict(found.parameters), dict(found.extras)
-    for one in others:
-        key = next(key for key in numbered(_key(one.path)) if key not in extras)
-        extras[key] = names_for_tensors(one.file.root, key, parameters)
-    beside, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_BESIDE))
-    for name, value in beside.items():
+        checkpoint = _with_optimizers(model.content, optimizers, options)
+    parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
+    for file in other_files:
+        key = next(key for key in numbered(_key(file.path)) if key not in extras)
+        extras[key] = names_for_tensors(file.content.root, key, parameters)
+    side_files, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_SIDE_SUFFIXES))
+    for name, value in side_files.items():
         extras[f"{PREFIX}{name}"] = names_for_tensors(value, f"{PREFIX}{name}", parameters)
     step = (
-        found.origin.step if found.origin.step is not None else _step({_key(one.path): one for one in others}, beside)
+        checkpoint.origin.step
+        if checkpoint.origin.step is not None
+        else _step({_key(file.path): file for file in other_files}, side_files)
     )
-    if further := [one.path.name for one in others if one.kind != "other"]:
-        text = "further models and optimizers, which are carried as extras under the names of their files"
+    if further := [file.path.name for file in other_files if file.kind != "other"]:
+        text = "further models and optimizers, which are read as extras under the names of their files"
         notices.append(Notice(text, tuple(further), Weight.LOST))
     if large:
-        notices.append(Notice("not read, being too large to carry", tuple(large), Weight.LOST))
+        notices.append(Notice("too large to copy, not read", tuple(large), Weight.LOST))
     return replace(
-        found,
+        checkpoint,
         path=path,
-        origin=replace(found.origin, engine="torch", step=step),
+        origin=replace(checkpoint.origin, engine="torch", step=step),
         parameters=parameters,
         extras=extras,
-        files=(*found.files, *map(_shard, others), *shards),
-        seals=(*found.seals, *(seal for one in others for seal in one.file.seals())),
+        files=(*checkpoint.files, *map(_shard, other_files), *shards),
+        seals=(*checkpoint.seals, *(seal for file in other_files for seal in file.content.seals())),
         notices=(
-            *found.notices,
+            *checkpoint.notices,
             *notices,
         ),
         original=None,
     )
 
 
-def _step(others: Mapping[str, _File], beside: Mapping[str, Value]) -> int | None:
-    """The step that a file beside the model's speaks of."""
-    said = {key: one.file.root for key, one in others.items()}
-    said |= {name.removesuffix(".json"): value for name, value in beside.items()}
-    return step_of(said)
+def _step(other_files: Mapping[str, _File], side_files: Mapping[str, Value]) -> int | None:
+    """The step in a file other than the model's, or None."""
+    values = {key: file.content.root for key, file in other_files.items()}
+    values |= {name.removesuffix(".json"): value for name, value in side_files.items()}
+    return step_of(values)
 
 
 def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: ReadOptions) -> Checkpoint:
-    """The model with its optimizer's states; with several, those that find their parameters."""
+    """The model with the states of its optimizers. If there are several, only those that match its parameters."""
     tree = _tree(model)
     root = dict(tree) if any(key in tree for key in RESERVED) else {"model": tree}
-    for one in optimizers:
-        key = "optimizer" if len(optimizers) == 1 else _key(one.path)
-        root[key] = inner = _inner(one.file.root)
-        if inner is not one.file.root:  # what else the file holds, such as a seed
-            rest = {str(name): value for name, value in one.file.root.items() if value is not inner}
-            root |= {next(free for free in numbered(name) if free not in root): value for name, value in rest.items()}
-    found = training_state(root, model.path.parent, options.order, options.orders)
+    for file in optimizers:
+        key = "optimizer" if len(optimizers) == 1 else _key(file.path)
+        root[key] = inner = _inner(file.content.root)
+        if inner is not file.content.root:  # other values of the file, such as a seed
+            other_values = {str(name): value for name, value in file.content.root.items() if value is not inner}
+            root |= {
+                next(free for free in numbered(name) if free not in root): value for name, value in other_values.items()
+            }
+    state_read = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(
         model.path.parent,
-        Origin("torch", None, found.step, {"keys": found.keys.to_json()}),
-        found.parameters,
-        found.groups,
-        found.extras,
-        found.aliases,
+        Origin("torch", None, state_read.step, {"keys": state_read.keys.to_json()}),
+        state_read.parameters,
+        state_read.groups,
+        state_read.extras,
+        state_read.aliases,
         (_shard(_File(model, "model")), *map(_shard, optimizers)),
-        tuple(seal for file in (model, *(one.file for one in optimizers)) for seal in file.seals()),
-        found.notices,
+        tuple(seal for file in (model, *(file.content for file in optimizers)) for seal in file.seals()),
+        state_read.notices,
     )
 
 
@@ -151,25 +156,25 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     """The file of the model. Raises `NotFound` or `Unsupported` if there are several, `Incomplete` if there is none."""
     if not models:
         raise Incomplete(
-            f"no file here holds a model, only {_listed([one.path for one in files])}",
+            f"no file contains a model, only {_listed([file.path for file in files])}",
             where=path,
             hint="Copy the model's file into the folder.",
         )
-    paths = [one.path for one in models]
+    paths = [file.path for file in models]
     if len(models) == 1:
         return models[0]
-    if sum(1 for one in paths if _OF_META.fullmatch(one.name)) > 1:
+    if sum(1 for file in paths if _OF_META.fullmatch(file.name)) > 1:
         raise Unsupported(
-            f"tensor parallelism cut a model of Meta's over {len(models)} files: {_listed(paths)}",
+            f"a model of Meta's is split over {len(models)} files by tensor parallelism: {_listed(paths)}",
             where=path,
-            hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
+            hint="These files cannot be merged here. Use transformers' convert_llama_weights_to_hf.py.",
         )
-    if all(_OF_A_RANK.fullmatch(one.stem) for one in paths):
-        raise Unsupported(f"files of several ranks, which are not joined: {_listed(paths)}", where=path, hint=_NAME)
-    usual = [one for name in _USUAL for one in models if one.path.stem.lower() == name]
-    forms = Counter(_form(one) for one in paths)
+    if all(_OF_A_RANK.fullmatch(file.stem) for file in paths):
+        raise Unsupported(f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME)
+    usual = [file for name in _USUAL for file in models if file.path.stem.lower() == name]
+    forms = Counter(_form(file) for file in paths)
     if not usual or max(forms.values()) > 1:
-        raise NotFound(f"holds {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
+        raise NotFound(f"has {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
     return usual[0]
 
 
@@ -183,7 +188,7 @@ def _kind_of(file: TorchFile) -> Kind:
 
 
 def _inner(root: Value) -> Value:
-    """The state dict of an optimizer, if it is all that a file holds, under a key of its own or not."""
+    """The state dict of an optimizer if the file has one and no weights, with or without its own key; else `root`."""
     if isinstance(root, dict) and not is_optimizer(root):
         states = [value for value in root.values() if is_optimizer(value)]
         if len(states) == 1 and not _has_weights({key: one for key, one in root.items() if one is not states[0]}):
@@ -192,9 +197,12 @@ def _inner(root: Value) -> Value:
 
 
 def _has_weights(root: Value) -> bool:
-    """Is there a tensor of floating-point numbers with axes in it, outside of optimizers?"""
+    """True if there is a floating-point tensor with at least one axis, outside of optimizers.
+
+    Also true if there are more values than the limit.
+    """
     waiting: list[tuple[Value, int]] = [(root, 0)]
-    for _ in range(_MOST_VALUES):
+    for _ in range(_MAX_VALUES):
         if not waiting:
             return False
         value, depth = waiting.pop()
@@ -202,7 +210,7 @@ def _has_weights(root: Value) -> bool:
             tensor = tensor_of(value)
             if tensor.shape and is_float(tensor.dtype):
                 return True
-        elif depth < _MOST_DEPTH and isinstance(value, dict) and not is_optimizer(value):
+        elif depth < _MAX_DEPTH and isinstance(value, dict) and not is_optimizer(value):
             waiting += ((item, depth + 1) for item in value.values())
     return bool(waiting)
 
@@ -223,22 +231,22 @@ def _form(path: Path) -> str:
 
 
 def _listed(paths: Iterable[Path]) -> str:
-    """Names of files, the newest last: by the numbers in their names, then by their times."""
+    """The names of at most 8 files, the newest last: by the numbers in their names, then by their times."""
     by_age = sorted(paths, key=_age)
-    more = f"{len(by_age) - _MOST_LISTED:,} others, " if len(by_age) > _MOST_LISTED else ""
-    return more + ", ".join(printable(one.name) for one in by_age[-_MOST_LISTED:])
+    prefix = f"{len(by_age) - _MAX_LISTED:,} others, " if len(by_age) > _MAX_LISTED else ""
+    return prefix + ", ".join(printable(path.name) for path in by_age[-_MAX_LISTED:])
 
 
 def _age(path: Path) -> tuple[list[int], float, str]:
     return [int(number) for number in _NUMBERS.findall(path.stem)], path.stat().st_mtime, path.name
 
 
-def _shard(one: _File) -> SourceFile:
-    return SourceFile(one.path, one.path.stat().st_size, "other" if one.kind == "other" else one.kind)
+def _shard(file: _File) -> SourceFile:
+    return SourceFile(file.path, file.path.stat().st_size, "other" if file.kind == "other" else file.kind)
 
 
 def _is_torch(path: Path) -> bool:
-    """Is it, by its name and its first bytes, a file of `torch.save`? Never raises."""
+    """True if its name and its first bytes are those of a file of `torch.save`. Never raises."""
     if not path.name.endswith(SUFFIXES) or path.name.startswith("."):
         return False
     try:

@@ -11,6 +11,7 @@ in the extras as typed JSON (`typed_json`), and read back as what it was.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -23,19 +24,15 @@ from ckpt_formats.core.checkpoint import (
     MASTER,
     MODEL,
     Checkpoint,
-    FilePlan,
-    Goal,
     Group,
     Origin,
     OriginalForm,
     Parameter,
-    ReadOptions,
-    Receipt,
     Role,
     SourceFile,
-    WritableFormat,
 )
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsupported, flaw
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -56,10 +53,16 @@ _MOST_BITS = 2000
 """Of an integer that `weights_only` reads."""
 
 
-class PlainTorch(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class Torch(WritableFormat):
+    """One file of `torch.save`."""
+
     name = "torch"
     summary = "one file of torch.save: a state dict, flat or nested, with or without optimizer"
     needs_model = False
+
+    original: bool = False
+    """Write the source as the file that it was (`Checkpoint.original`), if it was one of torch.save."""
 
     def detect(self, path: Path) -> bool:
         if not path.is_file():
@@ -79,21 +82,19 @@ class PlainTorch(WritableFormat):
             return _read_ours(file, note)
         return _read_foreign(file, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+    def plan(self, source: Checkpoint) -> Plan:
         was = source.original
-        known = goal.as_it_was and was is not None and was.format == self.name and was.form is not None
+        known = self.original and was is not None and was.format == self.name and was.form is not None
         form = was.form() if was is not None and was.form is not None and known else None
         tree = None if form is None else tree_of(form, source)
-        return (tree_part(_FILE, _tree(source) if tree is None else tree, source.parameters.values()),)
+        file = tree_part(_FILE, _tree(source) if tree is None else tree, source.parameters.values())
+        return Plan((file,), single_file=_FILE)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         """The one file is whole when it is written."""
-
-    def product(self, target: Path) -> str | None:
-        return _FILE
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
@@ -279,7 +280,7 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
         _shards(file),
         file.seals(),
         (*notices, *without, *found.notices),
-        original=OriginalForm(PlainTorch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
+        original=OriginalForm(Torch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
     )
 
 

@@ -1,10 +1,10 @@
-"""Folders of torchtune: the model under Hugging Face's names, the recipe's state beside.
+"""Read folders of torchtune: the model under Hugging Face's names, and the state of the recipe.
 
-    OUTPUT/epoch_1/model-00001-of-00002.safetensors, config.json, ...    as `save_pretrained` has them
+    OUTPUT/epoch_1/model-00001-of-00002.safetensors, config.json, ...    as from `save_pretrained`
     OUTPUT/recipe_state/recipe_state.pt                                  optimizer, seed, epochs, data loader
 
-torchtune trains a model under names of its own, by which, or by whose order, the optimizer knows its parameters. Of
-most families it also keeps the rows of queries and keys in another order: pairs of a rotation beside each other.
+torchtune trains a model under its own names. The optimizer refers to parameters by these names, or by their order. For
+most families, torchtune also orders the rows of queries and keys differently: the two rows of a rotation are adjacent.
 Source: torchtune `_checkpointer`, `models.convert_weights`.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Format, Parameter, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import BadRules, Incomplete, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
@@ -34,7 +35,7 @@ from ckpt_formats.state_dicts.read import training_state
 STATE = "recipe_state/recipe_state.pt"
 _EPOCH = re.compile(r"(?:epoch|step)_(\d{1,9})")
 _FAMILIES = ("llama", "mistral", "gemma", "qwen2")
-_ROWS_AS_THEY_ARE = ("qwen2",)
+_SAME_ROW_ORDER = ("qwen2",)
 _FIRST = (("model.embed_tokens.weight", "tok_embeddings.weight"),)
 _LAYER = (
     ("self_attn.q_proj.weight", "attn.q_proj.weight"),
@@ -51,12 +52,11 @@ _LAYER = (
     ("post_attention_layernorm.weight", "mlp_norm.scale"),
 )
 _LAST = (("model.norm.weight", "norm.scale"), ("lm_head.weight", "output.weight"))
-"""Names in files and in torchtune, in the order in which its modules register them."""
+"""Names in files and in torchtune, in the order in which its modules register the parameters."""
 _OWN_NAME = "tok_embeddings.weight"
 _PERMUTED = re.compile(r".*\.self_attn\.([qk])_proj\.weight")
-_UNTOLD = (
-    "the optimizer's states could not be given to the model's tensors, which torchtune calls by other names: they are "
-    "carried as they are"
+_UNMATCHED = (
+    "optimizer states could not be matched to parameters, because torchtune uses other names: they are copied unchanged"
 )
 
 
@@ -78,25 +78,27 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
     folder = _folder_of(path, state.get("epochs_run"))
     base = (HuggingFace() if HuggingFace().detect(folder) else TorchFolder()).read(folder, options)
     optimizer = state.pop("optimizer", None)
-    found, notices = base, [notice for notice in base.notices if notice != HAS_RECIPE]
+    checkpoint, notices = base, [notice for notice in base.notices if notice != HAS_RECIPE]
     if is_optimizer(optimizer) and "param_groups" in optimizer:
-        told = _with_optimizer(base, optimizer)
-        if told is None:
+        with_states = _with_optimizer(base, optimizer)
+        if with_states is None:
             state["optimizer"] = optimizer
-            notices.append(Notice(_UNTOLD, weight=Weight.LOST))
+            notices.append(Notice(_UNMATCHED, weight=Weight.LOST))
         else:
-            found = told
+            checkpoint = with_states
     elif optimizer is not None:
         state["optimizer"] = optimizer
     if newer := [name for name in names_in(path) if _number(name) > _number(folder.name)]:
-        text = f"{folder.name} is read, of which the recipe's state is; there are newer weights, without their state"
+        text = (
+            f"{folder.name} is read, to which the recipe's state belongs; there are newer weights, without their state"
+        )
         notices.append(Notice(text, tuple(newer), Weight.LOST))
-    parameters, extras = dict(found.parameters), dict(found.extras)
+    parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for key, value in state.items():
         free = next(name for name in numbered(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
     return replace(
-        found,
+        checkpoint,
         path=path,
         origin=replace(base.origin, engine="torchtune"),
         parameters=parameters,
@@ -109,31 +111,31 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _number(name: str) -> int:
-    """Of an epoch, by the name of its folder; -1 of other names."""
+    """The number of an epoch, from the name of its folder; -1 for other names."""
     match = _EPOCH.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def _folder_of(path: Path, epochs: Value) -> Path:
-    """The folder of the epoch that the recipe's state is of. Raises `Incomplete` if it is not there."""
+    """The folder of the epoch to which the recipe's state belongs. Raises `Incomplete` if it is missing."""
     numbers = {int(match[1]): path / name for name in names_in(path) if (match := _EPOCH.fullmatch(name))}
     numbers = {number: folder for number, folder in numbers.items() if folder.is_dir()}
     if not numbers:
-        raise Incomplete("the recipe's state is here, but no folder of an epoch with the model", where=path)
+        raise Incomplete("there is a state of the recipe, but no folder of an epoch with the model", where=path)
     last = epochs - 1 if is_natural(epochs) and epochs else max(numbers)
     if last not in numbers:
         raise Incomplete(
-            f"the recipe's state is of epoch {last}, whose folder is not here",
+            f"the recipe's state belongs to epoch {last}, but its folder is missing",
             where=path,
-            hint=f"Name the folder of an epoch to read its model alone: {numbers[max(numbers)].name}",
+            hint=f"Name the folder of an epoch to read only its model: {numbers[max(numbers)].name}",
         )
     return numbers[last]
 
 
 def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpoint | None:
-    """The checkpoint with the optimizer's states under the names of the files; None if they cannot be given to it."""
+    """The checkpoint with the optimizer's states under the names of the files; None if they cannot be matched."""
     config = base.extras.get(f"{PREFIX}config.json")
-    weights = {name: one.weight for name, one in base.parameters.items() if one.role != "extra"}
+    weights = {name: parameter.weight for name, parameter in base.parameters.items() if parameter.role != "extra"}
     pairs = _pairs(config, weights) if isinstance(config, dict) else None
     if pairs is None and _OWN_NAME in weights:
         pairs = [(name, name) for name in weights]
@@ -141,19 +143,26 @@ def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpo
         return None
     new = {own: name for name, own in pairs}
     try:
-        found = training_state({"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values()))
+        state_read = training_state(
+            {"model": weights, "optimizer": _renamed(optimizer, new)}, base.path, list(new.values())
+        )
         heads = _heads(config)
-        told = {name: _in_files_order(one, heads) for name, one in found.parameters.items()}
+        reordered = {name: _in_files_order(parameter, heads) for name, parameter in state_read.parameters.items()}
     except (Unsupported, BadRules):
         return None
-    if not found.groups:
+    if not state_read.groups:
         return None
-    extra = {name: one for name, one in base.parameters.items() if one.role == "extra"}
-    return replace(base, parameters={**told, **extra}, groups=found.groups, aliases={**base.aliases, **found.aliases})
+    extra = {name: parameter for name, parameter in base.parameters.items() if parameter.role == "extra"}
+    return replace(
+        base,
+        parameters={**reordered, **extra},
+        groups=state_read.groups,
+        aliases={**base.aliases, **state_read.aliases},
+    )
 
 
 def _pairs(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[tuple[str, str]] | None:
-    """Each tensor's name and what torchtune calls it, in the order of its model; None if that is not known."""
+    """(name, torchtune's name) of each tensor, in the order of torchtune's model; None if that is not known."""
     layers = config.get("num_hidden_layers")
     if config.get("model_type") not in _FAMILIES or not isinstance(layers, int):
         return None
@@ -167,28 +176,28 @@ def _pairs(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[tup
 
 
 def _renamed(optimizer: Mapping[str, Value], new: Mapping[str, str]) -> dict[str, Value]:
-    """The optimizer with its parameters under other names; numbers stay."""
+    """The optimizer with its parameters under the names in `new`; numbers of parameters are unchanged."""
     groups = [
         {**group, "params": [new.get(key, key) if isinstance(key, str) else key for key in group["params"]]}
         for group in optimizer["param_groups"]
     ]
-    states = {new.get(key, key) if isinstance(key, str) else key: kept for key, kept in optimizer["state"].items()}
+    states = {new.get(key, key) if isinstance(key, str) else key: state for key, state in optimizer["state"].items()}
     return {**optimizer, "state": states, "param_groups": groups}
 
 
 def _heads(config: Value) -> Mapping[str, int]:
-    """How many heads queries and keys have; nothing where rows are as in the files."""
-    if not isinstance(config, dict) or config.get("model_type") in (None, *_ROWS_AS_THEY_ARE):
+    """The number of heads of queries and keys; {} if the rows have the order of the files."""
+    if not isinstance(config, dict) or config.get("model_type") in (None, *_SAME_ROW_ORDER):
         return {}
     queries = config.get("num_attention_heads")
     keys = config.get("num_key_value_heads", queries)
     if not isinstance(queries, int) or not isinstance(keys, int):
-        raise Unsupported("the configuration does not say how many heads there are")
+        raise Unsupported("the configuration does not state the number of heads")
     return {"q": queries, "k": keys}
 
 
 def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter:
-    """The parameter with its states' rows in the order of the file's weight. Raises `Unsupported` for other shapes."""
+    """The parameter with the rows of its states in the order of the file. Raises `Unsupported` for other shapes."""
     match = _PERMUTED.fullmatch(parameter.name)
     if match is None or not heads:
         return parameter
@@ -197,16 +206,16 @@ def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter
     for name, state in parameter.states.items():
         if name != MODEL and state.size > 1:
             if state.shape != shape:
-                raise Unsupported(f"state {name} of `{parameter.name}` has another shape than it")
-            state = _halves_apart(state, heads[match[1]])
+                raise Unsupported(f"state {name} of `{parameter.name}` has another shape than the parameter")
+            state = _even_rows_first(state, heads[match[1]])
         states[name] = state
     return replace(parameter, states=states)
 
 
-def _halves_apart(tensor: Tensor, heads: int) -> Tensor:
-    """Of the rows of each head, the even ones and then the odd ones."""
+def _even_rows_first(tensor: Tensor, heads: int) -> Tensor:
+    """The rows of each head reordered: the even rows, then the odd ones. `tensor`: (rows, ...)."""
     if heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
-        raise Unsupported(f"{list(tensor.shape[:1])} rows are not those of {heads} heads")
+        raise Unsupported(f"{list(tensor.shape[:1])} rows cannot be those of {heads} heads")
     rows = tensor.shape[0] // heads
     each: Sequence[Tensor] = [rows_of(tensor, [(i * rows, (i + 1) * rows)]) for i in range(heads)]
     return stacked([strided(head, start, 2) for head in each for start in (0, 1)])

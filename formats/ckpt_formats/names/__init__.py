@@ -1,14 +1,14 @@
-"""What the tensors of well-known models are called, in Hugging Face's libraries and in Megatron-core.
+"""Tensor names of well-known models in Hugging Face's libraries and in Megatron core, and translation between them.
 
-The tables are data, a TOML file for each family beside this one.
+The tables of names are data: a TOML file for each family in this folder.
 
-table         what a table is; shipped: those that there are
-transforms    the changes of shape that they speak of, as views
-architecture  what a model is; config, arguments, made_arguments: as transformers and Megatron say it
-family        which table has the tensors of a checkpoint; shapes: how long they must be
-described     what model a checkpoint holds, all that is said of it held against each other
-change        a checkpoint under other names; legacy: those from before Megatron core
-translate     all of it together: `to_hf`, `to_megatron`, `to_core`, `to_legacy`
+table           the form of a table; tables: the tables in this folder
+transforms      the changes of shape that tables name, as views
+architecture    the sizes and options of a model; config: as a config.json; from_arguments, to_arguments: as Megatron's
+family          the table that fits the tensors of a checkpoint; shapes: the shapes that they must have
+describe        the model in a checkpoint: its configuration and arguments, checked against each other
+renames         a checkpoint under other names; legacy: names from before Megatron core
+translate       the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`
 """
 
 from ckpt_formats.names.table import ExpertStack, NamePattern, NameRow, Table, Tie

@@ -1,4 +1,4 @@
-"""An architecture in the words of transformers: a model's config.json, read and written."""
+"""Read and write an architecture as a config.json of transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.table import Table
 
 CONFIG = "hf/config.json"
-"""Where a model's configuration lies among a checkpoint's extras."""
+"""The key of a model's configuration in a checkpoint's extras."""
 
 T = TypeVar("T", int, float)
 
@@ -23,14 +23,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-_SAID: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+_ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 LLAMA3: dict[str, float] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""The one stretching of Llama 3's that Megatron computes, whose factor alone can be chosen."""
+"""The parameters of Llama 3's scaling that Megatron supports. Only its factor can be chosen."""
 
 _PLAIN: dict[str, Any] = {
     "quantization_config": None,
@@ -40,19 +40,20 @@ _PLAIN: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-"""Entries by which a model computes something that Megatron's would not, unless they say this or nothing."""
+"""Entries that must have this value or be absent: with any other value, Megatron could not compute the model."""
 
 
 def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architecture:
     """The architecture that a config.json describes.
 
-    Raises `Incomplete` or `Corrupt` for a configuration that does not tell, `Unsupported` for a model that Megatron
-    cannot compute.
+    Raises: Incomplete or Corrupt if an entry is missing or not valid, Unsupported for a model that Megatron cannot
+    compute.
     """
     for key, plain in _PLAIN.items():
         if config.get(key, plain) not in (plain, None):
             raise Unsupported(
-                f"config.json says {key} {printable(str(config[key]))[:60]}, which is not Megatron's", where=where
+                f"config.json states {key} {printable(str(config[key]))[:60]}, which Megatron does not support",
+                where=where,
             )
 
     def entry(field: str) -> Any:
@@ -60,29 +61,35 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
         return None if key is None else config.get(key, table.absent.get(key))
 
     def number(field: str, default: int | None = None) -> int:
-        found = entry(field)
-        found = default if found is None else found
-        if found is None:
-            raise Incomplete(f"config.json does not say the model's {field}", where=where)
-        if not is_natural(found) or not found:
+        value = entry(field)
+        value = default if value is None else value
+        if value is None:
+            raise Incomplete(f"config.json does not state the model's {field}", where=where)
+        if not is_natural(value) or not value:
             raise Corrupt(
-                f"config.json says {field} {printable(str(found))[:60]}: not a number of something", where=where
+                f"config.json states {field} {printable(str(value))[:60]}: it must be a positive integer", where=where
             )
-        return cast(int, found)
+        return cast(int, value)
 
     heads, hidden = number("heads"), number("hidden")
     groups, head_dim = number("groups", heads), number("head_dim", hidden // heads or None)
     if heads % groups:
         raise Corrupt(
-            f"config.json says {heads} attention heads, which do not divide into {groups} groups", where=where
+            f"config.json states {heads} attention heads, which cannot be divided into {groups} groups", where=where
         )
     activation = _ACTIVATIONS.get(str(entry("activation")))
     if activation is None or (activation == "silu") != table.gated:
-        raise Unsupported(f"config.json says the activation {printable(str(entry('activation')))[:60]}", where=where)
+        raise Unsupported(
+            f"config.json states the activation {printable(str(entry('activation')))[:60]}, which is not supported",
+            where=where,
+        )
     theta, scaling = (None, None) if table.learned_positions else _rotary(config, table, where)
     window = entry("window")
     if window is not None and (not is_natural(window) or not window):
-        raise Corrupt(f"config.json says a sliding window of {printable(str(window))[:60]}", where=where)
+        raise Corrupt(
+            f"config.json states a sliding window of {printable(str(window))[:60]}, which is not a positive integer",
+            where=where,
+        )
     return Architecture(
         layers=number("layer"),
         hidden=hidden,
@@ -109,32 +116,32 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
 def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtype: str | None) -> dict[str, Any]:
     """The config.json of a model of this family; `flags` are the entries that its names depend on.
 
-    Raises `Unsupported` for what transformers' models of the family cannot compute.
+    Raises `Unsupported` if transformers' models of the family cannot compute the model.
     """
     if "head_dim" not in table.config and model.head_dim * model.heads != model.hidden:
-        raise Unsupported(f"{model.heads} heads of {model.head_dim} do not make up the hidden size {model.hidden}")
+        raise Unsupported(f"{model.heads} heads of {model.head_dim} do not give the hidden size {model.hidden}")
     if table.sizes["groups"] == table.sizes["heads"] and model.groups != model.heads:
-        raise Unsupported(f"{table.family} has no groups of heads that share keys and values")
+        raise Unsupported(f"the family {table.family} has no groups of heads that share keys and values")
     fields = {**table.count, **table.sizes, **table.config}
     values: dict[str, Any] = {
         "layer": model.layers,
         "expert": model.experts,
         "heads": model.heads,
         "groups": model.groups,
-        "activation": _SAID[model.activation],
+        "activation": _ACTIVATION_NAMES[model.activation],
     }
-    said = {key: values[field] if field in values else getattr(model, field) for field, key in fields.items()}
+    entries = {key: values[field] if field in values else getattr(model, field) for field, key in fields.items()}
     if table.learned_positions:
-        said["embd_pdrop"] = model.dropout
+        entries["embd_pdrop"] = model.dropout
     elif model.theta is not None:
-        said |= {"rope_theta": model.theta, "rope_scaling": _scaled(model.scaling)}
+        entries |= {"rope_theta": model.theta, "rope_scaling": _scaled(model.scaling)}
     return {
         "architectures": [table.architectures[0]],
         "model_type": table.model_types[0],
-        **said,
+        **entries,
         **flags,
         "tie_word_embeddings": model.tied,
-        # No tokenizer is known, and those of the first models of the family are another's.
+        # The tokenizer is not known. Without these entries, transformers would use defaults of another tokenizer.
         "bos_token_id": None,
         "eos_token_id": None,
         **({"torch_dtype": dtype} if dtype else {}),
@@ -142,20 +149,22 @@ def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtyp
 
 
 def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float, Scaling | None]:
-    """The base and the stretching of rotary frequencies, as transformers 4 or 5 writes them."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(said, dict):
+    """The base and the scaling of rotary frequencies, from the entries of transformers 4 or 5."""
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rotary, dict):
         raise Corrupt("the rotary parameters of config.json are not a mapping", where=where)
-    theta = _real(said.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where)
-    how = said.get("rope_type", said.get("type", "default"))
-    if said.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unsupported("config.json says partial_rotary_factor, which is not done here", where=where)
-    if how == "default":
+    theta = _real(
+        rotary.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where
+    )
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Unsupported("config.json states partial_rotary_factor, which is not supported", where=where)
+    if kind == "default":
         return theta, None
-    if how == "linear" or (how == "llama3" and all(said.get(key) == value for key, value in LLAMA3.items())):
-        return theta, Scaling(how, _real(said.get("factor"), "factor of rope_scaling", where))
+    if kind == "linear" or (kind == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())):
+        return theta, Scaling(kind, _real(rotary.get("factor"), "factor of rope_scaling", where))
     raise Unsupported(
-        f"config.json stretches rotary frequencies by {printable(str(said))[:120]}, which Megatron does not compute",
+        f"config.json scales rotary frequencies by {printable(str(rotary))[:120]}, which Megatron does not support",
         where=where,
     )
 
@@ -163,13 +172,15 @@ def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float
 def _scaled(scaling: Scaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    return {"rope_type": scaling.how, "factor": scaling.factor, **(LLAMA3 if scaling.how == "llama3" else {})}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **(LLAMA3 if scaling.kind == "llama3" else {})}
 
 
-def _real(value: Any, what: str, where: Path, default: float | None = None) -> float:
+def _real(value: Any, name: str, where: Path, default: float | None = None) -> float:
     value = default if value is None else value
     if value is None:
-        raise Incomplete(f"config.json does not say `{what}`", where=where)
+        raise Incomplete(f"config.json does not state `{name}`", where=where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-        raise Corrupt(f"config.json says {what} {printable(str(value))[:60]}, which is no number", where=where)
+        raise Corrupt(
+            f"config.json states {name} {printable(str(value))[:60]}, which is not a valid number", where=where
+        )
     return float(value)

@@ -1,4 +1,4 @@
-"""What model a checkpoint with Megatron core's names holds: told by its configuration, or by its run's arguments."""
+"""Describe the model in a checkpoint with Megatron core's names: by its configuration, or by its run's arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _WORD_TABLE = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model, its family, its configuration, and what the user should know of how they were told."""
+    """A model, its family, its configuration, and notices about how they were determined."""
 
     model: Architecture
     table: Table
@@ -32,15 +32,15 @@ class ModelDescription:
 
 
 def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial: bool) -> ModelDescription:
-    """The model of a checkpoint with Megatron core's names. The configuration comes first, if there is one.
+    """The model of a checkpoint with Megatron core's names. A configuration takes precedence over the arguments.
 
-    `partial` says that tensors were left out. Raises as `to_hf` does.
+    `partial` allows missing tensors. Raises the errors of `to_hf`.
     """
     args = source.extras.get(ARGUMENTS)
     record = args if isinstance(args, Record) else None
     if config is None and record is None:
         raise Incomplete(
-            "nothing says what model it is: there are neither arguments of a Megatron run (`args`) nor a config.json",
+            "the model is not known: there are neither arguments of a Megatron run (`args`) nor a config.json",
             where=source.path,
             hint="Name the model's config.json with --config.",
         )
@@ -51,25 +51,28 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
 
 
 def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> ModelDescription:
-    """The model that a configuration describes: the given one, else that which came with the checkpoint."""
-    found = config_of(source) if config is None else config
-    if found is None:
+    """The model that a configuration describes: `config`, else the one in the checkpoint.
+
+    Raises `Incomplete` if there is none.
+    """
+    known_config = config_of(source) if config is None else config
+    if known_config is None:
         raise Incomplete(
-            "there is no config.json, which says what model it is",
+            "there is no config.json, so the model is not known",
             where=source.path,
-            hint="Name the model's config.json, or the folder that holds it, with --config.",
+            hint="Name the model's config.json, or the folder that contains it, with --config.",
         )
-    return _by_config(found, None, source.path)
+    return _by_config(known_config, None, source.path)
 
 
 def config_of(source: Checkpoint) -> Mapping[str, Any] | None:
-    """The configuration that came with a checkpoint."""
-    said = source.extras.get(CONFIG)
-    return said if isinstance(said, dict) else None
+    """The configuration in a checkpoint's extras, or None."""
+    config = source.extras.get(CONFIG)
+    return config if isinstance(config, dict) else None
 
 
 def weights_dtype(source: Checkpoint) -> str | None:
-    """The type of the model's first weight, which others of it have, too, but for what is kept finer."""
+    """The dtype of the first floating-point weight; most weights have it, some may be more precise."""
     weights = (p.weight for p in source.parameters.values() if p.role != "extra" and is_float(p.weight.dtype))
     return next((weight.dtype.name for weight in weights), None)
 
@@ -78,7 +81,7 @@ def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) ->
     table = table_for(config)
     if table is None:
         kind = printable(str(config.get("model_type")))[:60]
-        raise Unsupported(f"the names of models of type {kind} are not known in Megatron", where=where, hint=KNOWN)
+        raise Unsupported(f"the Megatron names of models of type {kind} are not known", where=where, hint=KNOWN)
     model = of_config(config, table, where)
     if record is None:
         return ModelDescription(model, table, config)
@@ -96,11 +99,11 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDes
     known = true_vocabulary(record, rows)
     family, model = _chosen(families, record, rows if known is None else known, source.path)
     config = to_config(model, family.table, family.flags, weights_dtype(source))
-    notices = [Notice(f"config.json is made of the run's arguments: a {family.table.family} model")]
+    notices = [Notice(f"config.json is created from the run's arguments: a {family.table.family} model")]
     if known is None:
         text = (
-            f"the true size of the vocabulary is not known: all {rows} rows are kept, padding too. A rule can say it "
-            "(vocabulary = N), or --config"
+            f"the true size of the vocabulary is not known: all {rows} rows are kept, including padding. State it with "
+            "a rule (vocabulary = N), or with --config"
         )
         notices.append(Notice(text, weight=Weight.UNSURE))
     return ModelDescription(model, family.table, config, tuple(notices))
@@ -110,28 +113,31 @@ def _rows(source: Checkpoint, record: Record) -> int:
     table = source.parameters.get(_WORD_TABLE)
     rows = table.weight.shape[0] if table is not None and table.weight.shape else record.get("padded_vocab_size")
     if not isinstance(rows, int) or rows < 1:
-        raise Incomplete(f"`{_WORD_TABLE}` is not there", where=source.path)
+        raise Incomplete(f"`{_WORD_TABLE}` is missing", where=source.path)
     return rows
 
 
 def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: Path) -> tuple[Family, Architecture]:
-    """The one of several families that is what the arguments say: a Mistral is a Llama with a sliding window."""
-    told = [(family, _told(family, record, vocabulary, where)) for family in families]
-    found = [(family, model) for family, model in told if isinstance(model, Architecture)]
-    if not found:
-        raise next(error for _, error in told if isinstance(error, Unsupported))
-    windowed = [one for one in found if "window" in one[0].table.config]
-    plain = [one for one in found if one not in windowed]
-    fitting = windowed if found[0][1].window is not None else plain or windowed
+    """The one of several families that the arguments describe, and its model.
+
+    A Mistral has the tensors of a Llama, but a sliding window. Raises `Unsupported` if no or several families match.
+    """
+    attempts = [(family, _try_arguments(family, record, vocabulary, where)) for family in families]
+    matches = [(family, model) for family, model in attempts if isinstance(model, Architecture)]
+    if not matches:
+        raise next(error for _, error in attempts if isinstance(error, Unsupported))
+    windowed = [match for match in matches if "window" in match[0].table.config]
+    plain = [match for match in matches if match not in windowed]
+    fitting = windowed if matches[0][1].window is not None else plain or windowed
     if len(fitting) == 1:
         return fitting[0]
-    several = ", ".join(family.table.family for family, _ in found)
-    said = "those of several families" if fitting else "with a sliding window, those of"
-    raise Unsupported(f"the tensors are {said}: {several}", hint="Say with --config which model it is.")
+    family_names = ", ".join(family.table.family for family, _ in matches)
+    kinds = "those of several families" if fitting else "with a sliding window, those of"
+    raise Unsupported(f"the tensors are {kinds}: {family_names}", hint="Name the model's config.json with --config.")
 
 
-def _told(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
-    """What the arguments describe, if it can be of the family; else why not."""
+def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
+    """The model that the arguments describe, or the error if it cannot be of this family."""
     try:
         return of_arguments(record, family.table, family.names, vocabulary, None, where)
     except Unsupported as error:

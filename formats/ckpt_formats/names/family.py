@@ -1,4 +1,4 @@
-"""Of which family a model with Megatron's names is: the one whose table has just these."""
+"""Find the family of a model with Megatron's names: the one whose table has exactly these names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,34 +10,34 @@ from ckpt_formats.names.table import NamePattern, Table
 from ckpt_formats.names.tables import tables
 
 COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
-"""Tensors that old versions save and all compute."""
+"""Tensors that old versions save, although all versions compute them."""
 _NUMBERS = (
     (re.compile(r"(?<=layers\.)\d+(?=\.)"), "{layer}"),
     (re.compile(r"(?<=local_experts\.)\d+(?=\.)"), "{expert}"),
     (re.compile(r"(?<=\.experts\.linear_fc[12]\.(?:weight))\d+$"), "{expert}"),
 )
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
-KNOWN = "Known are Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2, with their heads for language modelling."
-_HINT = f"{KNOWN} Tensors that the model does without can be left out with --skip; other formats keep Megatron's names."
+KNOWN = "Llama, Mistral, Qwen 2 and 3, Mixtral and GPT-2 are known, with their heads for language modelling."
+_HINT = f"{KNOWN} Leave out tensors that the model does not need with --skip; other formats keep Megatron's names."
 
 
 @dataclass(frozen=True)
 class Family:
-    """A table, and the entries of the configuration on which its names depend."""
+    """A table, and the boolean entries of the configuration on which its names depend."""
 
     table: Table
     flags: Mapping[str, bool]
 
     @property
     def names(self) -> set[str]:
-        """The patterns of Megatron's names that a model has with these entries."""
+        """The patterns of the Megatron names of a model with these entries."""
         conditions = {name.pattern: name.when for name in self.table.names}
         return {row.name for row in self.table.rows if self.flags.get(conditions[row.hf[0]] or "", True)}
 
 
 def pattern_of(name: str) -> str:
-    """A name of Megatron's with the places of tables.
+    """The pattern for a Megatron name, as in tables: numbers become `{layer}` and `{expert}`.
 
     >>> pattern_of("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight")
     'decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight'
@@ -48,16 +48,16 @@ def pattern_of(name: str) -> str:
 
 
 def families_of(names: Iterable[str], aliases: Iterable[str] = (), *, partial: bool = False) -> list[Family]:
-    """The families whose models have tensors of just these names; if `partial`, of these and others.
+    """The families whose models have exactly these names; if `partial`, at least these.
 
     Raises `Unsupported` if there is none.
     """
     present, tied = set(map(pattern_of, names)), set(map(pattern_of, aliases))
     fits = [_fit(table, present, tied) for table in tables()]
-    found = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
-    if not found:
+    families = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
+    if not families:
         raise Unsupported(_none(min(fits, key=lambda fit: len(fit.missing) + len(fit.surplus))), hint=_HINT)
-    return found
+    return families
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,25 @@ def _fit(table: Table, present: set[str], tied: set[str]) -> _Fit:
         return conditions[row.hf[0]]
 
     def is_there(row: NamePattern) -> bool:
-        return any(name in present for name in (row.name, *row.also))
+        return any(name in present for name in (row.name, *row.other_names))
 
     flags = {key: any(is_there(row) for row in table.rows if when(row) == key) for key in conditions.values() if key}
     needed = (row for row in table.rows if when(row) is None or flags[when(row) or ""])
     missing = [row.name for row in needed if not is_there(row) and row.name not in tied]
-    known = {name for row in table.rows for name in (row.name, *row.also)}
+    known = {name for row in table.rows for name in (row.name, *row.other_names)}
     return _Fit(Family(table, flags), missing, sorted(present - known))
 
 
 def _none(nearest: _Fit) -> str:
-    return f"no family of models that is known has just these tensors. {''.join(_said(nearest))}"
+    return f"no known family of models has exactly these tensors. {''.join(_describe_fit(nearest))}"
 
 
-def _said(fit: _Fit) -> Iterator[str]:
-    yield f"The nearest, {fit.family.table.family}, "
+def _describe_fit(fit: _Fit) -> Iterator[str]:
+    yield f"The most similar one, {fit.family.table.family}, "
     problems = (("lacks", fit.surplus), ("also has", fit.missing))
-    yield " and ".join(f"{verb} {_few(names)}" for verb, names in problems if names)
+    yield " and ".join(f"{verb} {_listed(names)}" for verb, names in problems if names)
 
 
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more
+def _listed(names: list[str]) -> str:
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix

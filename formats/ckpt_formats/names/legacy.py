@@ -1,8 +1,9 @@
-"""Megatron-LM's names from before Megatron core, and core's: both ways.
+"""Translate between Megatron-LM's names from before Megatron core, and Megatron core's names.
 
-Names alone differ, but for queries, keys and values of the oldest files: checkpoint version 0 has all queries, all
-keys, all values; version 1 has, of each head, the three of its first element, of its second, ...; since version 2 it is
-the three of each head, as in Megatron core. Source: Megatron-LM, `fix_query_key_value_ordering`.
+Only the names differ, except for the order of rows in fused queries, keys and values of the oldest files. Checkpoint
+version 0 has all queries, then all keys, then all values. Version 1 has, for each head, the query, key and value of the
+first element, then those of the second, and so on. Since version 2, each head has its query, its key, its value, as in
+Megatron core. Source: Megatron-LM, `fix_query_key_value_ordering`.
 """
 
 import re
@@ -40,16 +41,16 @@ _INNER = {
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
-"""The first of several old names is the one that is written."""
+"""If there are several old names for one new name, the first is written."""
 _PREFIX = "language_model."
 _IN_LEGACY = re.compile(rf"language_model\.encoder\.layers\.{_LAYER}(?P<rest>.*)\.(?P<kind>weight|bias)")
 _IN_CORE = re.compile(rf"decoder\.layers\.{_LAYER}(?P<rest>.*)\.(?P<kind>weight|bias)")
 _HEADS = ("word_embeddings_for_head.weight", "word_embeddings.weight")
-"""What the last stage calls its copy of a tied table."""
+"""The names of the last stage's copy of a tied table. The first is written."""
 
 
 def core_name(name: str) -> str | None:
-    """What Megatron core calls a tensor of the older models; None if it has none such.
+    """Megatron core's name for a tensor of the older models; None if there is none.
 
     >>> core_name("language_model.encoder.layers.3.mlp.dense_4h_to_h.bias")
     'decoder.layers.3.mlp.linear_fc2.bias'
@@ -67,7 +68,7 @@ def core_name(name: str) -> str | None:
 
 
 def legacy_name(name: str) -> str | None:
-    """What the older models call a tensor of Megatron core's plain layers; None if they have none such.
+    """The older models' name for a tensor of Megatron core's plain layers; None if there is none.
 
     >>> legacy_name("decoder.layers.3.mlp.linear_fc2.bias")
     'language_model.encoder.layers.3.mlp.dense_4h_to_h.bias'
@@ -80,14 +81,14 @@ def legacy_name(name: str) -> str | None:
 
 
 def is_legacy(name: str) -> bool:
-    """Is it a name of those models? Of others, such as LLaVA, some begin alike."""
+    """True if it is a name of the older models. Names of other models, such as LLaVA, may have the same prefix."""
     return name.startswith(_PREFIX) and core_name(name) is not None
 
 
 def to_core(source: Checkpoint) -> Checkpoint:
     """A checkpoint of the older models under Megatron core's names.
 
-    Raises `Unsupported` for tensors that GPT models of Megatron core have not.
+    Raises `Unsupported` for tensors that GPT models of Megatron core do not have.
     """
     version = source.extras.get(VERSION, 0)
     version = float(version) if isinstance(version, (int, float)) else 0.0
@@ -96,14 +97,14 @@ def to_core(source: Checkpoint) -> Checkpoint:
         new = core_name(name)
         if new is None:
             raise Unsupported(
-                f"`{printable(name)}` is none of the tensors of Megatron's older GPT models",
+                f"`{printable(name)}` is not a tensor of Megatron's older GPT models",
                 hint="Leave it out with --skip.",
             )
         make = partial(_reordered, version, _heads(source)) if ".linear_qkv." in new and version < 2 else tuple
         changes.append(TensorRename((name,), (new,), make))
-    made = apply_renames(source, changes)
+    renamed = apply_renames(source, changes)
     aliases = {core_name(alias) or alias: core_name(name) or name for alias, name in source.aliases.items()}
-    return replace(made, aliases=aliases, extras={**made.extras, VERSION: max(version, CURRENT)})
+    return replace(renamed, aliases=aliases, extras={**renamed.extras, VERSION: max(version, CURRENT)})
 
 
 def to_legacy(source: Checkpoint) -> Checkpoint:
@@ -112,14 +113,14 @@ def to_legacy(source: Checkpoint) -> Checkpoint:
     for name in _own_names(source):
         old = legacy_name(name)
         if old is None:
-            raise Unsupported(f"`{printable(name)}` is a tensor that Megatron's older models have not")
+            raise Unsupported(f"`{printable(name)}` is a tensor that Megatron's older models do not have")
         changes.append(TensorRename((name,), (old,), tuple))
-    made = apply_renames(source, changes)
+    renamed = apply_renames(source, changes)
     aliases = {
         _HEADS[0] if alias == "output_layer.weight" else legacy_name(alias) or alias: legacy_name(name) or name
         for alias, name in source.aliases.items()
     }
-    return replace(made, aliases=aliases, extras={**made.extras, VERSION: CURRENT})
+    return replace(renamed, aliases=aliases, extras={**renamed.extras, VERSION: CURRENT})
 
 
 def _own_names(source: Checkpoint) -> list[str]:
@@ -133,9 +134,9 @@ def _heads(source: Checkpoint) -> int:
 
 
 def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Queries, keys and values, head by head."""
+    """Queries, keys and values in the order of version 2: (rows, ...) as in `tensors[0]`."""
     if not heads:
-        raise Unsupported("the run's arguments do not state how many attention heads there are")
+        raise Unsupported("the run's arguments do not state the number of attention heads")
     (tensor,) = tensors
     blocks = tensor if version < 1 else stacked([strided(tensor, i, 3) for i in range(3)])
     return (TRANSFORMS["qkv_blocks"].join([blocks], ModelSizes(heads, heads, 0)),)

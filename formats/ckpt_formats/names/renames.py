@@ -1,4 +1,4 @@
-"""A checkpoint under other names: parameters made of others, with all their states, and whatever speaks of them."""
+"""Rename the parameters of a checkpoint, with all states, groups and error figures. A rename can split or join them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,85 +13,86 @@ from ckpt_formats.core.text import printable
 
 @dataclass(frozen=True)
 class TensorRename:
-    """Parameters `old`, and those that are made of them, `new`. One side or the other is a single one."""
+    """Parameters `old` become parameters `new`. At least one side is a single parameter."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-    """Moves elements, and no more. Raises `Unsupported` for shapes that it cannot be done to."""
+    """The tensors of `new` from those of `old`. Only moves elements. Raises `Unsupported` for unsuitable shapes."""
 
 
 def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: Iterable[str] = ()) -> Checkpoint:
-    """The checkpoint with all changes; parameters that none of them speaks of come last, as they are.
+    """The checkpoint with all renames. Parameters that are not renamed come last, unchanged.
 
-    The others come in the order of the changes, or of the names in `order`, if there are any.
-    Raises `Unsupported` where parameters that are to be one differ in what is kept of them.
+    The others are in the order of `order`, and then of the renames. A rename of which parameters are missing is
+    ignored. Raises `Unsupported` if parameters that become one have different states, values or groups.
     """
-    held = [one for one in changes if all(name in source.parameters for name in one.old)]
-    made: dict[str, Parameter] = {}
-    for change in held:
-        made |= _made(change, [source.parameters[name] for name in change.old])
-    gone = set(chain.from_iterable(one.old for one in held))
-    if twice := [name for name in made if name in source.parameters and name not in gone]:
-        raise Unsupported(f"`{printable(twice[0])}` would be the name of two tensors")
-    if len(made) < sum(len(one.new) for one in held):
-        raise Unsupported("two tensors of the source are the same one of the model, under two names")
-    made = {name: made.pop(name) for name in order if name in made} | made
-    made |= {name: parameter for name, parameter in source.parameters.items() if name not in gone}
-    by_old = {name: one for one in held for name in one.old}
-    place = {name: i for i, name in enumerate(made)}
+    renames = [rename for rename in changes if all(name in source.parameters for name in rename.old)]
+    parameters: dict[str, Parameter] = {}
+    for change in renames:
+        parameters |= _new_parameters(change, [source.parameters[name] for name in change.old])
+    renamed = set(chain.from_iterable(rename.old for rename in renames))
+    if twice := [name for name in parameters if name in source.parameters and name not in renamed]:
+        raise Unsupported(f"two tensors would have the name `{printable(twice[0])}`")
+    if len(parameters) < sum(len(rename.new) for rename in renames):
+        raise Unsupported("two tensors of the source are the same tensor of the model, under two names")
+    parameters = {name: parameters.pop(name) for name in order if name in parameters} | parameters
+    parameters |= {name: parameter for name, parameter in source.parameters.items() if name not in renamed}
+    by_old = {name: rename for rename in renames for name in rename.old}
+    positions = {name: i for i, name in enumerate(parameters)}
     return replace(
         source,
-        parameters=made,
-        groups=tuple(_group(group, i, by_old, place) for i, group in enumerate(source.groups)),
-        # Checksums of decoded values are of the old tensors, and so are the rules.
+        parameters=parameters,
+        groups=tuple(_group(group, i, by_old, positions) for i, group in enumerate(source.groups)),
+        # Checksums of decoded values and layout rules apply only to the old tensors.
         digests={},
         layout=Layout(),
-        errors=dict(_losses(source, held)),
+        errors=dict(_renamed_errors(source, renames)),
     )
 
 
-def _losses(source: Checkpoint, changes: Sequence[TensorRename]) -> Iterator[tuple[tuple[str, str], ErrorFigures]]:
-    """What is told of approximate states: of pieces, what was told of the whole; of a whole, that of each piece."""
+def _renamed_errors(
+    source: Checkpoint, changes: Sequence[TensorRename]
+) -> Iterator[tuple[tuple[str, str], ErrorFigures]]:
+    """Error figures under the new names: a part has those of the full tensor, a joined tensor those of each part."""
     untouched = dict(source.errors)
     for change in changes:
-        told: dict[str, dict[str, ErrorFigures]] = {}
+        by_state: dict[str, dict[str, ErrorFigures]] = {}
         for name in change.old:
             for state in source.parameters[name].states:
-                if (loss := untouched.pop((name, state), None)) is not None:
-                    told.setdefault(state, {})[name] = loss
-        for state, losses in told.items():
-            loss = next(iter(losses.values())) if len(change.old) == 1 else losses
-            yield from (((name, state), loss) for name in change.new)
+                if (figures := untouched.pop((name, state), None)) is not None:
+                    by_state.setdefault(state, {})[name] = figures
+        for state, by_name in by_state.items():
+            figures = next(iter(by_name.values())) if len(change.old) == 1 else by_name
+            yield from (((name, state), figures) for name in change.new)
     yield from untouched.items()
 
 
-def _made(change: TensorRename, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
+def _new_parameters(change: TensorRename, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
     first = parameters[0]
     for other in parameters[1:]:
         if (other.role, other.states.keys(), other.values) != (first.role, first.states.keys(), first.values):
             raise Unsupported(
-                f"`{printable(first.name)}` and `{printable(other.name)}` are one tensor in Megatron, but what is "
-                "kept of them "
-                f"differs: {_said(first)} and {_said(other)}"
+                f"`{printable(first.name)}` and `{printable(other.name)}` are one tensor in Megatron, but their "
+                f"states or values differ: {_summary(first)} and {_summary(other)}"
             )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in change.new}
     for state in first.states:
-        pieces = _pieces(change, state, parameters)
-        for name, tensor in zip(change.new, pieces, strict=True):
-            states[name][state] = tensor
+        tensors = _new_tensors(change, state, parameters)
+        for name, new_tensor in zip(change.new, tensors, strict=True):
+            states[name][state] = new_tensor
     return {name: Parameter(name, first.role, states[name], first.values) for name in change.new}
 
 
-def _pieces(change: TensorRename, state: str, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
+def _new_tensors(change: TensorRename, state: str, parameters: Sequence[Parameter]) -> tuple[Tensor, ...]:
     tensors = [parameter.states[state] for parameter in parameters]
     title = ", ".join(f"`{printable(name)}`" for name in change.old)
-    if all(tensor.shape == () for tensor in tensors):  # a counter, such as Adam's step: all have the same
+    if all(tensor.shape == () for tensor in tensors):  # a counter, such as Adam's step, must be equal
         return (with_replicas(tensors),) * len(change.new)
     if any(tensor.shape != one.weight.shape for tensor, one in zip(tensors, parameters, strict=True)):
         raise Unsupported(
-            f"the state {printable(state)} of {title} has another shape than the weight: it cannot move with it",
-            hint="Leave the optimizer behind with --model-only.",
+            f"the state {printable(state)} of {title} has another shape than the weight: it cannot be changed with it",
+            hint="Leave the optimizer out with --model-only.",
         )
     try:
         return change.make(tensors)
@@ -100,7 +101,7 @@ def _pieces(change: TensorRename, state: str, parameters: Sequence[Parameter]) -
 
 
 def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place: Mapping[str, int]) -> Group:
-    """The group with the new names, in the order of the parameters: as the model of these names numbers them."""
+    """The group with the new names, in the order of the new parameters, by which optimizers number them."""
     members = set(group.names)
     names: dict[str, None] = {}
     for name in group.names:
@@ -108,17 +109,16 @@ def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place:
         if change is None:
             names[name] = None
             continue
-        if apart := [other for other in change.old if other not in members]:
+        if outside := [other for other in change.old if other not in members]:
             raise Unsupported(
-                f"`{printable(name)}` and `{printable(apart[0])}` are one tensor in Megatron, but only the first is "
-                "in optimizer "
-                f"group {number}"
+                f"`{printable(name)}` and `{printable(outside[0])}` are one tensor in Megatron, but only the first is "
+                f"in optimizer group {number}"
             )
         names |= dict.fromkeys(change.new)
     return replace(group, names=tuple(sorted(names, key=lambda name: place.get(name, len(place)))))
 
 
-def _said(parameter: Parameter) -> str:
+def _summary(parameter: Parameter) -> str:
     values = ", ".join(f"{key} {value}" for key, value in parameter.values.items())
     return printable(
         f"{parameter.role} with {', '.join(parameter.states) or 'nothing'}{f'; {values}' if values else ''}"

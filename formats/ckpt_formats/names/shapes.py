@@ -1,4 +1,4 @@
-"""The shapes of Megatron core's tensors, told from a model's architecture."""
+"""The shapes of Megatron core's tensors, computed from a model's architecture."""
 
 import re
 
@@ -24,10 +24,11 @@ _SHAPES = (
 _PADDED = re.compile(_SHAPES[0][0])
 
 
-def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, what: str) -> None:
-    """Raises `Corrupt` if a tensor, by its name among Megatron's plain layers, has not the shape that it should have.
+def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, source_name: str) -> None:
+    """Raise `Corrupt` if a tensor does not have the shape of the model's architecture.
 
-    `padded` allows more rows in tables of the vocabulary; `what` is the tensor's name for messages.
+    `name` is its name in Megatron's plain layers, `source_name` the name for messages. `padded` allows more rows in
+    tables of the vocabulary.
     """
     sizes = {
         "vocabulary": model.vocabulary,
@@ -45,6 +46,6 @@ def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, w
     longer = padded and _PADDED.fullmatch(name) and shape[1:] == expected[1:] and shape[:1] > expected[:1]
     if shape != expected and not longer:
         raise Corrupt(
-            f"`{printable(what)}` has the shape {list(shape)}, but by the model's sizes it is {list(expected)}",
-            hint="The configuration or the run's arguments contradict the tensors: name the right one with --config.",
+            f"`{printable(source_name)}` has the shape {list(shape)}, but the model's sizes give {list(expected)}",
+            hint="The configuration or the arguments contradict the tensors: name the right config.json with --config.",
         )

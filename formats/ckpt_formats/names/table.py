@@ -1,8 +1,7 @@
-"""Tables of names: what a model's configuration says its tensors are called.
+"""Tables of names: the names of a model's tensors, as a function of its configuration.
 
-A name is a pattern with the places `{layer}` and `{expert}`. `names` are in the
-order in which the model registers its parameters, which is the order in which
-optimizers number them.
+A name is a pattern with the placeholders `{layer}` and `{expert}`. `names` are in the order in which the model
+registers its parameters. Optimizers number them in this order.
 """
 
 import re
@@ -14,13 +13,14 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 
-PLACES = ("layer", "expert")  # the outer one first
-_MOST_NAMES = 1_000_000
+PLACES = ("layer", "expert")
+"""The placeholders, the outer one first."""
+_MAX_NAMES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Name:
-    """A pattern, and the entry of the configuration that must be true for the model to have it."""
+    """A pattern, and the entry of the configuration that must be true if the model has it; None: it always has it."""
 
     pattern: str
     when: str | None = None
@@ -28,120 +28,121 @@ class Name:
 
 @dataclass(frozen=True)
 class Tie:
-    """Two names of one tensor, in models whose configuration says `tie_word_embeddings`."""
+    """Two names of one tensor, in models whose configuration states `tie_word_embeddings`."""
 
     alias: str
-    """The name that files leave out."""
+    """The name that files omit."""
     name: str
-    unless_said: bool
-    """What holds where the configuration says nothing."""
+    default: bool
+    """Whether the tensors are tied if the configuration does not state it."""
 
 
 @dataclass(frozen=True)
 class NamePattern:
-    """One tensor of Megatron-core, and what it is in Hugging Face's terms."""
+    """The name pattern of one Megatron tensor, and of the Hugging Face tensors that it contains."""
 
     name: str
     hf: tuple[str, ...]
-    how: str = "same"
-    """The key of one of `TRANSFORMS`."""
-    also: tuple[str, ...] = ()
-    """What Megatron calls it with other implementations of its layers."""
+    transform: str = "same"
+    """The key of a transform in `TRANSFORMS`."""
+    other_names: tuple[str, ...] = ()
+    """Its names in Megatron's other layer implementations."""
 
 
 @dataclass(frozen=True)
 class NameRow:
-    """A row with true names: one tensor of Megatron-core's, of one layer and expert."""
+    """The names of one Megatron tensor, of one layer and expert, and of the Hugging Face tensors that it contains."""
 
     names: tuple[str, ...]
-    """What Megatron may call it, the name of its plain layers first."""
+    """Its possible names in Megatron; the name in plain layers is the first."""
     hf: tuple[str, ...]
-    how: str
+    transform: str
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """One tensor of a running model, and what it is in the model's files: of each expert, one tensor or more."""
+    """One tensor of a model in memory, and the tensors that it is in files: one or more for each expert."""
 
     name: str
     files: tuple[str, ...]
-    how: str = "same"
-    """The key of the one of `TRANSFORMS` that makes them of what the stack holds for an expert."""
+    transform: str = "same"
+    """The key of the transform in `TRANSFORMS` from an expert's part of the stack to its tensors in files."""
     experts: int | None = None
-    """How many are stacked along the first axis; None: the tensor is no stack and only has another name."""
+    """The number of experts along the first axis; None: the tensor is not a stack, it only has another name."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One family of models."""
+    """The names of one family of models."""
 
     family: str
     model_types: tuple[str, ...]
-    """What `model_type` of a config.json may be."""
+    """The values of `model_type` in a config.json."""
     architectures: tuple[str, ...]
-    """The classes of models whose tensors these are: others of the family have other heads."""
+    """The model classes with these tensors. Other classes of the family have other heads."""
     base_prefix: str
-    """What the names of the model without its head lack."""
+    """The prefix of the names that the model without its head does not have."""
     ignored: re.Pattern[str]
-    """Names that files may have and models do without."""
+    """Names that files may have, but models do not need."""
     names: tuple[Name, ...]
     count: Mapping[str, str]
-    """The entries of the configuration that say how many layers and experts there are."""
+    """The configuration's entries for the numbers of layers and experts, by placeholder."""
     sizes: Mapping[str, str]
-    """The entries that say the sizes that transforms ask for."""
+    """The configuration's entries for the sizes that transforms need."""
     config: Mapping[str, str]
-    """The entries that say all else of an architecture, by the names of its fields."""
+    """The configuration's entries for the other fields of an `Architecture`, by field."""
     absent: Mapping[str, Any]
-    """What transformers takes for entries that a configuration lacks."""
+    """The defaults of transformers for entries that a configuration does not have."""
     tied: Tie
     rows: tuple[NamePattern, ...]
     memory: tuple[ExpertStack, ...] = ()
-    """Tensors that a running model holds otherwise than its files do."""
+    """Tensors that have another form in memory than in files."""
 
     @property
     def gated(self) -> bool:
-        """Have the feed-forward layers a gate?"""
-        return any("linear_fc1" in row.name and row.how == "halves" for row in self.rows)
+        """True if the feed-forward layers have a gate."""
+        return any("linear_fc1" in row.name and row.transform == "gate_and_up" for row in self.rows)
 
     @property
     def learned_positions(self) -> bool:
+        """True if positions are learned, not rotary."""
         return any("position_embeddings" in row.name for row in self.rows)
 
     @property
     def layer_norm(self) -> bool:
-        """Are the norms LayerNorm, which has a bias, rather than RMSNorm?"""
+        """True if the norms are LayerNorm, which has a bias; False if they are RMSNorm."""
         return any("layernorm.bias" in row.name for row in self.rows)
 
     def expected_names(self, config: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """The names of all parameters, in the model's order; None if the configuration does not tell.
+        """The names of all parameters, in the model's order; None if the configuration does not state the counts.
 
-        The second name of a tied tensor is among them.
+        They include the second name of a tied tensor.
         """
         counts = self._counts(config)
-        held = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
-        return None if counts is None else tuple(_expanded(held, counts, PLACES))
+        patterns = [name.pattern for name in self.names if name.when is None or config.get(name.when) is True]
+        return None if counts is None else tuple(_expanded(patterns, counts, PLACES))
 
     def lines(self, config: Mapping[str, Any]) -> tuple[NameRow, ...] | None:
-        """The rows of all layers and experts that a model with this configuration has, in the model's order.
+        """The rows of all layers and experts of a model with this configuration, in the model's order.
 
-        None if the configuration does not tell.
+        None if the configuration does not state the counts.
         """
         counts, expected = self._counts(config), self.expected_names(config)
         if counts is None or expected is None:
             return None
         place = {name: i for i, name in enumerate(expected)}
-        found = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
-        return tuple(sorted(found, key=lambda line: place[line.hf[0]]))
+        lines = (line for row in self.rows for line in _lines(row, counts) if line.hf[0] in place)
+        return tuple(sorted(lines, key=lambda line: place[line.hf[0]]))
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[ExpertStack, ...]:
-        """What a running model holds otherwise, with true names: of its files, those of the first expert come first."""
+        """The tensors with another form in memory, for all layers. `files` are in the order of experts."""
         counts = self._counts(config) or dict.fromkeys(PLACES, 0)
         layers = [str(i) for i in range(counts["layer"])]
         return tuple(
             ExpertStack(
                 stack.name.replace("{layer}", layer),
                 tuple(_expanded([file.replace("{layer}", layer) for file in stack.files], counts, PLACES)),
-                stack.how,
+                stack.transform,
                 counts["expert"] if any("{expert}" in file for file in stack.files) else None,
             )
             for layer in layers
@@ -149,18 +150,18 @@ class Table:
         )
 
     def tie(self, config: Mapping[str, Any]) -> Tie | None:
-        """The tied names of a model with this configuration."""
-        said = config.get("tie_word_embeddings")
-        return self.tied if (said if isinstance(said, bool) else self.tied.unless_said) else None
+        """The tied names of a model with this configuration, or None."""
+        stated = config.get("tie_word_embeddings")
+        return self.tied if (stated if isinstance(stated, bool) else self.tied.default) else None
 
     def _counts(self, config: Mapping[str, Any]) -> dict[str, int] | None:
         counts: dict[str, int] = {}
         for place, key in self.count.items():
-            said: Any = config.get(key)
-            if not is_natural(said, _MOST_NAMES):
+            value: Any = config.get(key)
+            if not is_natural(value, _MAX_NAMES):
                 return None
-            counts[place] = said
-        return counts if len(self.names) * prod(counts.values()) <= _MOST_NAMES else None
+            counts[place] = value
+        return counts if len(self.names) * prod(counts.values()) <= _MAX_NAMES else None
 
 
 def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:
@@ -172,20 +173,21 @@ def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:
                 pattern = pattern.replace(f"{{{place}}}", str(number))
             return pattern
 
-        yield NameRow(tuple(map(numbered, (row.name, *row.also))), tuple(map(numbered, row.hf)), row.how)
+        yield NameRow(tuple(map(numbered, (row.name, *row.other_names))), tuple(map(numbered, row.hf)), row.transform)
 
 
 def places_of(pattern: str) -> list[str]:
+    """The placeholders in a pattern, the outer one first."""
     return [place for place in PLACES if f"{{{place}}}" in pattern]
 
 
 def _expanded(patterns: Sequence[str], counts: Mapping[str, int], places: Sequence[str]) -> Iterator[str]:
-    """Names for patterns: neighbours with a place in common are one block, repeated."""
+    """The names for patterns. Consecutive patterns with the same placeholder are repeated as one block."""
     if not places:
         yield from patterns
         return
     place, inner = f"{{{places[0]}}}", places[1:]
     for repeated, block in groupby(patterns, lambda pattern: place in pattern):
-        held = list(block)
+        block_patterns = list(block)
         for i in range(counts[places[0]] if repeated else 1):
-            yield from _expanded([pattern.replace(place, str(i)) for pattern in held], counts, inner)
+            yield from _expanded([pattern.replace(place, str(i)) for pattern in block_patterns], counts, inner)

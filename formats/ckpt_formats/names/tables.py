@@ -1,4 +1,4 @@
-"""The tables that come with ckpt, and how a table is read: a TOML file for each family beside this module."""
+"""Read the tables of names: a TOML file for each family in this folder."""
 
 import re
 import sys
@@ -19,12 +19,14 @@ _SIZES = {"heads", "groups", "vocabulary"}
 
 
 def table_for(config: Mapping[str, Any]) -> Table | None:
-    """The table of a model with this configuration; None if there is none for it."""
-    said = config.get("architectures")
-    architectures = said if isinstance(said, list) else []
+    """The table for a model with this configuration, or None."""
+    stated, model_type = config.get("architectures"), config.get("model_type")
+    architectures = stated if isinstance(stated, list) else []
     for table in tables():
-        if config.get("model_type") in table.model_types and (
-            not architectures or any(one in table.architectures for one in architectures)
+        if (
+            isinstance(model_type, str)
+            and model_type in table.model_types
+            and (not architectures or any(architecture in table.architectures for architecture in architectures))
         ):
             return table
     return None
@@ -32,72 +34,74 @@ def table_for(config: Mapping[str, Any]) -> Table | None:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """All tables there are."""
+    """All tables in this folder, sorted by family."""
     files = sorted(Path(__file__).parent.glob("*.toml"))
     return tuple(parse(file.stem, file.read_text("utf-8")) for file in files)
 
 
 def parse(family: str, text: str) -> Table:
-    """The table that a TOML text says. Raises `ValueError` for one that contradicts itself."""
-    said = tomllib.loads(text)
-    tied = said.pop("tied")
+    """The table in a TOML text. Raises `ValueError` for missing entries, or entries that contradict each other."""
+    entries = tomllib.loads(text)
+    tied = entries.pop("tied")
     try:
         table = Table(
             family,
-            tuple(said.pop("model_types")),
-            tuple(said.pop("architectures")),
-            said.pop("base_prefix"),
-            re.compile("|".join(said.pop("ignored")) or "(?!)"),
-            tuple(map(_name, said.pop("names"))),
-            said.pop("count"),
-            said.pop("sizes"),
-            said.pop("config", {}),
-            said.pop("absent", {}),
-            Tie(tied["alias"], tied["name"], tied["unless_said"]),
-            tuple(_row(**row) for row in said.pop("megatron")),
+            tuple(entries.pop("model_types")),
+            tuple(entries.pop("architectures")),
+            entries.pop("base_prefix"),
+            re.compile("|".join(entries.pop("ignored")) or "(?!)"),
+            tuple(map(_name, entries.pop("names"))),
+            entries.pop("count"),
+            entries.pop("sizes"),
+            entries.pop("config", {}),
+            entries.pop("absent", {}),
+            Tie(tied["alias"], tied["name"], tied["default"]),
+            tuple(_row(**row) for row in entries.pop("megatron")),
             tuple(
-                ExpertStack(one["name"], tuple(one["files"]), one.get("how", "same")) for one in said.pop("memory", ())
+                ExpertStack(stack["name"], tuple(stack["files"]), stack.get("transform", "same"))
+                for stack in entries.pop("memory", ())
             ),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"table {family}: {error}") from None
-    if problems := [*(f"unknown entry `{key}`" for key in said), *_flaws(table)]:
+    if problems := [*(f"unknown entry `{key}`" for key in entries), *_problems(table)]:
         raise ValueError(f"table {family}: {'; '.join(problems)}")
     return table
 
 
-def _name(said: Any) -> Name:
-    return Name(said) if isinstance(said, str) else Name(said.pop("name"), said.pop("when"))
+def _name(entry: Any) -> Name:
+    return Name(entry) if isinstance(entry, str) else Name(entry.pop("name"), entry.pop("when"))
 
 
-def _row(name: str, hf: Sequence[str], how: str = "same", also: Sequence[str] = ()) -> NamePattern:
-    return NamePattern(name, tuple(hf), how, tuple(also))
+def _row(name: str, hf: Sequence[str], transform: str = "same", other_names: Sequence[str] = ()) -> NamePattern:
+    return NamePattern(name, tuple(hf), transform, tuple(other_names))
 
 
-def _flaws(table: Table) -> Iterator[str]:
-    """What in a table does not fit the rest of it."""
+def _problems(table: Table) -> Iterator[str]:
+    """The contradictions in a table, as messages."""
     patterns = [name.pattern for name in table.names]
     conditions = {name.pattern: name.when for name in table.names}
-    told = [name for row in table.rows for name in row.hf]
-    if sorted(patterns) != sorted(told):
-        yield f"names without one row of their own: {sorted(set(patterns) ^ set(told)) or 'some are in two'}"
+    row_names = [name for row in table.rows for name in row.hf]
+    if sorted(patterns) != sorted(row_names):
+        yield f"names without one row of their own: {sorted(set(patterns) ^ set(row_names)) or 'some are in two'}"
     if {table.tied.alias, table.tied.name} - set(patterns):
-        yield "ties names that the model does not have"
+        yield "it ties names that the model does not have"
     if set(table.count) - set(PLACES) or set(table.sizes) != _SIZES:
-        yield "counts or sizes of unknown names"
+        yield "there are counts or sizes with unknown names"
     for stack in table.memory:
-        if set(stack.files) - set(patterns) or stack.how not in TRANSFORMS:
-            yield f"`{stack.name}` is a stack of unknown names, or by an unknown transform"
-        elif len(stack.files) != TRANSFORMS[stack.how].pieces:
-            yield f"`{stack.name}`: `{stack.how}` makes {TRANSFORMS[stack.how].pieces} tensors, not {len(stack.files)}"
+        if set(stack.files) - set(patterns) or stack.transform not in TRANSFORMS:
+            yield f"`{stack.name}` is a stack of unknown names, or has an unknown transform"
+        elif len(stack.files) != TRANSFORMS[stack.transform].count:
+            count = TRANSFORMS[stack.transform].count
+            yield f"`{stack.name}`: the transform has {count} tensors, not {len(stack.files)}"
     for row in table.rows:
-        if row.how not in TRANSFORMS:
-            yield f"`{row.name}` is made by an unknown transform `{row.how}`"
-        elif len(row.hf) != TRANSFORMS[row.how].pieces:
-            yield f"`{row.name}`: `{row.how}` makes {TRANSFORMS[row.how].pieces} tensors, not {len(row.hf)}"
-        if len({tuple(places_of(pattern)) for pattern in (row.name, *row.also, *row.hf)}) > 1:
-            yield f"`{row.name}` has other places than its counterparts"
+        if row.transform not in TRANSFORMS:
+            yield f"`{row.name}` has an unknown transform `{row.transform}`"
+        elif len(row.hf) != TRANSFORMS[row.transform].count:
+            yield f"`{row.name}`: the transform has {TRANSFORMS[row.transform].count} tensors, not {len(row.hf)}"
+        if len({tuple(places_of(pattern)) for pattern in (row.name, *row.other_names, *row.hf)}) > 1:
+            yield f"the names of `{row.name}` have different placeholders"
         if len({conditions.get(pattern) for pattern in row.hf}) > 1:
-            yield f"`{row.name}` is made of tensors that a model has under several conditions"
+            yield f"`{row.name}` contains tensors that have different conditions"
         if set(places_of(row.name)) - set(table.count):
-            yield f"`{row.name}` has a place that nothing counts"
+            yield f"`{row.name}` has a placeholder without a count"

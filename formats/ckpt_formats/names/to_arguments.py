@@ -1,4 +1,4 @@
-"""An architecture in the words of Megatron: the arguments that a run of the model would have."""
+"""Write an architecture as Megatron's arguments, as a run of the model would have them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,20 @@ from ckpt_formats.names.architecture import Architecture
 from ckpt_formats.names.table import Table
 
 _TWINS = {"norm_epsilon": "layernorm_epsilon"}
-"""Another name of one argument, in other versions."""
+"""An argument, and its name in other versions of Megatron."""
 
 
 def to_arguments(model: Architecture, table: Table, names: set[str], dtype: str | None) -> dict[str, Value]:
-    """The arguments of a model; `names` are the patterns of Megatron's names that it has."""
+    """The arguments of a model; `names` are the patterns of its Megatron names.
+
+    Raises `Unsupported` for a combination of biases that Megatron does not have.
+    """
     experts, rotary = model.experts is not None, model.theta is not None
     biased = {kind for kind in ("linear_qkv", "linear_proj", "linear_fc1") if any(f"{kind}.bias" in n for n in names)}
     if biased not in ({"linear_qkv", "linear_proj", "linear_fc1"}, {"linear_qkv"}, set()):
         raise Unsupported(
-            f"biases of {', '.join(sorted(biased))} alone: Megatron's layers have them everywhere (add_bias_linear), "
-            "or only of queries, keys and values (add_qkv_bias)"
+            f"the model has biases only for {', '.join(sorted(biased))}: Megatron's layers have them everywhere "
+            "(add_bias_linear), or only for queries, keys and values (add_qkv_bias)"
         )
     scaling = model.scaling
     theta = model.theta if model.theta is not None else 10000.0
@@ -37,9 +40,9 @@ def to_arguments(model: Architecture, table: Table, names: set[str], dtype: str 
         "rotary_base": int(theta) if theta == int(theta) else theta,
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": scaling.factor if scaling and scaling.how == "linear" else None,
-        "use_rope_scaling": scaling is not None and scaling.how == "llama3",
-        "rope_scaling_factor": scaling.factor if scaling and scaling.how == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling.factor if scaling and scaling.kind == "linear" else None,
+        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
+        "rope_scaling_factor": scaling.factor if scaling and scaling.kind == "llama3" else 8.0,
         "normalization": "LayerNorm" if table.layer_norm else "RMSNorm",
         "layernorm_epsilon": model.epsilon,
         "norm_epsilon": model.epsilon,
@@ -63,11 +66,11 @@ def to_arguments(model: Architecture, table: Table, names: set[str], dtype: str 
     }
 
 
-def updated(record: Value, said: Mapping[str, Value]) -> Record:
-    """Arguments that say this: others stay as they are, or are those of a run of one rank."""
+def updated(record: Value, arguments: Mapping[str, Value]) -> Record:
+    """The record with these arguments. Others are unchanged; without a record they are those of a run on one rank."""
     if isinstance(record, Record) and isinstance(record.state, dict):
-        said = {name: value for name, value in said.items() if _TWINS.get(name) not in record.state}
-        return Record(record.cls, record.args, record.kwargs, {**record.state, **said}, new=record.new)
+        arguments = {name: value for name, value in arguments.items() if _TWINS.get(name) not in record.state}
+        return Record(record.cls, record.args, record.kwargs, {**record.state, **arguments}, new=record.new)
     alone: dict[str, Value] = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -78,9 +81,9 @@ def updated(record: Value, said: Mapping[str, Value]) -> Record:
         "transformer_impl": "transformer_engine",
         "use_distributed_optimizer": False,
         "make_vocab_size_divisible_by": 1,
-        "seq_length": said["max_position_embeddings"],
+        "seq_length": arguments["max_position_embeddings"],
     }
-    return Record(Global("argparse", "Namespace"), state={**alone, **said}, new=True)
+    return Record(Global("argparse", "Namespace"), state={**alone, **arguments}, new=True)
 
 
 def _dtype(name: str) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""How a tensor of Megatron-core becomes tensors of Hugging Face's models, and back: views that only move elements.
+"""Transforms from one Megatron tensor to Hugging Face tensors, and back: views that only move elements.
 
-Megatron keeps queries, keys and values in one matrix, a group of heads after the
-other: all queries of the group, its key, its value. Feed-forward layers with a
-gate keep gate and rest one above the other. Tables of the vocabulary have
-padding below. Sources: Megatron-core, `SelfAttention.get_query_key_value_tensors`;
+Megatron stores queries, keys and values in one matrix, group of heads by group: all queries of the group, its key, its
+value. Feed-forward layers with a gate store the rows of the gate, then those of the up projection. Tables of the
+vocabulary have padding rows at the end. Sources: Megatron core, `SelfAttention.get_query_key_value_tensors`;
 Megatron-Bridge, `split_qkv_weights`.
 """
 
@@ -18,22 +17,22 @@ from ckpt_formats.names.views import padded, rows_of, stacked, transposed
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model's configuration says of its shapes."""
+    """The sizes of a model that transforms need."""
 
     heads: int
     groups: int
-    """Of heads that share a key and a value."""
+    """The number of groups of heads that share a key and a value."""
     vocabulary: int
     padded_vocabulary: int | None = None
-    """Rows with padding; None: as many as there are true ones."""
+    """The number of rows with padding; None: no padding."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A change of shape, both ways. Raises `Unsupported` for shapes that it cannot be done to."""
+    """A reversible change of shape. Both functions raise `Unsupported` for unsuitable shapes."""
 
-    pieces: int
-    """How many of Hugging Face's tensors are one of Megatron's."""
+    count: int
+    """The number of Hugging Face tensors that one Megatron tensor contains."""
     split: Callable[[Tensor, ModelSizes], tuple[Tensor, ...]]
     join: Callable[[Sequence[Tensor], ModelSizes], Tensor]
 
@@ -43,7 +42,7 @@ def _same(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
 
 
 def _qkv(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
-    """Queries, keys and values, each of all groups, from the groups of a fused matrix or bias."""
+    """The queries (heads * width, ...), keys and values (groups * width, ...) of a fused matrix or bias."""
     each = sizes.heads // sizes.groups if sizes.groups and sizes.heads % sizes.groups == 0 else 0
     if not each or not tensor.shape or tensor.shape[0] % (sizes.groups * (each + 2)):
         raise Unsupported(
@@ -60,43 +59,43 @@ def _qkv(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
 
 def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     q, k, v = tensors
-    uneven = any(not one.shape or one.shape[0] % max(sizes.groups, 1) for one in tensors)
+    uneven = any(not tensor.shape or tensor.shape[0] % max(sizes.groups, 1) for tensor in tensors)
     if uneven or k.shape != v.shape or q.shape[0] * sizes.groups != k.shape[0] * sizes.heads:
         raise Unsupported(
-            f"shapes {[list(one.shape) for one in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
+            f"shapes {[list(t.shape) for t in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
         )
     return stacked(
         [
-            rows_of(one, [(g * step, (g + 1) * step)])
+            rows_of(tensor, [(g * step, (g + 1) * step)])
             for g in range(sizes.groups)
-            for one, step in ((one, one.shape[0] // sizes.groups) for one in (q, k, v))
+            for tensor, step in ((tensor, tensor.shape[0] // sizes.groups) for tensor in (q, k, v))
         ]
     )
 
 
-def _halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
+def _split_halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] % 2:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no two halves")
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be divided into two halves")
     half = tensor.shape[0] // 2
     return rows_of(tensor, [(0, half)]), rows_of(tensor, [(half, 2 * half)])
 
 
-def _whole_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
+def _join_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     if tensors[0].shape != tensors[1].shape:
-        raise Unsupported(f"shapes {[list(one.shape) for one in tensors]} are not those of two halves")
+        raise Unsupported(f"shapes {[list(tensor.shape) for tensor in tensors]} are not those of two halves")
     return stacked(tensors)
 
 
 def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] % count:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} has no {count} equal parts")
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be divided into {count} equal parts")
     step = tensor.shape[0] // count
     return tuple(rows_of(tensor, [(i * step, (i + 1) * step)]) for i in range(count))
 
 
 def _true_rows(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] < sizes.vocabulary:
-        raise Unsupported(f"a table of shape {list(tensor.shape)} is too short for {sizes.vocabulary} tokens")
+        raise Unsupported(f"a table of shape {list(tensor.shape)} has too few rows for {sizes.vocabulary} tokens")
     return (rows_of(tensor, [(0, sizes.vocabulary)]),)
 
 
@@ -109,9 +108,9 @@ TRANSFORMS: dict[str, Transform] = {
     "same": Transform(1, _same, lambda tensors, sizes: tensors[0]),
     "transposed": Transform(1, lambda t, sizes: (transposed(t),), lambda tensors, sizes: transposed(tensors[0])),
     "vocabulary": Transform(1, _true_rows, _padded_rows),
-    "halves": Transform(2, _halves, _whole_halves),
+    "gate_and_up": Transform(2, _split_halves, _join_halves),
     "qkv": Transform(3, _qkv, _fused_qkv),
-    # GPT-2 keeps queries, keys and values in one tensor, too, but in three blocks.
+    # GPT-2 also stores queries, keys and values in one tensor, but in three blocks.
     "qkv_blocks": Transform(
         1,
         lambda tensor, sizes: (stacked(_qkv(tensor, sizes)),),

@@ -1,6 +1,6 @@
-"""Whole checkpoints from one library's names to another's: weights and all states that are kept of them.
+"""Translate checkpoints from one library's names to another's: weights and all their optimizer states.
 
-Views only: nothing is read. Whatever a table does not name is an error, and so is what it names and is not there.
+The results are views: no data is read. A tensor that the table does not name is an error, and so is a missing tensor.
 """
 
 import re
@@ -29,15 +29,15 @@ from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 
 _HEAD = "output_layer.weight"
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 
 def naming_of(checkpoint: Checkpoint) -> Naming | None:
-    """Whose names a checkpoint's tensors have; None if they are nobody's here."""
+    """The library whose names a checkpoint's tensors have; None if it is not known."""
     own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if any(map(legacy.is_legacy, own)):
         return "megatron-legacy"
-    known = {name for table in tables() for row in table.rows for name in (row.name, *row.also)}
+    known = {name for table in tables() for row in table.rows for name in (row.name, *row.other_names)}
     if known.difference([_HEAD]).intersection(map(pattern_of, own)):
         return "megatron"
     config = config_of(checkpoint)
@@ -47,63 +47,71 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
 
 
 def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False) -> Checkpoint:
-    """A checkpoint with Megatron's names under transformers'; its configuration is the extra `CONFIG`.
+    """A checkpoint with Megatron's names under the names of transformers. Its configuration is the extra `CONFIG`.
 
-    `config` is the model's, where it is known; else it is made of the run's arguments. `partial` allows tensors to be
-    missing. Raises `Unsupported` for a model of no family that has a table, `Corrupt` where tensors, arguments and
-    configuration contradict each other, `Incomplete` where something is missing.
+    `config` is the model's configuration; by default it is the checkpoint's own, or created from the run's arguments.
+    `partial` allows missing tensors.
+
+    Raises: Unsupported for a model of no known family, Corrupt if tensors, arguments and configuration contradict each
+    other, Incomplete if something is missing.
     """
     source = _without(to_core(checkpoint), COMPUTED)
-    found = describe_model(source, config_of(source) if config is None else config, partial)
-    model, there = found.model, {*source.parameters, *source.aliases}
-    lines = _lines(found, source)
-    _check_known(source, {name for line in lines for name in line.names}, found.table.family)
+    description = describe_model(source, config_of(source) if config is None else config, partial)
+    model, present = description.model, {*source.parameters, *source.aliases}
+    lines = _lines(description, source)
+    _check_known(source, {name for line in lines for name in line.names}, description.table.family)
     if not partial:
-        _check_there(source, [line.names[0] for line in lines if not there.intersection(line.names)])
+        _check_there(source, [line.names[0] for line in lines if not present.intersection(line.names)])
     changes, padding = [], 0
     for line in lines:
         for name in source.parameters.keys() & set(line.names):
             shape = source.parameters[name].weight.shape
-            check_shape(line.names[0], shape, model, padded=True, what=name)
-            padding = max(padding, shape[0] - model.vocabulary) if line.how == "vocabulary" else padding
+            check_shape(line.names[0], shape, model, padded=True, source_name=name)
+            padding = max(padding, shape[0] - model.vocabulary) if line.transform == "vocabulary" else padding
             changes.append(TensorRename((name,), line.hf, _split(line, _sizes(model))))
-    text = f"the last {padding} rows of the vocabulary's tables are padding, and are left out"
+    text = f"the last {padding} rows of the vocabulary's tables are padding and are left out"
     padded = (Notice(text),) if padding else ()
     return replace(
-        apply_renames(source, changes, found.table.expected_names(found.config) or ()),
+        apply_renames(source, changes, description.table.expected_names(description.config) or ()),
         aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
-        extras={**source.extras, CONFIG: dict(found.config)},
-        notices=(*source.notices, *found.notices, *padded),
+        extras={**source.extras, CONFIG: dict(description.config)},
+        notices=(*source.notices, *description.notices, *padded),
     )
 
 
 def to_megatron(
     checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> Checkpoint:
-    """A checkpoint with transformers' names under Megatron core's; the arguments of a run are the extra `ARGUMENTS`.
+    """A checkpoint with transformers' names under the names of Megatron core. Its arguments are the extra `ARGUMENTS`.
 
-    Tables of the vocabulary have their true rows: whoever cuts them pads them. Raises as `to_hf` does.
+    Tables of the vocabulary have no padding: it is added when they are split over ranks. Raises the errors of `to_hf`.
     """
-    found = by_config_alone(checkpoint, config)
-    source = _without(checkpoint, found.table.ignored)
-    model, there = found.model, {*source.parameters, *source.aliases}
-    lines = _lines(found, source)
-    _check_known(source, {name for line in lines for name in line.hf}, found.table.family)
-    wanted = (line.hf for line in lines if not partial or there.intersection(line.hf))
-    _check_there(source, [name for names in wanted for name in names if name not in there])
+    description = by_config_alone(checkpoint, config)
+    source = _without(checkpoint, description.table.ignored)
+    model, present_names = description.model, {*source.parameters, *source.aliases}
+    lines = _lines(description, source)
+    _check_known(source, {name for line in lines for name in line.hf}, description.table.family)
+    required = (line.hf for line in lines if not partial or present_names.intersection(line.hf))
+    _check_there(source, [name for names in required for name in names if name not in present_names])
     patterns = {pattern_of(line.names[0]) for line in lines}
-    said = to_arguments(model, found.table, patterns, weights_dtype(source))
-    held = [line for line in lines if source.parameters.keys() >= set(line.hf)]
-    made = apply_renames(source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in held])
-    for line in held:
+    arguments = to_arguments(model, description.table, patterns, weights_dtype(source))
+    present = [line for line in lines if source.parameters.keys() >= set(line.hf)]
+    renamed = apply_renames(
+        source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in present]
+    )
+    for line in present:
         name = line.names[0]
-        check_shape(name, made.parameters[name].weight.shape, model, padded=False, what=", ".join(line.hf))
+        check_shape(name, renamed.parameters[name].weight.shape, model, padded=False, source_name=", ".join(line.hf))
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
     extras = {legacy.VERSION: legacy.CURRENT, **step, **source.extras}
     return replace(
-        made,
+        renamed,
         aliases=_aliases(source, {name: line.names[0] for line in lines for name in line.hf}),
-        extras={**extras, ARGUMENTS: updated(source.extras.get(ARGUMENTS), said), CONFIG: dict(found.config)},
+        extras={
+            **extras,
+            ARGUMENTS: updated(source.extras.get(ARGUMENTS), arguments),
+            CONFIG: dict(description.config),
+        },
     )
 
 
@@ -117,14 +125,14 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
 
 
-def _lines(found: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
-    """What the model's tensors are on both sides; the second name of a tied one only where the source speaks of it."""
-    lines, tie = found.table.lines(found.config), found.table.tie(found.config)
+def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
+    """The model's rows. That of the second name of a tied tensor is included only if the source has the alias."""
+    lines, tie = description.table.lines(description.config), description.table.tie(description.config)
     if lines is None:
-        raise Incomplete("config.json does not say how many layers there are", where=source.path)
+        raise Incomplete("config.json does not state the number of layers", where=source.path)
     if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
         raise Unsupported(
-            f"`{own.pop()}` is a tensor of its own, but the model is said to have one for it and the embeddings",
+            f"`{own.pop()}` is a separate tensor, but the model's configuration ties it to the embeddings",
             where=source.path,
         )
     return tuple(
@@ -135,10 +143,10 @@ def _lines(found: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
 
 
 def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
-    surplus = [name for name, one in source.parameters.items() if one.role != "extra" and name not in known]
+    surplus = [name for name, parameter in source.parameters.items() if parameter.role != "extra" and name not in known]
     if surplus:
         raise Unsupported(
-            f"a model of the family {family} has no {_few(surplus)}",
+            f"a model of the family {family} has no {_listed(surplus)}",
             where=source.path,
             hint="Leave them out with --skip, or name the right config.json with --config.",
         )
@@ -147,28 +155,28 @@ def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
 def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
     if missing:
         raise Incomplete(
-            f"the model also has {_few(missing)}",
+            f"tensors of the model are missing: {_listed(missing)}",
             where=source.path,
             hint="Is the configuration the model's own? Are files missing?",
         )
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MOST_NAMED]) + more
+def _listed(names: Sequence[str]) -> str:
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
-    """The tied names. Raises `Unsupported` for one that has no line."""
+    """The aliases under the new names. Raises `Unsupported` for a name that the model does not have."""
     if strange := [name for pair in source.aliases.items() for name in pair if name not in new]:
-        raise Unsupported(f"`{printable(strange[0])}` is tied, but is none of the model's names", where=source.path)
+        raise Unsupported(f"`{printable(strange[0])}` is tied, but is not a name of the model", where=source.path)
     return {new[alias]: new[name] for alias, name in source.aliases.items()}
 
 
 def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
-    """The checkpoint without tensors that models compute rather than load."""
-    kept = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
-    return source if len(kept) == len(source.parameters) else replace(source, parameters=kept)
+    """The checkpoint without tensors that models compute instead of loading them."""
+    retained = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
+    return source if len(retained) == len(source.parameters) else replace(source, parameters=retained)
 
 
 def _sizes(model: Architecture) -> ModelSizes:
@@ -176,8 +184,8 @@ def _sizes(model: Architecture) -> ModelSizes:
 
 
 def _split(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: TRANSFORMS[line.how].split(tensors[0], sizes)
+    return lambda tensors: TRANSFORMS[line.transform].split(tensors[0], sizes)
 
 
 def _join(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: (TRANSFORMS[line.how].join(tensors, sizes),)
+    return lambda tensors: (TRANSFORMS[line.transform].join(tensors, sizes),)

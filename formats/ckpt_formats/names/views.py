@@ -1,4 +1,4 @@
-"""Tensors made of other tensors by moving elements, and no more. Nothing is read."""
+"""Views of tensors that only move elements. Creating a view reads no data."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,18 @@ from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, Fragment, Tensor, ZeroBlob, read
 
 _WHOLE_ROWS = 16 << 10
-"""Bytes of a row up to which it is faster to read all of it than to begin a read for some of its columns."""
+"""Bytes of a row. Up to this size it is faster to read full rows than to start a read for some columns of each."""
 _WINDOW = 1 << 20
+"""Bytes of rows that are read at once."""
 
 
 @dataclass(frozen=True)
 class TransposedBlob:
-    """A block of a matrix with its axes exchanged."""
+    """A transposed block of a matrix `base`, (n, m)."""
 
     base: Blob
     box: Box
-    """The block, before the exchange."""
+    """The block of `base`, before it is transposed."""
 
     @property
     def shape(self) -> Shape:
@@ -38,12 +39,12 @@ class TransposedBlob:
         if columns * self.dtype.itemsize > _WHOLE_ROWS:
             self.base.crop(self.box).read_into(out.T, reader)
             return
-        (first, left), (last, right) = self.box.start, self.box.stop
+        (first, start_column), (last, stop_column) = self.box.start, self.box.stop
         step = max(1, _WINDOW // max(columns * self.dtype.itemsize, 1))
         for row in range(first, last, step):
             end = min(row + step, last)
-            whole = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
-            out[:, row - first : end - first] = whole[:, left:right].T
+            rows_read = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
+            out[:, row - first : end - first] = rows_read[:, start_column:stop_column].T
 
     def sources(self) -> Iterator[FileBlob]:
         return self.base.crop(self.box).sources()
@@ -54,7 +55,7 @@ class TransposedBlob:
 
 @dataclass(frozen=True)
 class SqueezedBlob:
-    """What a blob holds whose first axis has one place, without that axis."""
+    """A blob of shape (1, ...) without its first axis."""
 
     base: Blob
 
@@ -80,56 +81,56 @@ class SqueezedBlob:
 
 
 def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The tensors of which one is a stack, along its first axis."""
+    """The `count` tensors of shape (...) in a stack of shape (count, ...). Raises `Unsupported` for another shape."""
     if tensor.shape[:1] != (count,):
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} is no stack of {count}")
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} is not a stack of {count}")
     return tuple(Tensor.of(SqueezedBlob(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
 
 
 def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
-    """Ranges of a tensor's first axis, one below the other."""
+    """The concatenated ranges (start, stop) of a tensor's first axis."""
     shape = (sum(stop - start for start, stop in blocks), *tensor.shape[1:])
     fragments: list[Fragment] = []
     at = 0
     for start, stop in blocks:
-        here = slab(shape, 0, at, at + stop - start)
-        fragments.extend(tensor.placed(slab(tensor.shape, 0, start, stop), here))
+        target = slab(shape, 0, at, at + stop - start)
+        fragments.extend(tensor.placed(slab(tensor.shape, 0, start, stop), target))
         at += stop - start
     return Tensor(shape, tensor.dtype, tuple(fragments))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one below the other, along the first axis."""
+    """Tensors concatenated along the first axis. Raises `Unsupported` if other axes or dtypes differ."""
     first = tensors[0]
-    if any((one.shape[1:], one.dtype) != (first.shape[1:], first.dtype) for one in tensors):
-        raise Unsupported(f"tensors of shapes {[list(one.shape) for one in tensors]} cannot be put into one")
-    shape = (sum(one.shape[0] for one in tensors), *first.shape[1:])
+    if any((tensor.shape[1:], tensor.dtype) != (first.shape[1:], first.dtype) for tensor in tensors):
+        raise Unsupported(f"tensors of shapes {[list(tensor.shape) for tensor in tensors]} cannot be concatenated")
+    shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     fragments: list[Fragment] = []
     at = 0
-    for one in tensors:
-        fragments.extend(one.placed(Box.whole(one.shape), slab(shape, 0, at, at + one.shape[0])))
-        at += one.shape[0]
+    for tensor in tensors:
+        fragments.extend(tensor.placed(Box.whole(tensor.shape), slab(shape, 0, at, at + tensor.shape[0])))
+        at += tensor.shape[0]
     return Tensor(shape, first.dtype, tuple(fragments))
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """A matrix with its axes exchanged."""
+    """The transposed matrix, (m, n) for (n, m). Raises `Unsupported` if it is not a matrix."""
     if len(tensor.shape) != 2:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
     return Tensor.of(TransposedBlob(tensor, Box.whole(tensor.shape)))
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor with rows of zeros below, so that it has so many."""
+    """A tensor with rows of zeros appended, so that it has `rows` rows."""
     if not tensor.shape or rows < tensor.shape[0]:
         raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
-    rest = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
-    return stacked([tensor, Tensor.of(rest)]) if rest.shape[0] else tensor
+    zeros = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
+    return stacked([tensor, Tensor.of(zeros)]) if zeros.shape[0] else tensor
 
 
 @dataclass(frozen=True)
 class StridedBlob:
-    """Every so many-th row of a blob, from one on."""
+    """Every `step`-th row of a blob, beginning with the first."""
 
     base: Blob
     step: int
@@ -159,7 +160,7 @@ class StridedBlob:
 
 
 def strided(tensor: Tensor, start: int, step: int) -> Tensor:
-    """Every so many-th row of a tensor, from `start` on."""
+    """Every `step`-th row of a tensor, beginning with `start`. Raises `Unsupported` if the rows are not divisible."""
     if not tensor.shape or tensor.shape[0] % step:
-        raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} do not come {step} at a time")
+        raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by {step}")
     return Tensor.of(StridedBlob(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))

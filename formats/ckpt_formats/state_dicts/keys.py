@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the names of styles are in `--help`, which needs no NumPy
     from ckpt_formats.core.values import Value
@@ -35,7 +35,8 @@ TORCHTITAN = StateKeys(None, "optimizer", True)
 ACCELERATE = StateKeys("model", "optimizer")
 """In two folders, one of which holds `model` and the other `optimizer`."""
 
-STYLES = {"nested": NESTED, "torchtitan": TORCHTITAN, "accelerate": ACCELERATE}
+Style = Literal["nested", "torchtitan", "accelerate"]
+STYLES: dict[Style, StateKeys] = {"nested": NESTED, "torchtitan": TORCHTITAN, "accelerate": ACCELERATE}
 """By what users call them."""
 
 

@@ -2,24 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_formats.containers.sealed_json import hash_number
-from ckpt_formats.core.checkpoint import (
-    Checkpoint,
-    ErrorFigures,
-    FilePlan,
-    Goal,
-    Parameter,
-    ReadOptions,
-    Receipt,
-    SourceFile,
-    WritableFormat,
-)
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
+from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import file_stem, printable
 from ckpt_formats.core.transfer import Transfer
@@ -32,23 +24,46 @@ from ckpt_formats.universal.lineage import lineage
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 
+@dataclass(frozen=True)
+class StatesContent:
+    """How the states of a parameter are stored."""
+
+    encoding: EncodingOptions | None = None
+    """How values are encoded; None: as they are."""
+    codec: Mapping[str, Any] | None = None
+    """The configuration of a delta codec; None: the states stand alone."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """What is known of the way from the parent to this state: the fields of `StepInfo`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Universal(WritableFormat):
+    """One file for each parameter with all its states, and a manifest."""
+
     name = "universal"
     summary = "one safetensors file per parameter with all its states, and a JSON manifest"
     needs_model = False
-    parent: Parent | None = None
-    """What the deltas that are written are against."""
-    written: Manifest | None = None
-    """What was written, once it is."""
-    content: str | None = None
-    """The content id that is to come out, where it is known: that of the source, when nothing is to change."""
 
-    @classmethod
-    def again(cls, content: str) -> "Universal":
-        """For writing once more what has this content id: anything else is damage."""
-        format = cls()
-        format.content = content
-        return format
+    codec: str | None = None
+    """Encode the states: `auto` is the best codec for each, else one codec by its text, such as `planes:level=max`."""
+    level: Level = "default"
+    """How hard an encoder tries."""
+    check: bool = True
+    """Decode what was encoded, and compare, before it is trusted."""
+    content: str | None = None
+    """The content id that must come out, where it is known: that of the source, when nothing is to change."""
+
+    @property
+    def parent(self) -> Parent | None:
+        """What the deltas that are written are against."""
+        return None
+
+    @property
+    def encoding(self) -> EncodingOptions | None:
+        """How values are encoded. Raises `Unsupported` for a codec that does not exist."""
+        if self.codec is None:
+            return None
+        return EncodingOptions.of(self.codec, self.level, self.check)
 
     def detect(self, path: Path) -> bool:
         return (path / manifest.NAME).is_file()
@@ -82,21 +97,20 @@ class Universal(WritableFormat):
             original=said.original,
         )
 
-    def settings(self) -> object:
-        return self.content
-
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+    def plan(self, source: Checkpoint) -> Plan:
         for parameter in source.parameters.values():
             parameter_file.check_storable(parameter)
-        what = {} if goal.coding is None else {"coding": goal.coding.to_json()}
-        return tuple(
-            FilePlan(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), what)
-            for name, parameter in source.parameters.items()
+        content = StatesContent(self.encoding)
+        return Plan(
+            tuple(
+                FilePlan(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), content)
+                for name, parameter in source.parameters.items()
+            )
         )
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        coding = EncodingOptions.of_json(part.what.get("coding"))
-        return self._write(folder, part, transfer, coding, None)
+        assert isinstance(part.content, StatesContent)
+        return self._write(folder, part, transfer, part.content.encoding, None)
 
     def _write(
         self,
@@ -131,7 +145,6 @@ class Universal(WritableFormat):
         draft = folder / f"{manifest.NAME}.tmp"
         draft.write_bytes(manifest.dump(said))
         os.replace(draft, folder / manifest.NAME)
-        self.written = said
 
 
 def _parameter(folder: Path, entry: ParameterEntry, earlier: Parameter | None) -> Parameter:

@@ -1,78 +1,74 @@
 """The universal format as a delta: the states of a checkpoint, coded against those of an earlier one."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
 from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Group, Parameter, Receipt
-from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
+from ckpt_formats.core.encoding import AUTO
+from ckpt_formats.core.format import FilePlan, Plan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import Universal
+from ckpt_formats.universal import StatesContent, Universal
 from ckpt_formats.universal.delta_plan import DeltaBase, sample
 from ckpt_formats.universal.manifest import Parent
 
 
+@dataclass(frozen=True, kw_only=True)
 class Delta(Universal):
-    """Writes a checkpoint against `earlier`, which is what can be read of the parent, not what was once saved.
+    """A checkpoint stored against an earlier one."""
 
-    `codecs` gives the codec of each parameter by its name; None stores it alone.
-    """
-
-    def __init__(
-        self,
-        earlier: Checkpoint | None,
-        parent: Parent | None,
-        codecs: Mapping[str, DeltaCodec],
-        content: str | None = None,
-    ) -> None:
-        self.earlier = earlier
-        self.parent = parent
-        self.content = content
-        self._codecs = codecs
+    codec: str | None = AUTO
+    earlier: Checkpoint | None = None
+    """What can be read of the parent, which may differ from what was once saved; None: no state needs a parent."""
+    stored_against: Parent | None = None
+    """Where the parent is, and its content id."""
+    delta_codecs: Mapping[str, DeltaCodec] = field(default_factory=dict)
+    """The codec of each parameter by its name; a parameter that is not named is stored alone."""
 
     @property
-    def codecs(self) -> list[DeltaCodec]:
-        """What it codes with: one of each kind."""
-        return list({codec.name: codec for codec in self._codecs.values()}.values())
+    def parent(self) -> Parent | None:
+        return self.stored_against
 
-    def settings(self) -> object:
-        return self.content, self.parent, {name: codec.config() for name, codec in self._codecs.items()}
+    def identity(self) -> object:
+        configurations = {name: codec.config() for name, codec in self.delta_codecs.items()}
+        return self.encoding, self.content, self.stored_against, configurations
 
-    def beside(self) -> tuple[Checkpoint, ...]:
+    def inputs(self) -> tuple[Checkpoint, ...]:
         return () if self.earlier is None else (self.earlier,)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        return tuple(self._part(part, source) for part in super().plan(source, goal))
+    def plan(self, source: Checkpoint) -> Plan:
+        plan = super().plan(source)
+        return replace(plan, files=tuple(self._file(file, source) for file in plan.files))
 
-    def _part(self, part: FilePlan, source: Checkpoint) -> FilePlan:
+    def _file(self, part: FilePlan, source: Checkpoint) -> FilePlan:
         (parameter,) = part.parameters
-        codec = self._codecs.get(parameter.name)
+        codec = self.delta_codecs.get(parameter.name)
         earlier = None if self.earlier is None else self.earlier.parameters.get(parameter.name)
         if codec is None or (self.earlier is not None and earlier is None):
             return part
-        what = {**part.what, "delta": codec.config(), "step": _step(source, self.earlier, parameter, earlier)}
+        content = StatesContent(self.encoding, codec.config(), _step(source, self.earlier, parameter, earlier))
         parameters = (parameter,) if earlier is None else (parameter, earlier)
-        return replace(part, parameters=parameters, what=what, size=parameter.nbytes)
+        return replace(part, parameters=parameters, content=content, size=parameter.nbytes)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        return self._write(
-            folder, part, transfer, EncodingOptions.of_json(part.what.get("coding")), delta_base(part, transfer)
-        )
+        assert isinstance(part.content, StatesContent)
+        return self._write(folder, part, transfer, part.content.encoding, delta_base(part, transfer))
 
 
 def delta_base(part: FilePlan, transfer: Transfer) -> DeltaBase | None:
     """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
-    if "delta" not in part.what:
+    content = part.content
+    if not isinstance(content, StatesContent) or content.codec is None:
         return None
     earlier = part.parameters[1] if len(part.parameters) > 1 else None
-    step = StepInfo(**part.what["step"])
+    step = StepInfo(**content.step)
     before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
     step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
-    return DeltaBase(earlier, delta_from_config(dict(part.what["delta"])), step)
+    return DeltaBase(earlier, delta_from_config(dict(content.codec)), step)
 
 
 def fitted_to_checkpoint(

@@ -13,40 +13,41 @@ write      the files, and the metadata
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.engines.dcp.folder import looks
-from ckpt_formats.engines.dcp.plan import plan_parts
+from ckpt_formats.engines.dcp.folder import is_checkpoint
+from ckpt_formats.engines.dcp.plan import RankOptions, plan_files
 from ckpt_formats.engines.dcp.read import read
 from ckpt_formats.engines.dcp.write import write_metadata, write_part
 from ckpt_formats.state_dicts.write import added_options
 
 
-class DCP(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class DCP(RankOptions, WritableFormat):
+    """PyTorch Distributed Checkpoint, of any number of ranks."""
+
     name = "dcp"
     summary = "PyTorch Distributed Checkpoint, of any number of ranks"
     needs_model = False
-    degrees = ("dp", "tp")
 
     def detect(self, path: Path) -> bool:
-        return looks(path)
+        return is_checkpoint(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         return read(path, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        return plan_parts(source, goal)
+    def plan(self, source: Checkpoint) -> Plan:
+        added = ", ".join(added_options(source))
+        text = f"options that the source does not state are as torch.optim.AdamW has them: {added}"
+        return Plan(plan_files(source, self), notes=unsure((text,)) if added else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_part(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         write_metadata(folder, receipts)
-
-    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
-        added = ", ".join(added_options(source))
-        return (
-            (f"options that the source does not speak of are as torch.optim.AdamW has them: {added}",) if added else ()
-        )

@@ -1,10 +1,10 @@
-"""How FSDP2 cuts tensors over a mesh, and who writes which block.
+"""Split tensors over a mesh as FSDP2 does, and choose the rank that writes each block.
 
-A mesh of `dp` times `tp` ranks is numbered row by row. Tensor parallelism cuts
-first, along an axis of the tensor's own; FSDP2 then cuts what each rank has
-along axis 0. Both cut as torch.chunk does: into pieces of the length rounded
-up, the last of them shorter or empty. Any other rectangles would be loaded
-just as well; these are the ones that the job saves itself.
+A mesh of `dp` times `tp` ranks is numbered row by row. Tensor parallelism splits
+first, along one axis of the tensor; FSDP2 then splits each rank's shard along axis 0.
+Both split like torch.chunk: into parts of the length rounded up, the last ones
+shorter or empty. PyTorch could also load other rectangles; these are the blocks that
+the job itself saves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,40 +15,42 @@ from ckpt_formats.core.geometry import Box, Shape
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks in two dimensions."""
+    """A grid of `dp` times `tp` ranks."""
 
     dp: int
     tp: int = 1
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.dp * self.tp
 
     def rank(self, dp: int, tp: int) -> int:
+        """The number of the rank at these coordinates."""
         return dp * self.tp + tp
 
 
 def blocks(shape: Shape, mesh: RankGrid, axis: int | None = None) -> Iterator[tuple[Box, Sequence[int]]]:
-    """The blocks of a tensor that hold something, each with the ranks that hold it.
+    """The non-empty blocks of a tensor, each with the ranks that have it.
 
-    `axis` is the one that tensor parallelism cuts along; with None, all its ranks hold the same.
+    `axis` is the axis that tensor parallelism splits; with None, all tensor-parallel ranks have the same blocks.
     """
     if not shape:
         yield Box((), ()), range(mesh.world)
         return
-    whole = Box.whole(shape)
-    across = (
-        [(whole, range(mesh.tp))]
+    full = Box.whole(shape)
+    columns_of_block = (
+        [(full, range(mesh.tp))]
         if axis is None
-        else [(piece, range(i, i + 1)) for i, piece in _pieces(whole, axis, mesh.tp)]
+        else [(part, range(i, i + 1)) for i, part in _chunks(full, axis, mesh.tp)]
     )
-    for block, columns in across:
-        for row, piece in _pieces(block, 0, mesh.dp):
-            yield piece, [mesh.rank(row, column) for column in columns]
+    for block, columns in columns_of_block:
+        for row, part in _chunks(block, 0, mesh.dp):
+            yield part, [mesh.rank(row, column) for column in columns]
 
 
-def _pieces(block: Box, axis: int, count: int) -> Iterator[tuple[int, Box]]:
-    """What torch.chunk makes of a block, without the empty pieces."""
+def _chunks(block: Box, axis: int, count: int) -> Iterator[tuple[int, Box]]:
+    """The parts into which torch.chunk splits a block, with their numbers; without the empty ones."""
     first, last = block.start[axis], block.stop[axis]
     length = -(-(last - first) // count)
     for i in range(count):
@@ -61,7 +63,7 @@ def _pieces(block: Box, axis: int, count: int) -> Iterator[tuple[int, Box]]:
 
 @dataclass
 class BytesPerRank:
-    """How much each rank has been given to write."""
+    """The number of bytes that each rank has to write."""
 
     ranks: int
     nbytes: list[int] = field(init=False)
@@ -70,7 +72,7 @@ class BytesPerRank:
         self.nbytes = [0] * self.ranks
 
     def give(self, holders: Sequence[int], nbytes: int) -> int:
-        """The one of the holders with the least to write; it has so much more now."""
+        """Choose the rank of `holders` with the fewest bytes, and add `nbytes` to it."""
         rank = holders[0] if len(holders) == 1 else min(holders, key=self.nbytes.__getitem__)
         self.nbytes[rank] += nbytes
         return rank

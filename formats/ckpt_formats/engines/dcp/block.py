@@ -1,4 +1,4 @@
-"""A block of a tensor, cut out when it is read: there are as many as a checkpoint has blocks, each of all fragments."""
+"""A block of a tensor that is cropped only when it is read. A checkpoint has many of them, so they are small."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from ckpt_formats.core.tensor import Array, FileBlob, Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockBlob:
-    """The blob of one block of a tensor."""
+    """The values of block `box` of a tensor."""
 
-    whole: Tensor
+    tensor: Tensor
     box: Box
 
     @property
@@ -22,16 +22,17 @@ class BlockBlob:
 
     @property
     def dtype(self) -> DType:
-        return self.whole.dtype
+        return self.tensor.dtype
 
     def crop(self, box: Box) -> "BlockBlob":
-        return BlockBlob(self.whole, box.shift(self.box.start))
+        return BlockBlob(self.tensor, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        self.whole.crop(self.box).read_into(out, reader)
+        """Read the block into `out`, an array of `shape` and `dtype`."""
+        self.tensor.crop(self.box).read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
-        return self.whole.crop(self.box).sources()
+        return self.tensor.crop(self.box).sources()
 
     def problems(self) -> Iterator[str]:
-        return self.whole.problems()
+        return self.tensor.problems()

@@ -1,8 +1,8 @@
-"""Items that went through zstd on their way to the file (`stream.zstd/1`).
+"""Read items that zstd compressed when they were written (`stream.zstd/1`).
 
-An item is then one compressed stream of the archive that it would have been. It
-can only be decoded from its start, so what is asked for in order is decoded
-once, and memory is bounded by the window that the stream was made with.
+Such an item is one compressed stream, which decodes to the archive of an ordinary item. A stream
+can be decoded only from its start: sequential reads decode it once. Memory is limited by
+the window size of the stream.
 """
 
 from collections.abc import Iterator
@@ -18,46 +18,48 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, FileBlob
 
 DESCRIPTOR = "stream.zstd/1"
-_MOST_WINDOW = 1 << 27
+_MAX_WINDOW = 1 << 27
 _EDGE = 1 << 16
 _STEP = 1 << 20
-_MOST_CURSORS = 8
+_MAX_CURSORS = 8
 
 
 class Frame:
-    """The bytes of a compressed item, by their offset in what it decodes to.
+    """The decoded bytes of a compressed item. Offsets count decoded bytes.
 
-    Making one decodes all of it once, to know its length, and keeps both its
-    edges. Raises `Corrupt`, or `Unsafe` if it decodes to more than `most` bytes.
+    The constructor decodes the item once to get its length, and stores the first and last bytes.
+    Raises `Corrupt`, or `Unsafe` if the item decodes to more than `max_nbytes` bytes.
     """
 
     base = 0
 
-    def __init__(self, path: Path, offset: int, nbytes: int, most: int) -> None:
+    def __init__(self, path: Path, offset: int, nbytes: int, max_nbytes: int) -> None:
         self.path = path
         self.offset, self.nbytes = offset, nbytes
         self._cursors: list[_Cursor] = []
         self._lock = Lock()
         self._head, self._tail, self.length = b"", b"", 0
         with Reader(check=False) as reader:
-            for piece in self._decoded(reader):
-                self.length += len(piece)
-                if self.length > most:
+            for data in self._decoded(reader):
+                self.length += len(data)
+                if self.length > max_nbytes:
                     raise Unsafe(
-                        f"the item of {nbytes:,} bytes decodes to more than {most:,}: it would exhaust memory or disk",
+                        f"the item of {nbytes:,} bytes decodes to more than {max_nbytes:,}: "
+                        "it would exhaust memory or disk",
                         where=path,
                     )
                 if len(self._head) < _EDGE:
-                    self._head += piece[: _EDGE - len(self._head)]
-                self._tail = (self._tail + piece)[-_EDGE:]
+                    self._head += data[: _EDGE - len(self._head)]
+                self._tail = (self._tail + data)[-_EDGE:]
 
     def __enter__(self) -> "Frame":
         return self
 
     def __exit__(self, *error: object) -> None:
-        """It holds nothing open."""
+        """Do nothing: no file is open."""
 
     def at(self, offset: int, nbytes: int) -> bytes:
+        """`nbytes` decoded bytes from `offset` on. Raises `Corrupt` if the item is shorter."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.length:
             raise self.corrupt(f"bytes {offset} to {offset + nbytes} are needed, but there are {self.length}")
         if offset + nbytes <= len(self._head):
@@ -70,28 +72,29 @@ class Frame:
         return bytes(out)
 
     def read_into(self, offset: int, out: memoryview, reader: Reader) -> None:
-        """Fill `out` from `offset` on. Asked for in order, nothing is decoded twice."""
+        """Fill `out` with the bytes from `offset` on. Sequential reads decode nothing twice."""
         cursor = self._cursor(offset)
         cursor.source.reader = reader
         cursor.skip_to(offset)
         cursor.fill(out)
         with self._lock:
-            self._cursors = [*self._cursors[1 - _MOST_CURSORS :], cursor]
+            self._cursors = [*self._cursors[1 - _MAX_CURSORS :], cursor]
 
     def check(self, seals: tuple[Seal, ...]) -> None:
-        """Hold the decoded bytes against their checksums. Raises `Corrupt`."""
+        """Compare the decoded bytes with their checksums. Raises `Corrupt`."""
         with Reader(check=False) as reader:
             for seal in seals:
                 total = 0
                 for at in range(seal.offset, seal.offset + seal.nbytes, _STEP):
-                    piece = memoryview(bytearray(min(_STEP, seal.offset + seal.nbytes - at)))
-                    self.read_into(at, piece, reader)
-                    total = crc32(piece, total)
+                    data = memoryview(bytearray(min(_STEP, seal.offset + seal.nbytes - at)))
+                    self.read_into(at, data, reader)
+                    total = crc32(data, total)
                 if total != seal.digest:
                     raise self.corrupt(f"{seal.label}: its {seal.nbytes:,} bytes do not fit their crc32 checksum")
 
-    def corrupt(self, what: str) -> Corrupt:
-        return Corrupt(what, where=self.path)
+    def corrupt(self, message: str) -> Corrupt:
+        """The error with this message and the path of the file."""
+        return Corrupt(message, where=self.path)
 
     def __getstate__(self) -> tuple[Path, int, int, bytes, bytes, int]:
         return self.path, self.offset, self.nbytes, self._head, self._tail, self.length
@@ -101,10 +104,10 @@ class Frame:
         self._cursors, self._lock = [], Lock()
 
     def _cursor(self, offset: int) -> "_Cursor":
-        """The one that has come nearest to the offset, or a new one. Nobody else has it meanwhile."""
+        """Take the nearest cursor before the offset, or a new one. No other thread uses it until it is put back."""
         with self._lock:
-            before = [cursor for cursor in self._cursors if cursor.at <= offset]
-            nearest = max(before, key=lambda cursor: cursor.at, default=None)
+            candidates = [cursor for cursor in self._cursors if cursor.at <= offset]
+            nearest = max(candidates, key=lambda cursor: cursor.at, default=None)
             if nearest is None:
                 return _Cursor(self.path, self.offset, self.nbytes)
             self._cursors.remove(nearest)
@@ -113,13 +116,13 @@ class Frame:
     def _decoded(self, reader: Reader) -> Iterator[bytes]:
         cursor = _Cursor(self.path, self.offset, self.nbytes)
         cursor.source.reader = reader
-        while piece := cursor.read(_STEP):
-            yield piece
+        while data := cursor.read(_STEP):
+            yield data
 
 
 @dataclass(frozen=True)
 class DecompressedBlob:
-    """Values in an item that is compressed. `raw` says where they lie in what it decodes to."""
+    """Values in a compressed item. `raw` has their offset and strides in the decoded bytes."""
 
     frame: Frame
     raw: FileBlob
@@ -136,10 +139,11 @@ class DecompressedBlob:
         return DecompressedBlob(self.frame, self.raw.crop(box))
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        """Read the values into `out`, an array of `shape` and `dtype`."""
         self.raw.read_into(out, _Stream(self.frame, reader))
 
     def sources(self) -> Iterator[FileBlob]:
-        """All of the item: there is no telling which of its bytes are which values."""
+        """The complete item: compressed bytes cannot be assigned to values."""
         yield FileBlob.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
 
     def problems(self) -> Iterator[str]:
@@ -147,7 +151,7 @@ class DecompressedBlob:
 
 
 class _Stream(Reader):
-    """Reads what a frame decodes to."""
+    """A reader of the decoded bytes of a frame."""
 
     def __init__(self, frame: Frame, reader: Reader) -> None:
         super().__init__(check=False)
@@ -158,16 +162,17 @@ class _Stream(Reader):
 
 
 class _Source:
-    """The compressed bytes, as a file that zstandard reads."""
+    """The compressed bytes as a file object for zstandard."""
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
         self._path, self._at, self._end = path, offset, offset + nbytes
         self.reader: Reader | None = None
 
-    def read(self, most: int = -1) -> bytes:
+    def read(self, max_nbytes: int = -1) -> bytes:
+        """The next bytes: at most `max_nbytes`, or all if it is negative; empty at the end."""
         assert self.reader is not None
         left = self._end - self._at
-        out = bytearray(left if most < 0 else min(most, left))
+        out = bytearray(left if max_nbytes < 0 else min(max_nbytes, left))
         if out:
             self.reader.read_into(self._path, self._at, memoryview(out))
             self._at += len(out)
@@ -175,44 +180,47 @@ class _Source:
 
 
 class _Cursor:
-    """A place in the decoded stream, which only moves on.
+    """A position in the decoded stream, which only moves forward.
 
-    Raises `Corrupt`, `Unsafe`, or `Unsupported` where zstandard is not installed.
+    Raises `Corrupt`, `Unsafe`, or `Unsupported` if zstandard is not installed.
     """
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
         try:
             import zstandard
         except ImportError:
-            what, hint = "the item is compressed by zstd", "Install the package `zstandard`."
-            raise Unsupported(what, where=path, hint=hint) from None
+            message, hint = "the item is compressed by zstd", "Install the package `zstandard`."
+            raise Unsupported(message, where=path, hint=hint) from None
         self._path, self._broken = path, zstandard.ZstdError
         self.source, self.at = _Source(path, offset, nbytes), 0
-        decoder = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
         self._stream: Any = decoder.stream_reader(self.source, read_across_frames=True)  # type: ignore[arg-type]
 
     def skip_to(self, offset: int) -> None:
+        """Decode up to an offset."""
         while self.at < offset:
             self._advance(len(self.read(min(_STEP, offset - self.at))))
 
     def fill(self, out: memoryview) -> None:
+        """Fill `out` with the next decoded bytes."""
         done = 0
         while done < len(out):
-            piece = self.read(min(_STEP, len(out) - done))
-            self._advance(len(piece))
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+            data = self.read(min(_STEP, len(out) - done))
+            self._advance(len(data))
+            out[done : done + len(data)] = data
+            done += len(data)
 
-    def read(self, most: int) -> bytes:
+    def read(self, max_nbytes: int) -> bytes:
+        """The next decoded bytes, at most `max_nbytes`, without moving `at`."""
         try:
-            piece: bytes = self._stream.read(most)
+            data: bytes = self._stream.read(max_nbytes)
         except self._broken as error:
             if "too much memory" in str(error):
-                raise Unsafe("the item's compression needs too large a window", where=self._path) from None
+                raise Unsafe("decompressing the item needs too large a window", where=self._path) from None
             raise Corrupt(f"the item cannot be decoded: {error}", where=self._path) from None
-        return piece
+        return data
 
-    def _advance(self, got: int) -> None:
-        if not got:
+    def _advance(self, count: int) -> None:
+        if not count:
             raise Corrupt("the item ends too early", where=self._path)
-        self.at += got
+        self.at += count

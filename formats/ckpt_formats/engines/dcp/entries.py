@@ -1,7 +1,7 @@
-"""Items to be written: how large each is, and the bytes of it.
+"""Items to write: the size and the bytes of each.
 
-An item is an archive of torch.save. Those of one type and shape are alike but
-for the values and their checksums, so an archive is laid out once for all.
+An item is an archive of torch.save. Archives of tensors of one type and shape differ only in
+the values and their checksums, so that the layout is computed once for all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,37 +23,44 @@ _STEM = "archive"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item to be written: an object, or a block of a tensor."""
+    """One item to write: an object, or a block of a tensor."""
 
     name: str
     path: Steps
     number: int
-    """The value's place in the state dict."""
+    """The number of the value in the state dict."""
     value: Value
     box: Box | None = None
-    """Of the tensor; None for objects."""
+    """The block of the tensor; None for objects."""
     chunk: int = 0
-    """The block's place among those of the tensor."""
+    """The number of the block among those of the tensor."""
+
+
+@dataclass(frozen=True)
+class ItemsContent:
+    """What a file of items holds, in its order."""
+
+    entries: tuple[Entry, ...]
 
 
 @dataclass
 class EntryLayouts:
-    """Where every byte of an item goes."""
+    """The layouts of items, cached by type and shape of tensors."""
 
-    _alike: dict[tuple[DType, Shape], FileLayout] = field(default_factory=dict)
+    _by_type: dict[tuple[DType, Shape], FileLayout] = field(default_factory=dict)
 
     def of(self, entry: Entry) -> FileLayout:
-        """The layout of an item. Raises `Unsupported` for values that PyTorch cannot hold."""
+        """The layout of an item. Raises `Unsupported` for values that PyTorch cannot represent."""
         try:
             if entry.box is None:
                 return layout_file(entry.value, _STEM)
             kind = entry.value.dtype, entry.box.shape
-            if kind not in self._alike:
-                self._alike[kind] = layout_file(Tensor.of(ZeroBlob(kind[1], kind[0])), _STEM)
+            if kind not in self._by_type:
+                self._by_type[kind] = layout_file(Tensor.of(ZeroBlob(kind[1], kind[0])), _STEM)
         except Unsupported as error:
             error.where = error.where or f"`{printable(entry.name)}`"
             raise
-        return self._alike[kind]
+        return self._by_type[kind]
 
     def stream(self, entry: Entry, transfer: Transfer) -> Iterator[bytes | memoryview]:
         """All bytes of an item, in order."""
@@ -61,7 +68,7 @@ class EntryLayouts:
 
 
 def block_of(entry: Entry) -> Tensor:
-    """The lazy tensor that an item holds."""
+    """The tensor of an item, which must be a block of a tensor. No values are read."""
     assert entry.box is not None
     if entry.box.shape == entry.value.shape:
         return entry.value  # type: ignore[no-any-return]  # a tensor, since there is a box
@@ -71,4 +78,4 @@ def block_of(entry: Entry) -> Tensor:
 def _chunks(entry: Entry, transfer: Transfer) -> Callable[[Tensor], Iterator[memoryview]]:
     if entry.box is None:
         return transfer.chunks
-    return lambda alike: transfer.chunks(block_of(entry))
+    return lambda template: transfer.chunks(block_of(entry))

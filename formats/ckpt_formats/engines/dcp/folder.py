@@ -1,12 +1,12 @@
-"""Which files are a checkpoint: the one of a folder, the newest of several, or a pair.
+"""Locate a checkpoint: the one of a folder, the newest of several, or a pair of folders.
 
     .metadata                       written last, by a rename: with it, a save is complete
     __0.metadata, __1.metadata      one for each rank, if it was saved without collectives
-    __<rank>_<number>.distcp        what the metadata name; others are leftovers
-    .metadata.tmp                   a save that was broken off
+    __<rank>_<number>.distcp        data; files that the metadata do not name are of another save
+    .metadata.tmp                   a save that did not finish
 
-Torch overwrites a checkpoint in place: it leaves the old `.metadata` until the
-new one is written. So both beside each other mean old metadata of new data.
+Torch overwrites a checkpoint in place: the old `.metadata` stays until the new one
+is written. So if both files are there, the old metadata may describe new data.
 """
 
 import re
@@ -27,9 +27,9 @@ _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
 _STEP = re.compile(r"(.*?)(\d{1,15})")
 
 ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
-"""Folders of one checkpoint of Accelerate: the model's, the optimizer's."""
+"""The two folders of one checkpoint of Accelerate: that of the model and that of the optimizer."""
 _STEPS_INSIDE = ("", "checkpoint")
-"""Where folders of steps are: TorchTitan keeps them one level down."""
+"""The subfolders that may contain folders of steps: TorchTitan writes them one level down."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class MetadataFolder:
     folder: Path
     metadata: tuple[Path, ...]
     stale_files: tuple[str, ...] = ()
-    """Names of metadata that do not count."""
+    """Names of metadata files that are ignored."""
 
 
 @dataclass(frozen=True)
 class FoundFolders:
-    """The folders that together are a checkpoint, and what to tell the user about how they were chosen."""
+    """The folders that together are a checkpoint, and notices on how they were chosen."""
 
     members: tuple[MetadataFolder, ...]
     notices: tuple[Notice, ...] = ()
     step: int | None = None
-    """In the folder's name."""
+    """The step in the folder's name."""
 
 
-def looks(path: Path) -> bool:
-    """Is there a checkpoint here, whole or not, or one for each of several steps?"""
+def is_checkpoint(path: Path) -> bool:
+    """Is there a checkpoint at this path, complete or not, or are there checkpoints of several steps?"""
     try:
         return _is_one_file(path) or _has_traces(path) or _is_pair(path) or bool(_steps(path))
     except OSError:
@@ -61,11 +61,11 @@ def looks(path: Path) -> bool:
 
 
 def find(path: Path) -> FoundFolders:
-    """The checkpoint at a path. Raises `Incomplete` if the save was broken off, `NotFound` if there are several."""
+    """The checkpoint at a path. Raises `Incomplete` if the save did not finish, `NotFound` if there are several."""
     try:
         if _is_one_file(path):
             raise NotFound(
-                "one file of a distributed checkpoint, which is a folder",
+                "is one file of a distributed checkpoint, which is a folder",
                 where=path,
                 hint=f"Name the folder: {printable(str(path.parent))}",
             )
@@ -81,13 +81,13 @@ def find(path: Path) -> FoundFolders:
 
 
 def rank_of(file: str) -> int | None:
-    """The rank that wrote a file of data, by its name."""
+    """The rank that wrote a data file, from the file's name; None for other names."""
     match = _DATA.fullmatch(file)
     return int(match[1]) if match else None
 
 
 def _is_one_file(path: Path) -> bool:
-    """Is it a file that means nothing alone? Torch saves its data as archives, so others would take it for theirs."""
+    """Is it a single file of a checkpoint? Its data are archives of torch.save, so other formats would accept it."""
     named = path.name == METADATA or bool(_OF_RANK.fullmatch(path.name) or _DATA.fullmatch(path.name))
     return named and path.is_file()
 
@@ -111,15 +111,15 @@ def _member(folder: Path) -> MetadataFolder:
     if METADATA in names:
         if DRAFT in drafts:
             raise Incomplete(
-                f"a later save was broken off: {DRAFT} is beside {METADATA}, and the data may be newer than what "
-                f"{METADATA} says of them",
+                f"a later save was broken off: {DRAFT} is next to {METADATA}, and the data may be newer than "
+                f"{METADATA}",
                 where=folder,
-                hint=f"If you know that no save came after it, remove {DRAFT}.",
+                hint=f"If you know that there was no later save, remove {DRAFT}.",
             )
         return MetadataFolder(folder, (folder / METADATA,), tuple(by_rank.values()))
     if drafts:
         raise Incomplete(
-            f"the save was broken off: there is {printable(drafts[0])}, which torch renames when all is written",
+            f"the save was broken off: there is {printable(drafts[0])}, which torch renames after the last write",
             where=folder,
             hint="Take an earlier checkpoint.",
         )
@@ -129,13 +129,13 @@ def _member(folder: Path) -> MetadataFolder:
             where=folder,
             hint="Take an earlier checkpoint, or copy the file if it was forgotten: its name begins with a dot.",
         )
-    if lacking := next((rank for rank in range(max(by_rank)) if rank not in by_rank), None):
-        raise Incomplete(f"__{lacking}.metadata is missing", where=folder, hint="Copy the files of all ranks.")
+    if missing := next((rank for rank in range(max(by_rank)) if rank not in by_rank), None):
+        raise Incomplete(f"__{missing}.metadata is missing", where=folder, hint="Copy the files of all ranks.")
     return MetadataFolder(folder, tuple(folder / by_rank[rank] for rank in sorted(by_rank)))
 
 
 def _newest(path: Path) -> FoundFolders:
-    """The newest complete one of the folders of steps, all of which must be called alike."""
+    """The newest complete checkpoint of several steps. Their folders' names may differ only in the number."""
     steps = _steps(path)
     if not steps:
         raise NotFound("there is no distributed checkpoint here", where=path)
@@ -145,29 +145,29 @@ def _newest(path: Path) -> FoundFolders:
     later: list[str] = []
     for _, number, folder in sorted(steps, key=lambda step: -step[1]):
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
-            newest = Notice(f"of {len(steps)} checkpoints here, {printable(folder.name)} is read, the newest")
+            newest = Notice(f"{printable(folder.name)} is read, the newest of {len(steps)} checkpoints here")
             broken = (Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE),) if later else ()
-            found = find(folder)
+            folders = find(folder)
             return FoundFolders(
-                found.members, (*((newest,) if len(steps) > 1 else ()), *broken, *found.notices), number
+                folders.members, (*((newest,) if len(steps) > 1 else ()), *broken, *folders.notices), number
             )
         later.append(printable(folder.name))
     raise Incomplete(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
 
 
 def _steps(path: Path) -> list[tuple[str, int, Path]]:
-    """Folders of checkpoints that end in a number: what precedes it, the number, the folder."""
-    found: list[tuple[str, int, Path]] = []
+    """Folders of checkpoints whose names end in a number, as (text before it, number, folder)."""
+    steps: list[tuple[str, int, Path]] = []
     for inside in _STEPS_INSIDE:
         folder = path / inside
-        if not found and folder.is_dir():
+        if not steps and folder.is_dir():
             entries = sorted(folder.iterdir())
-            found = [
+            steps = [
                 (match[1], int(match[2]), entry)
                 for entry in entries
                 if (match := _STEP.fullmatch(entry.name)) and (_has_traces(entry) or _is_pair(entry))
             ]
-    return found
+    return steps
 
 
 def _number(name: str) -> int | None:
@@ -176,7 +176,7 @@ def _number(name: str) -> int | None:
 
 
 def stale_files(folder: Path, named: Collection[str]) -> Iterator[str]:
-    """Files of data that the metadata do not name: those of a former save by more ranks, say."""
+    """Data files that the metadata (`named`) do not name, for example those of an earlier save by more ranks."""
     for entry in sorted(folder.iterdir()):
         # A rank that has nothing to save leaves an empty file.
         if entry.suffix == ".distcp" and entry.name not in named and entry.is_file() and entry.stat().st_size:

@@ -1,9 +1,9 @@
-"""Blocks of tensors as items of `.distcp` files: archives of torch.save, one after another.
+"""Read blocks of tensors from items of `.distcp` files, which are archives of torch.save, one after another.
 
-What `.metadata` says of a block is enough to list it. Where in its item the
-values lie, and that the item holds what `.metadata` says, is found out when
-the block is first asked for its values, its problems or its checksum: a
-checkpoint may have hundreds of thousands of items, and opening it opens none.
+`.metadata` is enough to list a block. The item is opened only when the block's values,
+problems or checksum are needed: this gives the place of the values in the item, and checks
+that they agree with `.metadata`. A checkpoint may have hundreds of thousands of items, and
+opening the checkpoint opens none of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,22 +23,25 @@ from ckpt_formats.engines.dcp.compressed_items import DESCRIPTOR, DecompressedBl
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
 _EDGE = 4096
-"""Bytes read at either end of an item: all of an archive that is no tensor data fits, as torch writes it."""
-_MOST_KNOWN = 1 << 16
-_MOST_FORMS = 1 << 12
-_MOST_OVERHEAD = 1 << 24
+"""Bytes read at both ends of an item. In archives of torch.save, they contain everything but the tensor's values."""
+_MAX_KNOWN = 1 << 16
+_MAX_FORMS = 1 << 12
+_MAX_OVERHEAD = 1 << 24
 
 
 @dataclass(eq=False)
 class ItemReader:
-    """The items of one folder, and where in them the values of the last few lie."""
+    """Opens the items of one folder. Caches the places of values in the last items."""
 
     folder: Path
     _known: dict[tuple[str, int, int], Blob] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[int, DType, Shape], ParsedTemplate] = field(default_factory=dict, repr=False)
 
-    def window(self, item: ItemRange, most: int) -> Window | Frame:
-        """The bytes of an item, which may decode to so many. Raises `Corrupt`, `Unsafe`, `NotFound`, `Unsupported`."""
+    def window(self, item: ItemRange, max_nbytes: int) -> Window | Frame:
+        """The bytes of an item, decoded if it is compressed, then at most `max_nbytes`.
+
+        Raises `Corrupt`, `Unsafe`, `NotFound` or `Unsupported`.
+        """
         path = self.folder / item.file
         window = Window(path, item.offset, item.nbytes, _EDGE)
         if not item.transforms:
@@ -46,29 +49,29 @@ class ItemReader:
         with window:
             if item.transforms != (DESCRIPTOR,):
                 names = ", ".join(printable(name) for name in item.transforms)
-                raise Unsupported(f"the item went through {names:.200}, which is unknown", where=path)
-            return Frame(path, item.offset, item.nbytes, most)
+                raise Unsupported(f"the item was transformed by {names:.200}, which is unknown", where=path)
+            return Frame(path, item.offset, item.nbytes, max_nbytes)
 
     def blob(self, block: "ItemBlob") -> Blob:
-        """All values of a block. Raises as `window` does, and `Corrupt` if the item does not hold what it should."""
+        """All values of a block. Raises like `window`, and `Corrupt` if the item is not what `.metadata` states."""
         key = (block.item.file, block.item.offset, block.item.nbytes)
-        found = self._known.get(key)
-        if found is None:
+        blob = self._known.get(key)
+        if blob is None:
             try:
-                found = self._found(block)
+                blob = self._open_item(block)
             except CkptError as error:
                 error.where = f"{self.folder / block.item.file}, {block.label}"
                 raise
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = found
-        if found.dtype != block.dtype or found.shape != block.at.shape:
+            self._known[key] = blob
+        if blob.dtype != block.dtype or blob.shape != block.at.shape:
             raise Corrupt(
-                f"the item holds {found.dtype.name} {list(found.shape)}, but .metadata says "
+                f"the item holds {blob.dtype.name} {list(blob.shape)}, but .metadata states "
                 f"{block.dtype.name} {list(block.at.shape)}",
                 where=f"{self.folder / block.item.file}, {block.label}",
             )
-        return found
+        return blob
 
     def __getstate__(self) -> Path:
         return self.folder
@@ -76,12 +79,12 @@ class ItemReader:
     def __setstate__(self, folder: Path) -> None:
         self.folder, self._known, self._forms = folder, {}, {}
 
-    def _found(self, block: "ItemBlob") -> Blob:
-        with self.window(block.item, 2 * block.at.size * block.dtype.itemsize + _MOST_OVERHEAD) as window:
+    def _open_item(self, block: "ItemBlob") -> Blob:
+        with self.window(block.item, 2 * block.at.size * block.dtype.itemsize + _MAX_OVERHEAD) as window:
             form = (block.item.nbytes, block.dtype, block.at.shape)
             known = self._forms.get(form)
             if known is not None and isinstance(window, Window) and (crc := known.checksum(window)) is not None:
-                return _placed(known, crc, window, block)
+                return _from_template(known, crc, window, block)
             file = open_item(window)
             if type(file.root) is not TensorRef:
                 raise Corrupt("the item holds no tensor")
@@ -91,32 +94,32 @@ class ItemReader:
             if isinstance(window, Frame):
                 window.check(file.seals())
                 return DecompressedBlob(window, replace(raw, seal=None))
-            if (found := file.alike(window)) is not None and len(self._forms) < _MOST_FORMS:
-                self._forms[form] = found
+            if (template := file.alike(window)) is not None and len(self._forms) < _MAX_FORMS:
+                self._forms[form] = template
             return raw if raw.seal is None else replace(raw, seal=replace(raw.seal, label=block.label))
 
 
-def _placed(known: ParsedTemplate, crc: int, window: Window, block: "ItemBlob") -> FileBlob:
-    """The values of an item that is like another."""
+def _from_template(known: ParsedTemplate, crc: int, window: Window, block: "ItemBlob") -> FileBlob:
+    """The values of an item that has the same form as an earlier one."""
     raw, base = known.raw, window.base
     seal = Seal(window.path, base + known.start, known.stop - known.start, "crc32", crc, block.label)
     return FileBlob(window.path, base + raw.offset, raw.shape, raw.dtype, raw.strides, seal)
 
 
-# Not frozen, as items are not: there are as many.
+# Not frozen, like `ItemRange`: there is one for each block.
 @dataclass(slots=True, eq=False)
 class ItemBlob:
     """The blob of one item, or of a block of it."""
 
     name: str
-    """Of the tensor, for messages."""
+    """The name of the tensor, for messages."""
     at: Box
-    """Where in the tensor all of the item belongs."""
+    """The block of the tensor that the complete item is."""
     dtype: DType
     item: ItemRange
     items: ItemReader
     part: Box | None = None
-    """Counted from the item's corner; None for all of it."""
+    """The part of the item, relative to its first element; None for the complete item."""
 
     @property
     def shape(self) -> Shape:
@@ -124,6 +127,7 @@ class ItemBlob:
 
     @property
     def label(self) -> str:
+        """Name and block of the tensor, for messages."""
         return f"`{printable(self.name)}` {self.at}"
 
     def crop(self, box: Box) -> "ItemBlob":
@@ -131,10 +135,11 @@ class ItemBlob:
         return ItemBlob(self.name, self.at, self.dtype, self.item, self.items, part)
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        """Read the values into `out`, an array of `shape` and `dtype`. Raises like `ItemReader.blob`."""
         self._blob().read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
-        """None where the item cannot be opened: then `problems` says why."""
+        """The stored values. Empty if the item cannot be opened; then `problems` states the reason."""
         try:
             blob = self._blob()
         except (Corrupt, Incomplete, NotFound):
@@ -142,13 +147,14 @@ class ItemBlob:
         yield from blob.sources()
 
     def problems(self) -> Iterator[str]:
+        """The error, if the item cannot be opened."""
         try:
             self.items.blob(self)
         except (Corrupt, Incomplete, NotFound) as error:
             yield str(error)
 
     def seals(self) -> Iterator[Seal]:
-        """The checksums of its values, if the item can be opened and has any."""
+        """The checksums of the block's values, if the item can be opened and has any."""
         yield from (raw.seal for raw in self.sources() if raw.seal is not None)
 
     def _blob(self) -> Blob:
@@ -157,17 +163,17 @@ class ItemBlob:
 
 
 class ItemSeals(Sequence[Seal]):
-    """The checksums of all items. They are in the items, so these are opened when somebody asks for the first one."""
+    """The checksums of all items. They are inside the items, which are opened at the first access."""
 
-    def __init__(self, blocks: Sequence[ItemBlob], others: Sequence[Seal]) -> None:
-        self._blocks, self._others = blocks, others
-        self._found: tuple[Seal, ...] | None = None
+    def __init__(self, blocks: Sequence[ItemBlob], object_seals: Sequence[Seal]) -> None:
+        self._blocks, self._object_seals = blocks, object_seals
+        self._opened: tuple[Seal, ...] | None = None
 
     @property
     def _all(self) -> tuple[Seal, ...]:
-        if self._found is None:
-            self._found = (*self._others, *(seal for block in self._blocks for seal in block.seals()))
-        return self._found
+        if self._opened is None:
+            self._opened = (*self._object_seals, *(seal for block in self._blocks for seal in block.seals()))
+        return self._opened
 
     @overload
     def __getitem__(self, index: int) -> Seal: ...
@@ -181,28 +187,28 @@ class ItemSeals(Sequence[Seal]):
 
 
 def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[ItemRange]) -> Iterator[Notice]:
-    """Files that are longer than the items that are named in them: torch writes items without gaps.
+    """Yield a notice on files with bytes that belong to no item: torch writes items without gaps.
 
-    Raises `Corrupt` if what lies behind the last item is more than padding: a later save overwrote the file.
+    Raises `Corrupt` if bytes after the last item are not padding: then a later save overwrote the file.
     """
     named: dict[str, dict[int, int]] = {}
     for item in items:
-        held = named.setdefault(item.file, {})
-        held[item.offset] = max(item.nbytes, held.get(item.offset, 0))
+        lengths = named.setdefault(item.file, {})
+        lengths[item.offset] = max(item.nbytes, lengths.get(item.offset, 0))
     gaps: list[str] = []
-    for file, held in named.items():
-        end, size = max(start + nbytes for start, nbytes in held.items()), sizes.get(file, 0)
+    for file, lengths in named.items():
+        end, size = max(start + nbytes for start, nbytes in lengths.items()), sizes.get(file, 0)
         if size > end:
             with open_regular(folder / file) as opened:
                 opened.seek(end)
                 if opened.read(_EDGE).strip(b"\0"):
                     raise Corrupt(
-                        f"{printable(file)} has {size - end:,} bytes behind the last item that .metadata names",
+                        f"{printable(file)} has {size - end:,} bytes after the last item that .metadata names",
                         where=folder,
                         hint="A later save overwrote the file: copy all files of one save again.",
                     )
-        if sum(held.values()) < end:
+        if sum(lengths.values()) < end:
             gaps.append(file)
     if gaps:
-        text = "these files hold bytes that no item of .metadata names: what was saved there is not read"
+        text = "these files contain bytes that belong to no item of .metadata: they are not read"
         yield Notice(text, tuple(gaps), Weight.LOST)

@@ -1,4 +1,4 @@
-"""`.metadata`: which tensors and objects a checkpoint has, and where each block of them lies.
+"""Read `.metadata`: the tensors and objects of a checkpoint, and the file and offset of each block.
 
 It is a pickle of `torch.distributed.checkpoint.metadata.Metadata`:
 
@@ -7,8 +7,8 @@ It is a pickle of `torch.distributed.checkpoint.metadata.Metadata`:
     storage_data         {MetadataIndex(fqn, offset): _StorageInfo(relative_path, offset, length)}
     storage_meta, version                                 absent before PyTorch 2.3 and 2.9
 
-A block is found by its FQN and its offsets; the index that is saved beside them
-is only a hint. Chunks come in any order. Shards that are empty are listed too.
+A block is identified by its FQN (name) and its offsets; the index that is saved with them
+is only a hint. Chunks have no particular order. Empty shards are also listed.
 """
 
 import re
@@ -29,36 +29,36 @@ from ckpt_formats.core.values import Global, Record, Value
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 
 _CHUNK = RecordForm(MODULE, "ChunkStorageMetadata", (("offsets", "size"), ("sizes", "size")))
 _INDEX = RecordForm(MODULE, "MetadataIndex", (("fqn", "text"), ("index", "int")), last=("offset", "size"))
 _PLACE = RecordForm(STORAGE_MODULE, "_StorageInfo", (("relative_path", "text"), ("offset", "int"), ("length", "int")))
 
 FORMS = (_CHUNK, _INDEX, _PLACE)
-"""Objects that there is one of, or two, for each block."""
+"""Records of which there are one or two for each block."""
 
 Steps = tuple[str | int, ...]
-"""A path in a state dict: texts are keys of dicts, numbers places in lists."""
+"""A path in a state dict: strings are keys of dicts, numbers are indices of lists."""
 Key = tuple[str, Shape | None]
 """FQN and offsets of a block; None for objects that are no tensors."""
 
 
-# As for storages of `torchfile`: there are as many as a checkpoint has blocks, and freezing takes time.
+# Not frozen, like storages of `torchfile`: there is one for each block, and frozen dataclasses take longer to make.
 @dataclass(slots=True)
 class ItemRange:
-    """Where one saved object lies: bytes `offset` to `offset + nbytes` of a file in the checkpoint's folder."""
+    """The place of one saved item: bytes `offset` to `offset + nbytes` of a file in the checkpoint's folder."""
 
     file: str
     offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
-    """Names of the transformations of the stream, in the order in which a reader undoes them."""
+    """Names of the stream's transformations, in the order in which a reader reverses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: its blocks that hold something, each with its item, if any file has it."""
+    """A tensor: its non-empty blocks, each with its item, or None if no file contains it."""
 
     dtype: DType
     shape: Shape
@@ -67,36 +67,36 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What `.metadata` says, checked: names are names, boxes are boxes, paths stay inside."""
+    """The checked content of `.metadata`. All files are inside of the checkpoint's folder."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, ItemRange]
     paths: Mapping[str, Steps]
     files: tuple[str, ...]
-    """All that it names, also those with nothing but empty shards."""
+    """All files that it names, also files with only empty shards."""
     items: Collection[ItemRange]
     notices: tuple[Notice, ...] = ()
     nesting: tuple[Notice, ...] = ()
-    """Of how paths were found, for whoever needs them."""
+    """Notices on how paths were derived. Only readers that use the paths report them."""
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata`. Raises `Corrupt`, `Unsafe`, `Unsupported`."""
-    root = load_pickle(read_whole(path, MOST_BYTES), str(path), FORMS)
+    """Read a `.metadata`. Raises `Corrupt`, `Unsafe` or `Unsupported`."""
+    root = load_pickle(read_whole(path, MAX_BYTES), str(path), FORMS)
     return _MetadataReader(path).metadata(root)
 
 
 _VERSION = "1.0.0"
-_MOST_COUNTED = 1 << 24
-_TAKEN_APART = (
-    "the metadata do not say how the state dict was nested: its names are taken apart behind those of the model and "
-    "the optimizer"
+_MAX_CHECKED = 1 << 24
+_NAMES_SPLIT = (
+    "the metadata do not state how the state dict was nested: its names are split after those of the model and the "
+    "optimizer"
 )
 _OPTIMIZER = re.compile(r"(optim(?:izer)?(?:_state)?(?:_dict)?)\.state\..+")
 
 
-def _apart(names: Sequence[str], tensors: Collection[str]) -> dict[str, Steps]:
-    """The path of each name, where nothing tells: a flat state dict, but for an optimizer's own dict in it."""
+def _split_names(names: Sequence[str], tensors: Collection[str]) -> dict[str, Steps]:
+    """The path of each name, if it is not stored: a flat state dict that may contain an optimizer's dict."""
     heads = {match[1] for name in names if (match := _OPTIMIZER.fullmatch(name))}
     if heads and {name.partition(".")[0] for name in tensors} <= {*heads, "model"}:
         heads.add("model")
@@ -109,20 +109,21 @@ class _MetadataReader:
         self._path = path
         self._files: dict[str, str] = {}
         self._unlisted: set[Key] = set()
-        """Blocks and objects that have a place, until they are met among those that are listed."""
+        """Blocks and objects that have an item, but were not yet seen in the lists of tensors and objects."""
 
     def metadata(self, root: Value) -> Metadata:
+        """The checked content of an unpickled `.metadata`."""
         if type(root) is not Record or root.cls.name != "Metadata" or not isinstance(root.state, dict):
             raise self._corrupt("it is not the metadata of a distributed checkpoint")
-        entries, placed = root.get("state_dict_metadata"), root.get("storage_data")
+        entries, storage = root.get("state_dict_metadata"), root.get("storage_data")
         if not isinstance(entries, dict) or not all(type(name) is str for name in entries):
             raise self._corrupt("it lists no tensors and objects")
-        if not isinstance(placed, dict):
-            raise self._corrupt("it does not say where anything is stored")
+        if not isinstance(storage, dict):
+            raise self._corrupt("it does not state where items are stored")
         if "planner_data" not in root.state:
-            raise self._corrupt("it does not say how names are made, not even that they are not")
-        items = self._items(placed)
-        self._unlisted = set(items) if len(items) < _MOST_COUNTED else set()
+            raise self._corrupt("it has no entry `planner_data`, which states the paths of names or is empty")
+        items = self._items(storage)
+        self._unlisted = set(items) if len(items) < _MAX_CHECKED else set()
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ItemRange] = {}
         for name, entry in entries.items():
@@ -132,7 +133,7 @@ class _MetadataReader:
             elif kind == "BytesStorageMetadata":
                 item = items.get((name, None))
                 if item is None:
-                    raise self._corrupt(f"it does not say where `{printable(name)}` is stored")
+                    raise self._corrupt(f"it does not state where `{printable(name)}` is stored")
                 objects[name] = item
                 self._unlisted.discard((name, None))
             else:
@@ -140,7 +141,7 @@ class _MetadataReader:
         if self._unlisted:
             fqn, at = min(self._unlisted, key=str)
             raise self._corrupt(
-                f"it says where a block of `{printable(fqn)}` at {'no place' if at is None else list(at)} is stored, "
+                f"it states where a block of `{printable(fqn)}` at {'no place' if at is None else list(at)} is stored, "
                 "but lists no such block"
             )
         paths, nesting = self._paths(root.get("planner_data"), entries, tensors)
@@ -151,9 +152,9 @@ class _MetadataReader:
             notices = (Notice(text, weight=Weight.UNSURE),)
         return Metadata(tensors, objects, paths, tuple(self._files), items.values(), notices, nesting)
 
-    def _items(self, placed: Mapping[Value, Value]) -> dict[Key, ItemRange]:
-        found: dict[Key, ItemRange] = {}
-        for index, place in placed.items():
+    def _items(self, storage: Mapping[Value, Value]) -> dict[Key, ItemRange]:
+        items: dict[Key, ItemRange] = {}
+        for index, place in storage.items():
             if type(index) is CompactRecord and index[0] == "MetadataIndex":
                 fqn, offset = index[1], index[3]
             else:
@@ -165,15 +166,15 @@ class _MetadataReader:
                     place, "_StorageInfo", "relative_path", "offset", "length", "transform_descriptors"
                 )
             key = (fqn, offset)
-            if key in found:
-                raise self._corrupt(f"it says twice where a block of `{printable(str(fqn))}` is stored")
+            if key in items:
+                raise self._corrupt(f"it states twice where a block of `{printable(str(fqn))}` is stored")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
                 raise self._corrupt(f"an item of `{printable(str(fqn))}` is at an impossible place")
             known = self._files.get(file) if type(file) is str else None
-            item = found[key] = ItemRange(known or self._file(file), start, nbytes)
+            item = items[key] = ItemRange(known or self._file(file), start, nbytes)
             if transforms:
                 item.transforms = self._transforms(transforms)
-        return found
+        return items
 
     def _tensor(self, name: str, entry: Record, items: Mapping[Key, ItemRange]) -> StoredTensor:
         dtype = self._dtype(name, entry.get("properties"))
@@ -200,28 +201,31 @@ class _MetadataReader:
         state = properties.state if type(properties) is Record else None
         if isinstance(state, dict):
             state = (state.get("dtype"),)
-        found = state[0] if isinstance(state, tuple) and state else None
-        if type(found) is not Global or found.module != "torch":
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if type(dtype) is not Global or dtype.module != "torch":
             raise self._corrupt(f"tensor `{printable(name)}` has no element type")
-        if found.name not in DTYPES:
+        if dtype.name not in DTYPES:
             raise Unsupported(
-                f"tensor `{printable(name)}` has elements of type {printable(str(found))}", where=self._path
+                f"tensor `{printable(name)}` has elements of type {printable(str(dtype))}", where=self._path
             )
-        return DTYPES[found.name]
+        return DTYPES[dtype.name]
 
     def _paths(
-        self, said: Value, names: Iterable[str], tensors: Collection[str]
+        self, planner_data: Value, names: Iterable[str], tensors: Collection[str]
     ) -> tuple[dict[str, Steps], tuple[Notice, ...]]:
-        """Each name's path in the state dict. Names are never taken apart: they have dots of their own."""
-        if not said or not isinstance(said, dict):
-            unknown = Notice("the planner's data are of an unknown kind: names stay flat", weight=Weight.UNSURE)
-            paths = _apart(tuple(names), tensors)
-            apart = Notice(_TAKEN_APART, weight=Weight.UNSURE)
-            notices = (*((unknown,) if said else ()), *((apart,) if any(len(p) > 1 for p in paths.values()) else ()))
+        """Each name's path in the state dict, and notices. Stored paths are used, because names contain dots."""
+        if not planner_data or not isinstance(planner_data, dict):
+            unknown = Notice("the planner's data have an unknown form: names stay flat", weight=Weight.UNSURE)
+            paths = _split_names(tuple(names), tensors)
+            split_names = Notice(_NAMES_SPLIT, weight=Weight.UNSURE)
+            notices = (
+                *((unknown,) if planner_data else ()),
+                *((split_names,) if any(len(p) > 1 for p in paths.values()) else ()),
+            )
             return paths, notices
         paths = {}
         for name in names:
-            path = said.get(name)
+            path = planner_data.get(name)
             if type(path) not in (tuple, list) or not path or not all(type(key) in (str, int) for key in path):
                 raise self._corrupt(f"`{printable(name)}` has an impossible path in the state dict")
             if ".".join(map(str, path)) != name:
@@ -231,37 +235,39 @@ class _MetadataReader:
             paths[name] = tuple(path)
         return paths, ()
 
-    def _transforms(self, said: Value) -> tuple[str, ...]:
-        if type(said) not in (list, tuple) or not all(type(name) is str for name in said):
+    def _transforms(self, names: Value) -> tuple[str, ...]:
+        if type(names) not in (list, tuple) or not all(type(name) is str for name in names):
             raise self._corrupt("an item's transformations are no list of names")
-        return tuple(said)
+        return tuple(names)
 
-    def _file(self, said: Value) -> str:
-        """A relative path as it is written, if it leads to a file inside the folder."""
-        if type(said) is not str:
+    def _file(self, name: Value) -> str:
+        """The relative path of a file, unchanged. Raises `Unsafe` if it leads out of the folder."""
+        if type(name) is not str:
             raise self._corrupt("an item is in a file without a name")
-        path = PurePosixPath(said)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in said or "\\" in said:
-            raise Unsafe(f"it names {printable(said)!r:.200}, which is not a file inside its folder", where=self._path)
-        self._files[said] = said
-        return said
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or "\\" in name:
+            raise Unsafe(f"it names {printable(name)!r:.200}, which is not a file inside its folder", where=self._path)
+        self._files[name] = name
+        return name
 
     def _fields(self, value: Value, name: str, *fields: str) -> tuple[Value, ...]:
-        """The attributes of an object that was not spelled in the usual way."""
+        """The attributes of an object whose pickle is not of the usual form."""
         if type(value) is not Record or value.cls.name != name or not isinstance(value.state, dict):
             if type(value) is Record and name == "_StorageInfo":
-                raise Unsupported(f"items are kept in the way of {printable(str(value.cls))}", where=self._path)
+                raise Unsupported(
+                    f"items are stored by {printable(str(value.cls))}, which is unknown", where=self._path
+                )
             raise self._corrupt(f"something is not a {name}")
-        found = tuple(value.state.get(field) for field in fields)
+        values = tuple(value.state.get(field) for field in fields)
         if name == "MetadataIndex":
-            fqn, offset = found
+            fqn, offset = values
             if type(fqn) is not str or not (offset is None or _is_shape(offset)):
                 raise self._corrupt("a block has an impossible name")
             return fqn, None if offset is None else tuple(offset)
-        return found
+        return values
 
-    def _corrupt(self, what: str) -> Corrupt:
-        return Corrupt(what, where=self._path)
+    def _corrupt(self, message: str) -> Corrupt:
+        return Corrupt(message, where=self._path)
 
 
 def _is_shape(value: Value) -> bool:

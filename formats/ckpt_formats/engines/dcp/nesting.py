@@ -1,8 +1,8 @@
-"""State dicts flattened and nested again, as `torch.distributed.checkpoint` does it.
+"""Flatten and nest state dicts as `torch.distributed.checkpoint` does.
 
-A value's name is its path joined by dots, and cannot be taken apart again: keys
-have dots of their own. So each name is kept with its path, whose steps are
-texts for keys of a dict and numbers for places in a list.
+A value's name is its path joined by dots. It cannot be split again, because keys
+contain dots, too. So each name is stored with its path, whose steps are
+strings for keys of a dict and numbers for indices of a list.
 
 Source: torch/distributed/checkpoint/_nested_dict.py, _traverse.py.
 """
@@ -16,38 +16,38 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.metadata import Steps
 
-_MOST_DEPTH = 100
-_MOST_PLACES = 1 << 20
+_MAX_DEPTH = 100
+_MAX_LIST_INDEX = 1 << 20
 
 
 class _Node(dict[str | int, Value]):
-    """A dict or list of the state dict in the making. Values may be dicts, too, and are left alone."""
+    """A dict or list of the state dict under construction. Plain dicts are values and are not changed."""
 
 
 def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path) -> dict[str, Value]:
-    """The state dict whose values lie at these paths. Raises `Corrupt` if two of them contradict each other."""
+    """The state dict with these values at these paths. Raises `Corrupt` if two paths contradict each other."""
     root = _Node()
     for name, value in values.items():
-        *before, last = paths[name]
+        *parents, last = paths[name]
         node: Value = root
-        for step in before:
+        for step in parents:
             node = node.setdefault(step, _Node())
             if type(node) is not _Node:
                 break
-        if type(node) is not _Node or last in node or len(before) > _MOST_DEPTH:
-            raise Corrupt(f"`{printable(name)}` is at a place of the state dict that something else has", where=where)
+        if type(node) is not _Node or last in node or len(parents) > _MAX_DEPTH:
+            raise Corrupt(f"`{printable(name)}` and another value have the same place in the state dict", where=where)
         node[last] = value
-    made = _plain(root, where)
-    if not isinstance(made, dict):
+    tree = _plain(root, where)
+    if not isinstance(tree, dict):
         raise Corrupt("the state dict is a list", where=where)
-    return made
+    return tree
 
 
 def flattened(tree: Mapping[str, Value]) -> Iterator[tuple[str, Steps, Value]]:
-    """Every leaf of a state dict with its name and path: tensors, and values that become one item each.
+    """Every leaf of a state dict as (name, path, leaf). A leaf is a tensor or a value that becomes one item.
 
-    Dicts are always taken apart, lists only if there are tensors or dicts in
-    them, tuples never. Raises `Unsupported` if two leaves get the same name.
+    Dicts are never leaves, tuples always. Lists are leaves if they contain neither tensors nor dicts.
+    Raises `Unsupported` if two leaves get the same name.
     """
     seen: set[str] = set()
     for key, value in tree.items():
@@ -65,16 +65,16 @@ def flattened(tree: Mapping[str, Value]) -> Iterator[tuple[str, Steps, Value]]:
 def _plain(node: Value, where: Path) -> Value:
     if type(node) is not _Node:
         return node
-    made = {step: _plain(value, where) for step, value in node.items()}
-    kinds = set(map(type, made))
+    plain = {step: _plain(value, where) for step, value in node.items()}
+    kinds = set(map(type, plain))
     if kinds != {int}:
         if int in kinds:
             raise Corrupt("the state dict has a place that is both a dict and a list", where=where)
-        return made
-    if min(map(int, made)) < 0 or max(map(int, made)) > _MOST_PLACES:
+        return plain
+    if min(map(int, plain)) < 0 or max(map(int, plain)) > _MAX_LIST_INDEX:
         raise Corrupt("the state dict has a list with impossible places", where=where)
-    # What held nothing, such as an empty dict, was not saved: torch has None there.
-    return [made.get(place) for place in range(max(map(int, made)) + 1)]
+    # Empty values, such as an empty dict, were not saved. Torch puts None there.
+    return [plain.get(place) for place in range(max(map(int, plain)) + 1)]
 
 
 def _leaves(path: Steps, value: Value) -> Iterator[tuple[Steps, Value]]:

@@ -1,4 +1,4 @@
-"""Values that are no tensors: each an item of its own, a Python object in an archive of torch.save."""
+"""Read values that are no tensors: each is an item of its own, a Python object in an archive of torch.save."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -28,52 +28,52 @@ from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.state_dicts.extras import rebuilt
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 _END_NBYTES = 22
-_MOST_KEPT = 8192
+_MAX_CACHED_BYTES = 8192
 
 
 @dataclass(frozen=True)
 class Object:
-    """A value, and the checksums of tensors in it."""
+    """A value, and the checksums of the tensors in it."""
 
     value: Value
     seals: tuple[Seal, ...] = ()
     raw: bool = False
-    """The value is bytes in no form that we know, so nothing has told that they are all of it."""
+    """The value is the bytes of an item of unknown form, so that its length could not be checked."""
 
 
 @dataclass(eq=False)
 class ObjectReader:
-    """Reads them. Checkpoints have the same few numbers thousands of times: equal bytes are read once."""
+    """Reads objects. Checkpoints have the same few numbers thousands of times: equal bytes are parsed once."""
 
     items: ItemReader
     _known: dict[bytes, Object] = field(default_factory=dict)
 
     def read(self, name: str, item: ItemRange) -> Object:
-        """The value of an item: what torch.save saved, as inert data, or its bytes if it is of another kind.
+        """The value of an item: the object that torch.save saved, as inert data, or bytes of an unknown form.
 
-        Raises `Unsafe` for what would run code or exhaust memory; `Corrupt`, `NotFound`, `Unsupported`.
+        Raises `Unsafe` if it would run code or exhaust memory; `Corrupt`, `NotFound` or `Unsupported`.
         """
         path = self.items.folder / item.file
         try:
-            with self.items.window(item, MOST_BYTES) as window:
-                if window.length > MOST_BYTES:
+            with self.items.window(item, MAX_BYTES) as window:
+                if window.length > MAX_BYTES:
                     raise Unsafe(f"has {window.length:,} bytes: it would exhaust memory", where=path)
-                data = window.at(0, window.length) if window.length <= _MOST_KEPT else None
-                found = None if data is None else self._known.get(data)
-                if found is None:
-                    found = _read(window, item)
-                    if data is not None and _is_constant(found.value):
-                        self._known[data] = found
-            return found
+                data = window.at(0, window.length) if window.length <= _MAX_CACHED_BYTES else None
+                result = None if data is None else self._known.get(data)
+                if result is None:
+                    result = _read(window, item)
+                    if data is not None and _is_constant(result.value):
+                        self._known[data] = result
+            return result
         except CkptError as error:
             error.where = f"{path}, `{printable(name)}`"
             raise
 
     def same(self, first: ItemRange, other: ItemRange) -> bool:
-        """Do both items hold the same bytes?"""
-        with self.items.window(first, MOST_BYTES) as one, self.items.window(other, MOST_BYTES) as two:
+        """Have both items the same bytes?"""
+        with self.items.window(first, MAX_BYTES) as one, self.items.window(other, MAX_BYTES) as two:
             return one.length == two.length and all(
                 one.at(at, step) == two.at(at, step)
                 for at in range(0, one.length, 1 << 20)
@@ -88,33 +88,34 @@ def _read(window: ByteSource, item: ItemRange) -> Object:
         file = open_item(window)
         if isinstance(window, Frame):
             window.check(file.seals())
-            return Object(rebuilt(file.root, partial(_inflated, window)))
+            return Object(rebuilt(file.root, partial(_decompressed, window)))
         seals = (storage.seal for storage in file.storages)
         return Object(file.root, tuple(seal for seal in seals if seal is not None))
     if head[:1] == bytes((PROTO,)) and isinstance(window, Window):
         return Object(open_file(window.path, item.offset, item.nbytes).root)
-    # Planners of others' making may save bytes of any kind.
+    # Other planners than PyTorch's may save bytes of any form.
     return Object(window.at(0, length), raw=True)
 
 
-def check_between(item: ItemRange, others: Collection[ItemRange], where: Path) -> None:
-    """Check that an item begins where another ends, and ends where another begins. Raises `Corrupt`.
+def check_between(item: ItemRange, items: Collection[ItemRange], where: Path) -> None:
+    """Check that an item begins at the end of another one, and ends at the beginning of another one.
 
-    Torch writes items without gaps. For bytes of an unknown form this is the only sign of a wrong place.
+    Torch writes items without gaps. For bytes of an unknown form this is the only check of their place.
+    `items` are all items. Raises `Corrupt`.
     """
     path = where / item.file
-    beside = [other for other in others if other.file == item.file]
-    starts = Counter(other.offset for other in beside)
-    ends = {0, *(other.offset + other.nbytes for other in beside)}
+    neighbours = [other for other in items if other.file == item.file]
+    starts = Counter(other.offset for other in neighbours)
+    ends = {0, *(other.offset + other.nbytes for other in neighbours)}
     stop = item.offset + item.nbytes
     if starts[item.offset] > 1 or item.offset not in ends or (stop not in starts and stop != path.stat().st_size):
         raise Corrupt("an item is neither an archive of torch.save nor between two other items", where=path)
 
 
-def _inflated(frame: Frame, value: Value) -> Value:
-    """Tensors in an object that is compressed: their places are those in what it decodes to."""
+def _decompressed(frame: Frame, value: Value) -> Value:
+    """A value of a compressed object; a tensor gets a blob that reads from the decoded bytes."""
     if isinstance(value, (Storage, StorageSlice)):
-        raise Unsupported("the object holds a storage that is no tensor, and is compressed", where=frame.path)
+        raise Unsupported("the object is compressed and contains a storage that is no tensor", where=frame.path)
     if not isinstance(value, TensorRef):
         return value
     (fragment,) = tensor_of(value).fragments
@@ -123,7 +124,7 @@ def _inflated(frame: Frame, value: Value) -> Value:
 
 
 def _is_constant(value: Value) -> bool:
-    """Can several places of a tree share it? Not if one of them could change it."""
+    """Can several places of a tree share the value? Only if it is immutable."""
     if type(value) in (tuple, Size):
         return all(map(_is_constant, value))
     return value is None or type(value) in (bool, int, float, complex, str, bytes, Global)

@@ -4,28 +4,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.balance import BytesPerRank, RankGrid, blocks
-from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, block_of
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, block_of
 from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
 from ckpt_formats.engines.dcp.metadata import Steps
 from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.engines.dcp.read import PAIR
-from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
-from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, keys_of
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, StateKeys, Style, keys_of
+from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 from ckpt_formats.state_dicts.write import state_tree
 
 
-def plan_parts(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Over how many ranks a checkpoint is laid out, and how its state dicts are keyed. None: as the source is."""
+
+    dp: int | None = None
+    """Data-parallel ranks, over which the first axis of tensors is sharded."""
+    tp: int | None = None
+    """Tensor-parallel ranks; rules must say how tensors are sharded over them."""
+    keys: Style | StateKeys | None = None
+    """How the state dicts are keyed; None: as in the source, else nested."""
+    rules: tuple[Rule, ...] = ()
+    """The user's, before those of the source."""
+
+
+def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]:
     """The files. Raises `Unsupported` for what PyTorch cannot hold."""
-    keys = goal.keys or keys_of(source.origin.layout.get("keys")) or NESTED
-    pair = goal.keys == ACCELERATE or (goal.keys is None and source.origin.layout.get(PAIR) is True)
+    chosen = STYLES[options.keys] if isinstance(options.keys, str) else options.keys
+    keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
+    pair = chosen == ACCELERATE or (chosen is None and source.origin.layout.get(PAIR) is True)
     tree = state_tree(source, keys, objects=True)
-    placing = _Placement(source, mesh_of(source, goal), _rules(source, goal))
+    placing = _Placement(source, mesh_of(source, options), _rules(source, options))
     if not pair:
         return tuple(placing.parts("", tree))
     optimizer = {key: value for key, value in tree.items() if key == keys.optimizer}
@@ -34,16 +50,16 @@ def plan_parts(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
     return tuple(part for folder, one in trees.items() if one for part in placing.parts(f"{folder}/", one))
 
 
-def mesh_of(source: Checkpoint, goal: Goal) -> RankGrid:
+def mesh_of(source: Checkpoint, options: RankOptions) -> RankGrid:
     """The ranks asked for; else as many as wrote the source, if it is of this kind; else one."""
-    tp = goal.degrees.tp or 1
+    tp = options.tp or 1
     world = source.origin.layout.get("world")
-    return RankGrid(goal.degrees.dp or (max(1, world // tp) if type(world) is int else 1), tp)
+    return RankGrid(options.dp or (max(1, world // tp) if type(world) is int else 1), tp)
 
 
-def _rules(source: Checkpoint, goal: Goal) -> tuple[Rule, ...]:
+def _rules(source: Checkpoint, options: RankOptions) -> tuple[Rule, ...]:
     info = source.extras.get(ORIGIN)
-    return (*goal.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
+    return (*options.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class _Placement:
                 yield FilePlan(
                     f"{prefix}__{rank}_0.distcp",
                     self._parameters(held),
-                    {"entries": tuple(held)},
+                    ItemsContent(tuple(held)),
                     sizes[rank],
                     "data",
                     {"rank": rank},

@@ -1,13 +1,14 @@
-"""Reading: from the metadata and the small items to the index of a checkpoint."""
+"""Read a checkpoint: its index, from the metadata and the small items."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight
@@ -25,19 +26,19 @@ from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name
 
 PAIR = "pair"
-"""Says, in the layout of an origin, that model and optimizer have a folder each."""
+"""Key in the layout of an origin: model and optimizer have a folder each."""
 RANKS = "ranks"
-"""The key, among the extras, of what ranks saved for themselves."""
+"""Key in the extras: values that ranks saved separately."""
 _COPIES = ("replicated", "averaged", "first")
-"""Rules that speak of whole copies. All others are about shards, which the metadata know better."""
+"""Rules for complete copies. The other rules describe shards, whose blocks the metadata state."""
 
 _MEGATRON = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
-"""Megatron's name of an object: its key, its place, and how many there are."""
+"""Megatron's name of an object: its key, its index, and the number of such objects."""
 _STEP_FOLDER = re.compile(r"(?:global[_-]?)?(?:step|iter|iteration|checkpoint)[_-]?0*(\d{1,15})")
 
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
-    """The index of the checkpoint at a path. Raises a `CkptError` of the kind that fits."""
+    """The index of the checkpoint at a path. Raises a subclass of `CkptError` if it cannot be read."""
     try:
         return _checkpoint(path, options)
     except OSError as error:
@@ -45,16 +46,16 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
-    found = find(path)
-    parts = [_read(member, options.rules) for member in found.members]
+    folders = find(path)
+    parts = [_read(member, options.rules) for member in folders.members]
     tree: dict[str, Value] = {}
     for part in parts:
-        if twice := next((key for key in part.tree if key in tree), None):
-            raise Corrupt(f"two folders hold a state dict called `{printable(twice)}`", where=path)
+        if duplicate := next((key for key in part.tree if key in tree), None):
+            raise Corrupt(f"two folders contain a state dict called `{printable(duplicate)}`", where=path)
         tree |= part.tree
     state = training_state(tree, path, options.order, options.orders)
-    _check_step(state.step, found, path)
-    step = found.step if state.step is None else state.step
+    _check_step(state.step, folders, path)
+    step = folders.step if state.step is None else state.step
     ranks = [rank for part in parts for rank in part.ranks]
     layout = {
         "keys": state.keys.to_json(),
@@ -64,8 +65,8 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     if state.origin is None:
         origin = Origin("torchtitan" if state.keys == TORCHTITAN else "dcp", None, step, layout)
     else:
-        said = state.origin
-        origin = replace(said, step=step if said.step is None else said.step, layout={**said.layout, **layout})
+        stored = state.origin
+        origin = replace(stored, step=step if stored.step is None else stored.step, layout={**stored.layout, **layout})
     return Checkpoint(
         path,
         origin,
@@ -75,13 +76,13 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         state.aliases,
         tuple(shard for part in parts for shard in part.shards),
         ItemSeals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
-        (*found.notices, *state.notices, *(n for part in parts for n in part.notices)),
+        (*folders.notices, *state.notices, *(n for part in parts for n in part.notices)),
     )
 
 
 @dataclass
 class _FolderContent:
-    """What one folder holds."""
+    """The content of one folder."""
 
     tree: dict[str, Value]
     ranks: frozenset[int]
@@ -102,38 +103,38 @@ def _read(member: MetadataFolder, rules: Sequence[Rule]) -> _FolderContent:
     part = _FolderContent({}, ranks, tuple(shards))
     items = ItemReader(folder)
     values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
-    apart = _objects(by_rank, items, values, part.seals)
+    differing = _objects(by_rank, items, values, part.seals)
     paths: dict[str, Steps] = {}
     for metadata in by_rank:
         paths |= metadata.paths
         part.notices += (*metadata.notices, *metadata.nesting)
     part.notices += unnamed_bytes(folder, sizes, [item for metadata in by_rank for item in metadata.items])
     part.tree = nested(values, paths, folder)
-    if apart:
-        part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = apart
-        part.notices.append(Notice(f"ranks saved values of their own under the same keys: carried under `{RANKS}`"))
-    if left := [*member.stale_files, *stale_files(folder, sizes)]:
-        text = f"{printable(folder.name)} has leftovers of another save, which no metadata name"
-        part.notices.append(Notice(text, tuple(left), Weight.UNSURE))
+    if differing:
+        part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = differing
+        part.notices.append(Notice(f"ranks saved different values under the same keys: carried under `{RANKS}`"))
+    if stale := [*member.stale_files, *stale_files(folder, sizes)]:
+        text = f"{printable(folder.name)} has files of another save, which no metadata name"
+        part.notices.append(Notice(text, tuple(stale), Weight.UNSURE))
     return part
 
 
 def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
-    """Raises `Incomplete` for what only Megatron writes, whose own files would have marked it as Megatron's."""
+    """Raise `Incomplete` if an object is Megatron's: then the files that identify Megatron's format are missing."""
     for metadata in by_rank:
-        if odd := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
+        if name := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
             raise Incomplete(
-                "common.pt and metadata.json are missing, which Megatron writes beside objects such as "
-                f"`{printable(odd)}`",
+                "common.pt and metadata.json, which Megatron writes with objects such as "
+                f"`{printable(name)}`, are missing",
                 where=folder,
                 hint="Copy all files of the iteration's folder.",
             )
 
 
-def _check_step(state_step: int | None, found: FoundFolders, path: Path) -> None:
-    """Raises `Corrupt` if the folder's name states another step than what was saved in it."""
-    first = found.members[0].folder
-    folder = first.parent if len(found.members) > 1 else first
+def _check_step(state_step: int | None, folders: FoundFolders, path: Path) -> None:
+    """Raise `Corrupt` if the folder's name states another step than the training state in it."""
+    first = folders.members[0].folder
+    folder = first.parent if len(folders.members) > 1 else first
     if first.name in ACCELERATE:
         folder = first.parent
     stated = Statement("the step", "the training state that was saved", state_step)
@@ -143,9 +144,9 @@ def _check_step(state_step: int | None, found: FoundFolders, path: Path) -> None
 def _tensors(
     by_rank: Sequence[Metadata], items: ItemReader, blocks: list[ItemBlob], rules: Sequence[Rule]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, of the blocks that any rank saved.
+    """Every tensor with its name, from the blocks of all ranks.
 
-    Blocks that several saved are replicas, unless a rule says that one of them counts.
+    Blocks that several ranks saved are replicas, unless a rule states which one is taken.
     """
     if len(by_rank) == 1:
         for name, stored in by_rank[0].tensors.items():
@@ -154,14 +155,17 @@ def _tensors(
     for name in dict.fromkeys(name for metadata in by_rank for name in metadata.tensors):
         saved = [metadata.tensors[name] for metadata in by_rank if name in metadata.tensors]
         if any((one.shape, one.dtype) != (saved[0].shape, saved[0].dtype) for one in saved):
-            raise Corrupt(f"ranks disagree about the shape or type of tensor `{printable(name)}`", where=items.folder)
+            raise Corrupt(f"ranks disagree on the shape or type of tensor `{printable(name)}`", where=items.folder)
         copies: dict[Box, list[ItemRange | None]] = {}
         for one in saved:
             for box, item in one.blocks:
                 copies.setdefault(box, []).append(item)
-        most = max(map(len, copies.values()), default=1)
-        whole = [[(box, held[min(i, len(held) - 1)]) for box, held in copies.items()] for i in range(most)]
-        tensors = [_tensor(name, saved[0], one, items, blocks) for one in whole]
+        count = max(map(len, copies.values()), default=1)
+        replicas = [
+            [(box, stored_items[min(i, len(stored_items) - 1)]) for box, stored_items in copies.items()]
+            for i in range(count)
+        ]
+        tensors = [_tensor(name, saved[0], one, items, blocks) for one in replicas]
         rule = next((rule for rule in rules if rule.matches(name)), Rule(name, "replicated"))
         yield name, merge(name, tensors, rule) if rule.how in _COPIES else with_replicas(tensors)
 
@@ -173,32 +177,32 @@ def _tensor(
     items: ItemReader,
     blocks: list[ItemBlob],
 ) -> Tensor:
-    """A tensor. Blocks that no file holds are left out: its problems tell."""
-    held = [(box, ItemBlob(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
-    blocks += (block for _, block in held)
-    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+    """A tensor. Blocks that no file contains are left out; the tensor's `problems` report them."""
+    stored_blocks = [(box, ItemBlob(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
+    blocks += (block for _, block in stored_blocks)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in stored_blocks))
 
 
 def _objects(
     by_rank: Sequence[Metadata], items: ItemReader, values: dict[str, Value], seals: list[Seal]
 ) -> dict[str, dict[str, Value]]:
-    """Add every object to the values. Returns what ranks saved otherwise than the first that has it, by rank."""
+    """Add every object to the values. Returns, by rank, the values that differ from those of the first rank."""
     objects = ObjectReader(items)
     first: dict[str, ItemRange] = {}
-    apart: dict[str, dict[str, Value]] = {}
+    differing: dict[str, dict[str, Value]] = {}
     for rank, metadata in enumerate(by_rank):
         for name, item in metadata.objects.items():
             if name in first and objects.same(first[name], item):
                 continue
-            found = objects.read(name, item)
-            if found.raw:
+            result = objects.read(name, item)
+            if result.raw:
                 check_between(item, metadata.items, items.folder)
-            seals += found.seals
+            seals += result.seals
             if name in first:
-                apart.setdefault(str(rank), {})[name] = found.value
+                differing.setdefault(str(rank), {})[name] = result.value
             else:
-                first[name], values[name] = item, found.value
-    return apart
+                first[name], values[name] = item, result.value
+    return differing
 
 
 def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
@@ -216,20 +220,19 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
         _check_serialization(folder, metadata)
     if missing:
         more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
-        what = f"{', '.join(map(printable, missing[:3]))}{more} is missing, which the metadata name"
-        raise Incomplete(what, where=folder, hint="Copy the files of all ranks.")
+        message = f"{', '.join(map(printable, missing[:3]))}{more} is missing, but is named in the metadata"
+        raise Incomplete(message, where=folder, hint="Copy the files of all ranks.")
     return sizes
 
 
 def _check_serialization(folder: Path, metadata: Metadata) -> None:
-    """Refuse what torch writes with `SerializationFormat.SAFETENSORS`: the places that it notes are wrong."""
+    """Refuse checkpoints of `SerializationFormat.SAFETENSORS`: torch writes wrong offsets into their metadata."""
     for name, stored in metadata.tensors.items():
         for box, item in stored.blocks:
             if item is not None and not item.transforms and item.nbytes == box.size * stored.dtype.itemsize:
                 raise Unsupported(
-                    f"tensor `{printable(name)}` was saved with SerializationFormat.SAFETENSORS, whose items torch "
-                    "notes "
-                    "at wrong places: nobody can read them, not even torch",
+                    f"tensor `{printable(name)}` was saved with SerializationFormat.SAFETENSORS, for which torch "
+                    "stores wrong offsets: nothing can read such items, not even torch",
                     where=folder,
                     hint="Save again with the default format, or with HuggingFaceStorageWriter.",
                 )

@@ -1,4 +1,4 @@
-"""Writing: a file for each rank, of items one after another; then the metadata, with which it is a checkpoint."""
+"""Write a checkpoint: a file of items for each rank, and at the end the metadata, which make it a checkpoint."""
 
 import hashlib
 import json
@@ -9,70 +9,73 @@ from typing import Any
 from uuid import UUID
 
 from ckpt_formats.containers.torchfile import emit
-from ckpt_formats.core.checkpoint import FilePlan, Receipt
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, Record, Size, Value
-from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent
 from ckpt_formats.engines.dcp.folder import DRAFT, METADATA
 from ckpt_formats.engines.dcp.metadata import MODULE, STORAGE_MODULE
 
 VERSION = "1.0.0"
-"""Of the metadata, as PyTorch 2.9 and later write it."""
-_SMALL, _GATHERED = 1 << 14, 1 << 18
+"""The version of the metadata, as PyTorch 2.9 and later write it."""
+_SMALL, _MAX_JOINED = 1 << 14, 1 << 18
 
 
 def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-    """Write one file, front to back. What the metadata will say of its items goes into the receipt."""
+    """Write one file sequentially. The receipt contains the entries of its items for the metadata."""
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
-    entries, layouts = part.what["entries"], EntryLayouts()
-    said, at = [], 0
+    content, layouts = part.content, EntryLayouts()
+    assert isinstance(content, ItemsContent)
+    entries = content.entries
+    items, at = [], 0
     for entry in entries:
         nbytes = layouts.of(entry).nbytes
-        said.append(_said(entry, at, nbytes))
+        items.append(_item_json(entry, at, nbytes))
         at += nbytes
-    pieces = (piece for entry in entries for piece in layouts.stream(entry, transfer))
-    seal = write_sealed(folder, part.file, _gathered(pieces))
-    return Receipt(part.file, seal.nbytes, (seal,), {"items": said}, transfer.reader.evidence())
+    stream = (data for entry in entries for data in layouts.stream(entry, transfer))
+    seal = write_sealed(folder, part.file, _join_small(stream))
+    return Receipt(part.file, seal.nbytes, (seal,), {"items": items}, transfer.reader.evidence())
 
 
-def _gathered(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in fewer pieces: an archive is some twenty small ones around its values."""
-    held = bytearray()
-    for piece in pieces:
-        if len(piece) < _SMALL:
-            held += piece
-        if len(piece) >= _SMALL or len(held) >= _GATHERED:
-            if held:
-                yield bytes(held)
-                held.clear()
-            if len(piece) >= _SMALL:
-                yield piece
-    yield bytes(held)
+def _join_small(stream: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in fewer pieces: an archive has about twenty small ones around its values."""
+    buffer = bytearray()
+    for data in stream:
+        if len(data) < _SMALL:
+            buffer += data
+        if len(data) >= _SMALL or len(buffer) >= _MAX_JOINED:
+            if buffer:
+                yield bytes(buffer)
+                buffer.clear()
+            if len(data) >= _SMALL:
+                yield data
+    yield bytes(buffer)
 
 
-def _said(entry: Entry, at: int, nbytes: int) -> list[Any]:
-    """An item as JSON: number, name, path, place; of tensors also type, shape, chunk, offsets and sizes."""
-    said = [entry.number, entry.name, list(entry.path), at, nbytes]
+def _item_json(entry: Entry, at: int, nbytes: int) -> list[Any]:
+    """An item as JSON: number, name, path, offset, length; for tensors also type, shape, chunk, offsets and sizes."""
+    item = [entry.number, entry.name, list(entry.path), at, nbytes]
     if entry.box is None:
-        return said
+        return item
     tensor, box = entry.value, entry.box
-    return [*said, tensor.dtype.name, list(tensor.shape), entry.chunk, list(box.start), list(box.shape)]
+    return [*item, tensor.dtype.name, list(tensor.shape), entry.chunk, list(box.start), list(box.shape)]
 
 
 def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = True) -> None:
     """Write `.metadata` into each folder that has files of data.
 
-    `named` says that names are paths in a state dict, which the planner's data tell. Not all planners save any.
+    With `named`, names are paths in a state dict, and the paths are saved as the planner's data.
+    Not all planners save such data.
     """
     folders: dict[Path, list[Receipt]] = {}
     for receipt in receipts:
         folders.setdefault((folder / receipt.file).parent, []).append(receipt)
-    for one, held in folders.items():
+    for one, members in folders.items():
         with gc_paused():
-            data = emit(_metadata(held, named), protocol=4)
+            data = emit(_metadata(members, named), protocol=4)
         with (one / DRAFT).open("wb") as file:
             file.write(data)
             file.flush()
@@ -81,7 +84,7 @@ def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = T
 
 
 def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
-    items = [(Path(receipt.file).name, said) for receipt in receipts for said in receipt.entry["items"]]
+    items = [(Path(receipt.file).name, item) for receipt in receipts for item in receipt.entry["items"]]
     items.sort(key=lambda item: (item[1][0], item[1][7:8]))
     entries: dict[str, Record] = {}
     chunks: dict[str, list[Record]] = {}
@@ -128,6 +131,6 @@ _CONTIGUOUS = Record(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 def _id(items: Sequence[tuple[str, Any]]) -> str:
-    """What PyTorch makes up at random: here the same for the same checkpoint."""
+    """An identifier of the save. PyTorch's is random; ours is the same for the same checkpoint."""
     digest = hashlib.blake2b(json.dumps(items).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return str(UUID(bytes=digest, version=4))

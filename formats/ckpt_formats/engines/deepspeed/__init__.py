@@ -10,36 +10,42 @@ carried     everything that is not a tensor of the model
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, Origin, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras
 from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_folder, step_of
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
-from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.weights import tied_layers
-from ckpt_formats.engines.deepspeed.write_layout import resolve_layout
+from ckpt_formats.engines.deepspeed.write_layout import LayoutOptions, resolve_layout
 from ckpt_formats.engines.deepspeed.write_parts import parts
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
+from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
+
+_OF_RANKS = "what only these ranks of the source had, such as RNG states"
 
 
-class DeepSpeed(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed(LayoutOptions, WritableFormat):
+    """DeepSpeed's ZeRO stages 0 to 3, with tensor and pipeline parallelism."""
+
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
     even_states = True
-    degrees = ("dp", "tp", "pp", "stages", "zero")
 
     def detect(self, path: Path) -> bool:
         return is_step(path) or has_latest(path)
@@ -49,14 +55,12 @@ class DeepSpeed(WritableFormat):
         with form_of("a DeepSpeed checkpoint", folder.path):
             return _read(path, open_step(folder), options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        return tuple(parts(resolve_layout(source, goal)))
-
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        files = {rank_name(Path(part.file)) for part in parts}
-        said = source.extras.get("ranks")
-        gone = sorted(name for name in (said if isinstance(said, dict) else ()) if name not in files)
-        return (Notice("what only these ranks of the source had, such as RNG states", tuple(gone)),) if gone else ()
+    def plan(self, source: Checkpoint) -> Plan:
+        files = tuple(parts(resolve_layout(source, self)))
+        names = {rank_name(Path(file.file)) for file in files}
+        ranks = source.extras.get("ranks")
+        dropped = sorted(name for name in (ranks if isinstance(ranks, dict) else ()) if name not in names)
+        return Plan(files, (Notice(_OF_RANKS, tuple(dropped)),) if dropped else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(exist_ok=True)
@@ -76,8 +80,8 @@ def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
     models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
     optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
     optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
-    beside = {path: items for rank in ranks for path, items in rank.beside.items()}
-    extras = collect_extras(models, optims, parameters, beside)
+    extra_items = {path: items for rank in ranks for path, items in rank.extra_items.items()}
+    extras = collect_extras(models, optims, parameters, extra_items)
     return Checkpoint(
         path,
         origin_of(step, [list(stage) for stage in stages]),
@@ -85,7 +89,7 @@ def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
         merge_groups([rank.groups for rank in ranks], step.folder.path),
         extras,
         {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
-        tuple(shards(step)),
+        tuple(source_files(step)),
         tuple(seal for file in step.files.values() for seal in file.seals()),
         (*notices_of(tied), *_notices(step, ranks, extras)),
         layout=Layout((*options.rules, *own_rules(step, 0))),
@@ -106,7 +110,7 @@ def notices_of(tied: list[str]) -> tuple[Notice, ...]:
 
 def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, Value]) -> Iterator[Notice]:
     models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
-    yield from doubtful_steps(models)
+    yield from step_notices(models)
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
         text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
         yield Notice(text, tuple(twice), Weight.LOST)
@@ -115,10 +119,12 @@ def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, 
     if unknown := tuple(name for rank in ranks for name in rank.unknown):
         text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
         yield Notice(text, unknown, Weight.UNSURE)
-    if any(BUFFERS in items for rank in ranks for items in rank.beside.values()):
+    if any(BUFFERS in items for rank in ranks for items in rank.extra_items.values()):
         text = "ranks have other values of some buffers: the first rank's count, the others are carried under `ranks`"
         yield Notice(text)
-    if unplaced := sorted({key for rank in ranks for items in rank.beside.values() for key in items.get(UNPLACED, ())}):
+    if unplaced := sorted(
+        {key for rank in ranks for items in rank.extra_items.values() for key in items.get(UNPLACED, ())}
+    ):
         text = "states of the optimizer's groups that fit no parameter: carried as each rank has them"
         yield Notice(text, tuple(unplaced), Weight.UNSURE)
 

@@ -1,4 +1,4 @@
-"""Do the files of one step agree on what each of them states: step, degrees, stage, version, names, the parameters?"""
+"""Check that the files of one step state the same: step, degrees, stage, version, names, parameters."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,16 @@ from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreemen
 
 _STEP_FOLDER = re.compile(r"global_step(\d{1,18})(?:_universal)?")
 _NUMBERS = ("global_steps", "dp_world_size", "mp_world_size", "skipped_steps", "global_samples")
-_OF_PARAMETERS = ("param_shapes", "frozen_param_shapes", "buffer_names")
-"""What each data-parallel rank of one model-parallel rank says of the same parameters."""
+_PARAMETER_ENTRIES = ("param_shapes", "frozen_param_shapes", "buffer_names")
+"""Entries that must be the same in the files of all data-parallel ranks of one model-parallel rank."""
 _ALL = "Copy the files of all ranks into one folder."
 
 
 def check_files(folder: Folder, files: Mapping[Path, TorchFile], models: Sequence[TorchFile]) -> None:
-    """Raises `Corrupt` if files contradict each other, their names or the folder's; `Incomplete` if one is missing.
+    """Check that the files agree with each other, with their own names and with the name of the folder.
 
     `models` are the model files of all ranks, in order.
+    Raises: `Corrupt` if two statements differ; `Incomplete` if a file is missing.
     """
     for file in files.values():
         _check_name(file)
@@ -32,37 +33,35 @@ def check_files(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
     _check_experts(folder, models[0])
     for mp in range(folder.mp):
         ranks = [files[path] for (rank, _), path in sorted(folder.model3.items()) if rank == mp]
-        for key in _OF_PARAMETERS:
+        for key in _PARAMETER_ENTRIES:
             for file in ranks[1:]:
                 if not same(file.root.get(key), ranks[0].root.get(key)):
                     raise Corrupt(
-                        f"`{key}` in {file.path.name} is not that in {ranks[0].path.name}",
+                        f"`{key}` differs between {file.path.name} and {ranks[0].path.name}",
                         where=folder.path,
                         hint=MIXED,
                     )
-    if folder.layers and (whole_model := next((file for file in models if file.root.get("module")), None)):
+    if folder.layers and (complete_model := next((file for file in models if file.root.get("module")), None)):
         raise Corrupt(
-            f"the model is in {whole_model.path.name}, and files of pipeline layers (layer_*) are here too",
+            f"the model is in {complete_model.path.name}, but the folder also has files of pipeline layers (layer_*)",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
         )
     if folder.expert_optim and folder.optim:
-        one, other = next(iter(folder.expert_optim.values())), next(iter(folder.optim.values()))
+        stage0_file, zero_file = next(iter(folder.expert_optim.values())), next(iter(folder.optim.values()))
         raise Corrupt(
-            f"{one.name} is of ZeRO stage 0, but {other.name} of a later one",
+            f"{stage0_file.name} is of ZeRO stage 0, but {zero_file.name} is of a later stage",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
         )
 
 
-def doubtful_steps(models: Sequence[TorchFile]) -> Iterator[Notice]:
-    """The client's own count of steps, where it is another than DeepSpeed's: it may count otherwise."""
+def step_notices(models: Sequence[TorchFile]) -> Iterator[Notice]:
+    """Yield a notice if the training script saved another count of steps than DeepSpeed. It may count differently."""
     root = models[0].root
     steps, iteration = whole(root.get("global_steps")), whole(root.get("iteration"))
     if steps is not None and iteration is not None and steps != iteration:
-        text = (
-            f"the step is {steps}, as `global_steps` says; `iteration`, which the training script saved, is {iteration}"
-        )
+        text = f"the step is {steps}, from `global_steps`; `iteration`, from the training script, is {iteration}"
         yield Notice(text, weight=Weight.UNSURE)
 
 
@@ -91,7 +90,7 @@ def _statements(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
 
 
 def _of_config(config: Value, name: str) -> Iterator[Statement]:
-    """What a run's configuration says that decides how its files are read."""
+    """The options of a run's configuration on which the layout of its files depends."""
     if not isinstance(config, dict):
         return
     where = f"`ds_config` of {name}"
@@ -107,46 +106,46 @@ def _of_config(config: Value, name: str) -> Iterator[Statement]:
     )
 
 
-def _stage(said: Value) -> int | None:
+def _stage(value: Value) -> int | None:
     """A ZeRO stage as a number, or as the enum that DeepSpeed saves."""
-    return whole(said.args[0] if isinstance(said, Record) and said.args else said)
+    return whole(value.args[0] if isinstance(value, Record) and value.args else value)
 
 
 def _check_name(file: TorchFile) -> None:
-    """An archive holds the name that it was saved under: a copy of another rank's file still says whose it is."""
+    """Raise `Corrupt` if a file is another rank's file, renamed: an archive contains the name it was saved under."""
     saved, named = rank_in_name(f"{file.stem}.pt"), rank_in_name(file.path.name)
     if saved is not None and saved != named:
         raise Corrupt(
-            f"{printable(file.path.name)} was saved as {printable(file.stem)}.pt: it is another rank's, renamed",
+            f"{printable(file.path.name)} was saved as {printable(file.stem)}.pt: it is another rank's file, renamed",
             where=file.path,
             hint="Copy the files of all ranks again, under their own names.",
         )
 
 
 def _check_experts(folder: Folder, first: TorchFile) -> None:
-    """Every MoE layer has the files of as many experts as the model file says."""
-    said = first.root.get("num_experts")
-    numbers = [number for number in said if whole(number)] if isinstance(said, list) else []
+    """Raise `Incomplete` if a MoE layer has files of fewer experts than the model file states."""
+    num_experts = first.root.get("num_experts")
+    numbers = [number for number in num_experts if whole(number)] if isinstance(num_experts, list) else []
     layers = sorted({(mp, layer) for mp, layer, _ in folder.experts})
     for mp, layer in layers:
         if not numbers or layer >= len(numbers) > 1:
             continue
-        count, here = (
+        count, present = (
             numbers[layer if len(numbers) > 1 else 0],
             {e for m, n, e in folder.experts if (m, n) == (mp, layer)},
         )
-        if len(here) < count:
-            missing = next(expert for expert in range(count) if expert not in here)
+        if len(present) < count:
+            missing = next(expert for expert in range(count) if expert not in present)
             raise Incomplete(
                 f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing: "
-                f"`num_experts` is {count} in {first.path.name}, but files of {len(here)} are here",
+                f"`num_experts` is {count} in {first.path.name}, but files of {len(present)} are here",
                 where=folder.path,
                 hint=_ALL,
             )
 
 
 def _check_degrees(folder: Folder, first: TorchFile) -> None:
-    """Are there as many files as the ranks that the files speak of?"""
+    """Raise `Incomplete` or `Corrupt` if the number of files differs from the degrees that the files state."""
     mp, dp = whole(first.root.get("mp_world_size")), whole(first.root.get("dp_world_size"))
     if mp is not None and mp > folder.mp:
         name = f"zero_pp_rank_0_mp_rank_{folder.mp:02}" if folder.model3 else f"mp_rank_{folder.mp:02}"

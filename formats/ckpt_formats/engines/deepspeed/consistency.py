@@ -1,4 +1,4 @@
-"""Are the files of one step of one run? Masters must round to the weights; a few values of every file tell."""
+"""Check that the files belong to one step of one run: masters must round to the weights, in a few values per file."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,24 +13,24 @@ from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import FileBlob, Tensor, read
 
 _VALUES = 64
-_SAMPLES = 4
+_MAX_SAMPLES = 4
 
 
 def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
-    """Raises `Corrupt` if nothing that we sample of a file's masters rounds to the weights in another."""
+    """Raise `Corrupt` if none of the samples of the masters in one file rounds to the weights in another file."""
     with Reader(check=False) as reader:
         for (path, other), samples in _samples(parameters).items():
             if not any(_agree(master, copy, box, reader) for master, copy, box in samples):
                 raise Corrupt(
-                    f"the masters in {path.name} are not those of the weights in {other.name}",
+                    f"the masters in {path.name} do not belong to the weights in {other.name}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )
 
 
 def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]]:
-    """Blocks of a master and a copy, by the files that hold them."""
-    found: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
+    """A few blocks as (master, model's copy, block), by the two files that hold their values."""
+    samples: dict[tuple[Path, Path], list[tuple[Tensor, Tensor, Box]]] = {}
     for parameter in parameters.values():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
@@ -38,9 +38,9 @@ def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], lis
         for path, first in _boxes(master):
             for other, box in _boxes(copy):
                 pair = path, other
-                if len(found.get(pair, ())) < _SAMPLES and (both := _first(first, box)) is not None:
-                    found.setdefault(pair, []).append((master, copy, both))
-    return found
+                if len(samples.get(pair, ())) < _MAX_SAMPLES and (block := _first(first, box)) is not None:
+                    samples.setdefault(pair, []).append((master, copy, block))
+    return samples
 
 
 def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
@@ -49,9 +49,9 @@ def _boxes(tensor: Tensor) -> Iterator[tuple[Path, Box]]:
             yield fragment.blob.path, fragment.box
 
 
-def _first(one: Box, other: Box) -> Box | None:
-    """The first few values of what two blocks share."""
-    shared = one & other
+def _first(a: Box, b: Box) -> Box | None:
+    """The first `_VALUES` elements of the intersection of two blocks; None if it is empty."""
+    shared = a & b
     return None if shared is None else next(slabs(shared.shape, _VALUES)).shift(shared.start)
 
 

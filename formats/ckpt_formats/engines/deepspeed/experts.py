@@ -1,4 +1,4 @@
-"""DeepSpeed's own mixture of experts: which ranks share experts, and what an expert is called globally."""
+"""DeepSpeed's own mixture of experts: which ranks hold the same experts, and the number of an expert in the model."""
 
 import re
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 class ExpertNames:
-    """Turns the number of an expert on its rank into its number in the model.
+    """Replaces the number of an expert on its rank by its number in the model.
 
-    Every rank writes its experts as 0, 1, ...; expert-parallel rank e of ranks
-    with n experts each holds those from e * n on.
+    Every rank numbers its experts from 0. If every rank holds n experts, those of
+    expert-parallel rank e have the numbers e * n to e * n + n - 1 in the model.
     """
 
     def __init__(self, local_names: Iterable[str], expert_rank: int) -> None:
@@ -23,9 +23,9 @@ class ExpertNames:
 
 
 def expert_ranks(expert_rank: int, count: int, dp: int, contiguous: bool) -> list[int]:
-    """The data-parallel ranks that hold the same experts, `count` of `dp`.
+    """The `count` data-parallel ranks, of `dp`, that hold the experts of expert-parallel rank `expert_rank`.
 
-    Usually every (dp / count)-th; with `use_data_before_expert_parallelism`, neighbours.
+    They are every (dp / count)-th rank, or with `use_data_before_expert_parallelism` (`contiguous`) neighbours.
     """
     if contiguous:
         return list(range(expert_rank * count, (expert_rank + 1) * count))
@@ -33,4 +33,5 @@ def expert_ranks(expert_rank: int, count: int, dp: int, contiguous: bool) -> lis
 
 
 def is_expert(name: str) -> bool:
+    """Is this the name of a parameter of an expert?"""
     return _EXPERT.fullmatch(name) is not None

@@ -1,7 +1,7 @@
-"""What a DeepSpeed checkpoint holds beside the model's tensors: counters, schedulers, loss scaler, the client's state.
+"""Collect the items that are no tensors of the model: counters, schedulers, loss scaler, state of the training script.
 
-All of it is carried. What only says how the tensors are laid out is left out,
-by name, since another layout makes it untrue.
+All of them become extras. Items that only describe the layout of the tensors are left out,
+by name, because they are wrong in another layout.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 BUFFERS = "buffers"
-"""Of a rank among the extras: the model's buffers that it has otherwise than the first rank."""
+"""Key in the extras of a rank: buffers of the model that differ from those of the first rank."""
 UNPLACED = "unplaced_state"
-"""Of an optimizer among the extras: states that have not an element for each of the parameters'."""
+"""Key in the extras of an optimizer: states whose size is not that of the parameters."""
 BASE = "base_optimizer"
-"""Of an optimizer among the extras: what the inner one of two keeps beside states and groups."""
+"""Key in the extras of an optimizer: items of the wrapped optimizer other than states and groups."""
 _LAYOUT_OF_MODEL = {
     "module",
     "optimizer",
@@ -54,21 +54,21 @@ def collect_extras(
     models: Mapping[str, TorchFile],
     optims: Mapping[str, TorchFile],
     parameters: dict[str, Parameter],
-    beside: Mapping[Path, Mapping[str, Value]] | None = None,
+    more_items: Mapping[Path, Mapping[str, Value]] | None = None,
 ) -> dict[str, Value]:
-    """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
+    """The extras: the items of the first rank, and under `ranks` the items of other ranks that differ.
 
-    `beside` has more items of each file, which readers of tensors found. Tensors among
-    them all are added to `parameters`.
+    `models` and `optims` are files by the name of their rank. `more_items` are further items by file, from the
+    readers of tensors. Tensors among the items are added to `parameters`.
     """
-    more = beside or {}
+    more = more_items or {}
     extras: dict[str, Value] = {}
-    others: dict[str, dict[str, Value]] = {}
+    rank_extras: dict[str, dict[str, Value]] = {}
     for i, (rank, file) in enumerate(models.items()):
         items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
         items = {**_of_model(more.get(file.path, {})), **items}
         _add(
-            extras if i == 0 else others.setdefault(rank, {}),
+            extras if i == 0 else rank_extras.setdefault(rank, {}),
             extras,
             items,
             "" if i == 0 else f"ranks/{rank}/",
@@ -80,10 +80,10 @@ def collect_extras(
         items = _optimizer_items(file) | {k: v for k, v in more.get(file.path, {}).items() if k == UNPLACED}
         _add(own, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
         if i and own:
-            others.setdefault(rank, {})["optimizer"] = own
+            rank_extras.setdefault(rank, {})["optimizer"] = own
     if first:
         extras["optimizer"] = first
-    if differing := {rank: items for rank, items in others.items() if items}:
+    if differing := {rank: items for rank, items in rank_extras.items() if items}:
         extras["ranks"] = differing
     return extras
 

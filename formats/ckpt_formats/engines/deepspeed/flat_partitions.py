@@ -1,8 +1,7 @@
-"""The geometry of flat partitions: which blocks of a parameter each rank's vector holds.
+"""The geometry of flat partitions: which elements of a parameter are in each rank's vector.
 
-ZeRO-1 and 2 lay the parameters of a group end to end and cut the whole in
-equal partitions (arXiv 1910.02054); ZeRO-3 cuts every parameter by itself.
-Arithmetic only.
+ZeRO-1 and 2 concatenate the parameters of a group and split the result into equal
+partitions (arXiv 1910.02054); ZeRO-3 splits every parameter separately. Only arithmetic.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,9 @@ from ckpt_formats.core.geometry import Shape
 
 
 def parameter_offsets(shapes: Iterable[Shape], paddings: Sequence[int] | None = None) -> list[int]:
-    """Where each parameter of a ZeRO-1 or 2 group begins, and at last where all end, in elements.
+    """The offset of each parameter in the flat buffer of a ZeRO-1 or 2 group, and last its length, in elements.
 
-    `paddings` are the zeros after each parameter that `parameter_alignment` asks for.
+    `paddings` are the numbers of zeros after each parameter, if the run has `parameter_alignment`.
     """
     at = [0]
     for i, shape in enumerate(shapes):
@@ -23,12 +22,12 @@ def parameter_offsets(shapes: Iterable[Shape], paddings: Sequence[int] | None = 
 
 
 def chunk(size: int, ranks: int) -> int:
-    """How many elements of a parameter each rank holds in ZeRO-3; the last are padded with zeros."""
+    """The number of elements of a parameter on each rank in ZeRO-3; the last slices are padded with zeros."""
     return -(-size // ranks)
 
 
 def round_robin(names: Sequence[str], ranks: int) -> list[str]:
-    """The order that `round_robin_gradients` gives a group: dealt out to the ranks in turn.
+    """The order of a group's names with `round_robin_gradients`: parameters are assigned to the ranks in turn.
 
     >>> round_robin("abcde", 2)
     ['a', 'c', 'e', 'b', 'd']
@@ -42,5 +41,5 @@ def undo_round_robin(names: Sequence[str], ranks: int) -> list[str]:
     >>> undo_round_robin(["a", "c", "e", "b", "d"], 2)
     ['a', 'b', 'c', 'd', 'e']
     """
-    places = round_robin([str(i) for i in range(len(names))], ranks)
-    return [name for _, name in sorted(zip(map(int, places), names, strict=True))]
+    order = round_robin([str(i) for i in range(len(names))], ranks)
+    return [name for _, name in sorted(zip(map(int, order), names, strict=True))]

@@ -1,7 +1,7 @@
-"""Which files a DeepSpeed checkpoint has, by rank. Names only; nothing is opened.
+"""List the files of a DeepSpeed checkpoint by rank. Only names are read; no file is opened.
 
-DeepSpeed numbers `pp_rank` in file names by data-parallel rank, a misnomer of
-its own; `mp_rank` is `pp_rank * tp + tp_rank`.
+In DeepSpeed's file names, `zero_pp_rank` is the data-parallel rank, and
+`mp_rank` is `pp_rank * tp + tp_rank`.
 """
 
 import re
@@ -20,9 +20,9 @@ _MODEL3 = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_OWN = (_MODEL, _MODEL3, _OPTIM)
-_KINDS = (*_OWN, _EXPERT_OPTIM, _EXPERT, _LAYER)
-_MOST_LATEST = 4096
+_STEP_FILES = (_MODEL, _MODEL3, _OPTIM)
+_KINDS = (*_STEP_FILES, _EXPERT_OPTIM, _EXPERT, _LAYER)
+_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Folder:
 
     @property
     def mp(self) -> int:
-        """The model-parallel degree, as the highest rank seen tells it."""
+        """The model-parallel degree: the highest rank in a file name, plus 1."""
         return 1 + max([*self.model, *(mp for mp, _ in (*self.model3, *self.optim))], default=-1)
 
     @property
     def dp(self) -> int:
-        """The data-parallel degree, likewise; 0 if no file tells."""
+        """The data-parallel degree: the highest rank in a file name, plus 1; 0 if no file name states it."""
         return 1 + max((dp for _, dp in (*self.model3, *self.optim)), default=-1)
 
 
 def rank_in_name(name: str) -> tuple[int, ...] | None:
-    """The kind of file that DeepSpeed gives this name, and the numbers in it; None if it has no such names."""
+    """The kind of a file and the numbers in its name; None if DeepSpeed gives no file such a name."""
     for kind, pattern in enumerate(_KINDS):
         if match := pattern.fullmatch(name):
             return kind, *map(int, match.groups())
@@ -63,20 +63,20 @@ def rank_in_name(name: str) -> tuple[int, ...] | None:
 
 
 def is_step(path: Path) -> bool:
-    """Does this folder hold the files of one step?"""
+    """Does this folder contain the files of one step?"""
     try:
-        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _OWN) for p in path.iterdir())
+        return path.is_dir() and any(any(kind.fullmatch(p.name) for kind in _STEP_FILES) for p in path.iterdir())
     except OSError:
         return False
 
 
 def has_latest(path: Path) -> bool:
-    """Is this a folder of several steps, written by DeepSpeed? Others write a file `latest`, too."""
+    """Is this a folder of several steps, written by DeepSpeed? Other programs also write a file `latest`."""
     if not (path / "latest").is_file() or (path / "latest_checkpointed_iteration.txt").exists():
         return False
     try:
         with open_regular(path / "latest") as file:
-            tag = file.read(_MOST_LATEST).decode("utf-8", "replace").strip()
+            tag = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
         named = path / Path(tag).name
         return not (named.is_dir() and any(named.iterdir())) or any(map(is_step, path.iterdir()))
     except (CkptError, OSError, ValueError):
@@ -84,21 +84,26 @@ def has_latest(path: Path) -> bool:
 
 
 def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
-    """The folder of one step: the path itself, or the one that its `latest` names."""
+    """The folder of one step: the path itself, or the folder that its file `latest` names.
+
+    Raises `Corrupt` if that file contains no name, `NotFound` if it names no step.
+    """
     if is_step(path):
         return path
     latest = path / pointer
     try:
         with unrecorded(), open_regular(latest) as file:
-            raw = file.read(_MOST_LATEST + 1)
+            raw = file.read(_MAX_POINTER_BYTES + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
     except OSError as error:
         raise unreadable(error, latest) from error
     tag = raw.decode("utf-8", "replace").strip()
     hint = f"Name one step: {', '.join(printable(s) for s in steps)}." if steps else "No step is here."
-    if not tag or len(raw) > _MOST_LATEST or Path(tag).name != tag or tag in (".", ".."):
+    if not tag or len(raw) > _MAX_POINTER_BYTES or Path(tag).name != tag or tag in (".", ".."):
         raise Corrupt(
-            f"`{pointer}` holds {printable(tag[:60])!r}, not the name of a folder beside it", where=latest, hint=hint
+            f"`{pointer}` contains {printable(tag[:60])!r}, which is not the name of a folder next to it",
+            where=latest,
+            hint=hint,
         )
     if not is_step(path / tag):
         raise NotFound(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
@@ -106,10 +111,10 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
 
 
 def list_folder(path: Path) -> Folder:
-    """Sort the files of a step by rank. Raises `Incomplete` if ranks are missing among those present."""
+    """The files of a step by rank. Raises `Incomplete` if files of some ranks are missing."""
     folder = sort_files(path)
     if folder.model and folder.model3:
-        raise Corrupt("files of stage 3 and of an earlier stage lie in one folder", where=path, hint=_MIXED)
+        raise Corrupt("files of stage 3 and of an earlier stage are in one folder", where=path, hint=_MIXED)
     check_models(folder)
     _check_experts(folder)
     if folder.optim or folder.model3:
@@ -118,7 +123,7 @@ def list_folder(path: Path) -> Folder:
 
 
 def sort_files(path: Path) -> Folder:
-    """The files of a step by rank, whichever are there."""
+    """The files of a step by rank, without a check that files of all ranks are there."""
     folder = Folder(path, {}, {}, {}, {}, {}, {})
     try:
         names = sorted(entry.name for entry in path.iterdir())
@@ -140,7 +145,7 @@ def sort_files(path: Path) -> Folder:
             folder.layers[int(match[1]), int(match[2])] = file
     if (path / "offloaded_tensors").is_dir():
         raise Unsupported(
-            "the optimizer state was offloaded to NVMe and lies in raw swap files",
+            "the optimizer state was offloaded to NVMe and is in raw swap files",
             where=path,
             hint="Save once more with `pipeline_write` off, or offload to the CPU.",
         )
@@ -151,7 +156,7 @@ _MIXED = "Two runs were saved into it: separate them."
 
 
 def check_models(folder: Folder) -> None:
-    """The model files of all ranks are there. Raises `Incomplete`."""
+    """Raise `Incomplete` if the model file of a rank is missing."""
     if folder.model3:
         _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
     else:
@@ -159,11 +164,11 @@ def check_models(folder: Folder) -> None:
 
 
 def _check_experts(folder: Folder) -> None:
-    """Every MoE layer that has files has those of all its experts, of ranks that there are."""
-    found: dict[tuple[int, int], set[int]] = {}
+    """Raise `Incomplete` if a file of an expert is missing, `Corrupt` if one is of a rank without a model file."""
+    by_layer: dict[tuple[int, int], set[int]] = {}
     for mp, layer, expert in folder.experts:
-        found.setdefault((mp, layer), set()).add(expert)
-    for (mp, layer), experts in found.items():
+        by_layer.setdefault((mp, layer), set()).add(expert)
+    for (mp, layer), experts in by_layer.items():
         missing = next((number for number in range(len(experts)) if number not in experts), None)
         if missing is not None:
             raise Incomplete(
@@ -174,25 +179,26 @@ def _check_experts(folder: Folder) -> None:
             )
         if mp >= folder.mp:
             name = folder.experts[mp, layer, 0].name
-            raise Corrupt(f"{name} is of no rank that has a model file", where=folder.path, hint=_MIXED)
-    layers = {mp: {layer for rank, layer in found if rank == mp} for mp, _ in found}
-    for mp, held in layers.items():
-        if (lacking := next((layer for layer in range(max(held)) if layer not in held), None)) is not None:
+            raise Corrupt(f"{name} is of a rank that has no model file", where=folder.path, hint=_MIXED)
+    layers = {mp: {layer for rank, layer in by_layer if rank == mp} for mp, _ in by_layer}
+    for mp, present in layers.items():
+        if (missing := next((layer for layer in range(max(present)) if layer not in present), None)) is not None:
             raise Incomplete(
-                f"layer_{lacking}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: MoE layer {max(held)} has files",
+                f"layer_{missing}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: "
+                f"MoE layer {max(present)} has files",
                 where=folder.path,
                 hint="Copy the files of all experts into one folder.",
             )
 
 
-def _check_grid(pattern: str, folder: Folder, found: Collection[tuple[int, int]], width: int) -> None:
-    """Counts and looks: a number in a file name may be absurd, so no grid of it is built."""
-    if len(found) < folder.mp * width:
+def _check_grid(pattern: str, folder: Folder, present: Collection[tuple[int, int]], width: int) -> None:
+    """Raise `Incomplete` if a rank is missing. Numbers in file names may be huge: no table of all ranks is built."""
+    if len(present) < folder.mp * width:
         ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
-        mp, dp = next(rank for rank in ranks if rank not in found)
+        mp, dp = next(rank for rank in ranks if rank not in present)
         raise Incomplete(
             f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
-            f"({len(found)} of {folder.mp * width} such files are here)",
+            f"({len(present)} of {folder.mp * width} such files are here)",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )

@@ -1,4 +1,4 @@
-"""Typed look-ups in what a file holds: it is input from strangers, and says what it likes."""
+"""Typed look-ups in the values of a file. A file is untrusted input: every entry may be missing or of another type."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def get(tree: Value, key: Any, kind: type[T], where: Path) -> T:
-    """An entry of a mapping or list, of the kind expected. Raises `Corrupt` otherwise."""
+    """The entry `key` of a mapping or list. Raises `Corrupt` if it is missing or not of type `kind`."""
     try:
         value = tree[key]
     except (KeyError, IndexError, TypeError):
@@ -29,29 +29,30 @@ _HINT = "Is it a file of another engine, or of another version of DeepSpeed?"
 
 
 def shape_of(value: Value, where: Path) -> Shape:
-    """A `torch.Size`, tuple or list of whole numbers."""
+    """The shape from a `torch.Size`, tuple or list of whole numbers. Raises `Corrupt` if it is none."""
     if not isinstance(value, Sequence) or len(value) > 64 or not all(map(is_natural, value)):
         raise Corrupt(f"not a shape: {str(value)[:60]}", where=where)
     return tuple(value)
 
 
 def tensor(value: Value, where: Path) -> Tensor:
-    """A stored tensor."""
+    """A stored tensor. Raises `Corrupt` if the value is none."""
     if not isinstance(value, TensorRef):
         raise Corrupt(f"expected a tensor, found {kind_of(value)}", where=where)
     return tensor_of(value)
 
 
 def vector(value: Value, where: Path) -> FileBlob:
-    """A stored tensor as a flat vector. Raises `Unsupported` if it is not packed."""
-    found = tensor(value, where)
-    blob = found.fragments[0].blob if found.fragments else None
+    """A stored tensor as a vector, (size,). Raises `Unsupported` if it is not contiguous in the file."""
+    stored = tensor(value, where)
+    blob = stored.fragments[0].blob if stored.fragments else None
     if not isinstance(blob, FileBlob):
-        raise Unsupported("a flat partition is not plainly stored", where=where)
+        raise Unsupported("a flat partition is not stored as the bytes of one tensor", where=where)
     if not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
         raise Unsupported("a flat partition is stored with gaps", where=where)
-    return blob.shaped((found.size,))
+    return blob.shaped((stored.size,))
 
 
 def is_tensor(value: Value) -> bool:
+    """Is the value a stored tensor?"""
     return isinstance(value, TensorRef)

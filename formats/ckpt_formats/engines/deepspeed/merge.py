@@ -1,4 +1,4 @@
-"""From what each model-parallel rank has to whole tensors: tensor-parallel shards by rule, stages side by side."""
+"""Merge model-parallel ranks: tensor-parallel shards are joined by rule, pipeline stages have different parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +15,19 @@ from ckpt_formats.engines.deepspeed.rank import RankState
 
 
 def merge_rows(ranks: Sequence[RankState], tp: int, layout_at: Callable[[int], Layout]) -> list[dict[str, Parameter]]:
-    """The parameters of each pipeline stage: `tp` ranks one after another, by the layout that holds at the first."""
+    """The merged parameters of each pipeline stage. `tp` consecutive ranks are one stage.
+
+    `layout_at` gives the layout for the number of a stage's first rank.
+    """
     stages = []
     for first in range(0, len(ranks), tp):
         row, layout = ranks[first : first + tp], layout_at(first)
         names = dict.fromkeys(name for rank in row for name in rank.parameters)
-        stages.append({name: merge_ranks(name, everywhere(name, row), layout) for name in names})
+        stages.append({name: merge_ranks(name, parameter_on_ranks(name, row), layout) for name in names})
     return stages
 
 
-def everywhere(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
+def parameter_on_ranks(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
     """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
     for number, rank in enumerate(ranks):
         if name not in rank.parameters:
@@ -33,11 +36,11 @@ def everywhere(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
 
 
 def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Parameter:
-    """One parameter of all tensor-parallel ranks of a stage. Raises `BadRules`, `Corrupt`."""
+    """One parameter, merged from all tensor-parallel ranks of a stage. Raises `BadRules` or `Corrupt`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.role != first.role or shard.states.keys() != first.states.keys():
-            raise Corrupt(f"tensor `{name}` has other states on tensor-parallel rank {rank} than on rank 0")
+            raise Corrupt(f"tensor `{name}` has different states on tensor-parallel ranks {rank} and 0")
     if any(shard.values != first.values for shard in shards):
         raise Corrupt(
             f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed."
@@ -48,36 +51,39 @@ def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Param
         return first
     states: dict[str, Tensor] = {}
     for state in first.states:
-        every = [shard.states[state] for shard in shards]
-        states[state] = merge(name, every, Rule(".*", "replicated") if state in scalar else rule)
+        by_rank = [shard.states[state] for shard in shards]
+        states[state] = merge(name, by_rank, Rule(".*", "replicated") if state in scalar else rule)
     return replace(first, states=states)
 
 
 def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, Parameter], list[str]]:
-    """The parameters of all stages, and the names that several have: tied modules; the first stage's count."""
+    """The parameters of all stages, and the names that several stages have.
+
+    Those are tied modules; the parameter of the first stage is taken.
+    """
     merged: dict[str, Parameter] = {}
-    again: list[str] = []
+    repeated: list[str] = []
     for stage in stages:
         for name, parameter in stage.items():
             if name in merged:
-                again.append(name)
+                repeated.append(name)
             else:
                 merged[name] = parameter
-    return merged, list(dict.fromkeys(again))
+    return merged, list(dict.fromkeys(repeated))
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
-    """Groups of different ranks with the same options are one, first of all those of the same place.
+    """Merge groups of different ranks that have the same options; a group at the same position has priority.
 
-    Groups without options, as elastic checkpoints have them, are told by their places alone. Raises `Corrupt` if
-    a parameter is then in two groups: its ranks disagree on its options.
+    Groups without options, as in elastic checkpoints, are matched by position only. Raises `Corrupt` if
+    a parameter is in two merged groups: then ranks disagree on its options.
     """
     merged: list[Group] = []
     for groups in ranks:
-        taken: set[int] = set()  # groups of one rank stay apart, whatever their options
+        taken: set[int] = set()  # groups of one rank are never merged, even with equal options
         for i, group in enumerate(groups):
             free = [n for n in (i, *range(len(merged))) if n < len(merged) and n not in taken]
-            at = next((n for n in free if _joins(merged[n], group, n == i)), len(merged))
+            at = next((n for n in free if _can_merge(merged[n], group, n == i)), len(merged))
             taken.add(at)
             if at == len(merged):
                 merged.append(group)
@@ -89,31 +95,31 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
         for name in group.names:
             other = seen.setdefault(name, group)
             if other is not group:
-                odd = sorted(k for k in {*other.options, *group.options} if not _alike(other, group, k))
+                differing = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
                 raise Corrupt(
                     f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
-                    f"{', '.join(map(printable, odd[:3]))}",
+                    f"{', '.join(map(printable, differing[:3]))}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )
     return tuple(merged)
 
 
-def _joins(one: Group, other: Group, same_place: bool) -> bool:
-    """Are their options the same, as far as anything but tensors can tell? A group without parameters may lack them."""
+def _can_merge(one: Group, other: Group, same_place: bool) -> bool:
+    """Are the options of two groups the same? Tensors are not compared; a group without parameters may have none."""
     if not one.options or not other.options:
         return same_place
-    return all(_alike(one, other, key) for key in {*one.options, *other.options})
+    return all(_same_option(one, other, key) for key in {*one.options, *other.options})
 
 
-def _alike(one: Group, other: Group, key: str) -> bool:
+def _same_option(one: Group, other: Group, key: str) -> bool:
     a, b = one.options.get(key), other.options.get(key)
     return has_tensor_in(a) or has_tensor_in(b) or same(a, b)
 
 
 def _rule(name: str, parameter: Parameter, layout: Layout, tp: int) -> Rule | None:
     if parameter.role == "buffer" and not any(rule.matches(name) for rule in layout.rules if rule.pattern != ".*"):
-        # No rule of DeepSpeed speaks of buffers: they are the same on every rank, and compared.
+        # DeepSpeed has no rules for buffers: they are the same on every rank, which is checked.
         return Rule(".*", "replicated") if tp > 1 else None
     if tp == 1 and not any(rule.matches(name) for rule in layout.rules):
         return None

@@ -1,4 +1,4 @@
-"""What the optimizer holds of one model-parallel rank's parameters, whatever the stage: the common nouns."""
+"""The optimizer states of one model-parallel rank's parameters: the types that all ZeRO stages share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,35 +30,35 @@ ELEMENTWISE = frozenset(
         "exp_inf",
     ]
 )
-"""States of well-known optimizers that have an element for each of the parameter's."""
+"""States of well-known optimizers that have the shape of the parameter."""
 
 
 @dataclass
 class OptimizerStates:
-    """Master, moments and plain numbers of each parameter, in its local shape; and the groups."""
+    """Master, moments and plain numbers of each parameter, in the rank's shape; and the groups."""
 
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[str, dict[str, Value]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     unplaced: dict[Path, dict[str, Value]] = field(default_factory=dict)
-    """By file: states that have not an element for each of the parameters', by group and name."""
+    """By file: states whose size is not that of the parameters, by group and name."""
     by_order: bool = False
-    """Were numbers taken for the model's tensors in their order, where no values and not all shapes tell?"""
+    """Were numbers matched to the model's tensors by their order, because values and shapes do not identify them?"""
 
 
 @dataclass(frozen=True)
 class SplitState:
-    """An optimizer's state of one group: vectors by rank, and what all ranks must agree upon."""
+    """An optimizer's state of one group: vectors by rank, and the values that are the same on all ranks."""
 
     vectors: dict[str, list[Value]]
     scalars: dict[str, Tensor]
     values: dict[str, Value]
 
 
-def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
-    """Tell vectors from scalars in the state of one group, as each rank has it.
+def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
+    """Separate vectors from scalars in the state of one group. `states` are those of all ranks.
 
-    Raises `Corrupt` if ranks disagree on a scalar, or on which states there are:
+    Raises `Corrupt` if ranks have different scalars or different names of states:
     then files of several steps are mixed.
     """
     for state, file in zip(states, files, strict=True):
@@ -74,18 +74,18 @@ def sort_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFil
     scalars: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
     for key, first in states[0].items():
-        every = [state.get(key) for state in states]
+        by_rank = [state.get(key) for state in states]
         name = str(key)
         if not is_tensor(first):
-            if any(value != first for value in every):
-                raise _mixed(name, files, [str(value) for value in every])
+            if any(value != first for value in by_rank):
+                raise _mixed(name, files, [str(value) for value in by_rank])
             values[name] = first
         elif tensor(first, files[0].path).shape == ():
-            found = [tensor(value, file.path) for value, file in zip(every, files, strict=True)]
-            _agree(name, found, files)
-            scalars[name] = found[0]
+            tensors = [tensor(value, file.path) for value, file in zip(by_rank, files, strict=True)]
+            _check_equal(name, tensors, files)
+            scalars[name] = tensors[0]
         else:
-            vectors[name] = every
+            vectors[name] = by_rank
     return SplitState(vectors, scalars, values)
 
 
@@ -97,7 +97,7 @@ def options_of(group: Value, where: Path) -> dict[str, Value]:
 
 
 def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchFile], number: int) -> None:
-    """The options of a group as the file of each rank has them. Raises `Corrupt` if two differ, such as in `lr`."""
+    """Raise `Corrupt` if two ranks have different options of a group, such as `lr`. `options` are by rank."""
     for own, file in zip(options, files, strict=True):
         for key in dict.fromkeys((*options[0], *own)):
             one, other = options[0].get(key), own.get(key)
@@ -110,27 +110,27 @@ def has_tensor_in(value: Value) -> bool:
     return is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(is_tensor, value)))
 
 
-def check_count(what: str, held: int, shapes: int, file: TorchFile) -> None:
-    """Raises `Corrupt` if a file holds something of more or fewer groups than the model's file lists."""
-    if held != shapes:
+def check_count(kind: str, count: int, expected: int, file: TorchFile) -> None:
+    """Raise `Corrupt` if a file has another number of groups than the model's file lists. `kind` is for the message."""
+    if count != expected:
         raise Corrupt(
-            f"the optimizer holds {what} of {held} groups, but `param_shapes` lists {shapes}",
+            f"the optimizer has {kind} of {count} groups, but `param_shapes` lists {expected}",
             where=file.path,
             hint=_HINT,
         )
 
 
-def _agree(name: str, found: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
+def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
     with Reader(check=False) as reader:
-        arrays = [read(one, reader) for one in found]
+        arrays = [read(one, reader) for one in tensors]
     if any(array.tobytes() != arrays[0].tobytes() for array in arrays):
         raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
 
 
-def _mixed(name: str, files: Sequence[TorchFile], said: Sequence[str]) -> Corrupt:
-    other = next(i for i, value in enumerate(said) if value != said[0])
+def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> Corrupt:
+    value, file = next(pair for pair in zip(values, files, strict=True) if pair[0] != values[0])
     return Corrupt(
-        f"ranks disagree: `{name}` is {said[0]} in {files[0].path.name} but {said[other]} in {files[other].path.name}",
+        f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {value} in {file.path.name}",
         where=files[0].path.parent,
         hint=_HINT,
     )

@@ -1,8 +1,8 @@
-"""Which layers of a `PipelineModule` are on which stage, and which are tied: what its file names do not tell.
+"""The stages of a `PipelineModule`: which layers are on which stage, and which are tied. File names do not state it.
 
-Parameters of layer L are called `L.rest`; those of a tied module
-`tied_modules.KEY.rest`, on every stage that uses it. A layer has a file of its
-own unless it is only a function, such as the use of a tied embedding as head.
+Parameters of layer L are called `L.rest`; those of a tied module are called
+`tied_modules.KEY.rest`, on every stage that uses it. A layer has a file of its own
+unless it is only a function, such as a tied embedding that is used as the head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,27 +22,27 @@ class Pipeline:
     stages: tuple[tuple[int, ...], ...]
     """By stage: the layers that have files."""
     tied: Mapping[str, tuple[int, ...]]
-    """By key: the layers whose files hold the tied module."""
+    """By key: the layers whose files contain the tied module."""
     users: Mapping[str, tuple[int, ...]]
-    """By key: the stages that hold the tied module."""
+    """By key: the stages that have the tied module."""
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that have a parameter."""
+        """The stages that have the parameter of this name."""
         key, layer, _ = split_name(name)
         if key is not None:
             return self.users.get(key, (0,))
         return tuple(s for s, layers in enumerate(self.stages) if layer in layers)
 
     def layers_of(self, name: str) -> tuple[int, ...]:
-        """The layers whose files hold a parameter."""
+        """The layers whose files contain the parameter of this name."""
         key, layer, _ = split_name(name)
         return (layer,) if key is None else self.tied.get(key, ())
 
-    def cut(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
-        """The same layers on another number of stages; `firsts` are the first layers of each.
+    def split(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
+        """The same layers on `pp` stages; `firsts` are the first layers of each.
 
-        Raises `Unsupported` where the number changes and nobody says where to cut:
-        it is the training script that decides, and no file records it.
+        Raises `Unsupported` if the number of stages changes and `firsts` is None:
+        the training script decides where stages begin, and no file records it.
         """
         if firsts is None and pp == len(self.stages):
             return self
@@ -50,9 +50,9 @@ class Pipeline:
         firsts = (0,) if firsts is None and pp == 1 else firsts
         if firsts is None or len(firsts) != pp or list(firsts) != sorted(set(firsts)) or firsts[0] != 0:
             raise Unsupported(
-                f"where are {pp} pipeline stages to begin? The model has layers {layers[0]} to {layers[-1]}, "
-                "and the training script's partition_method decides",
-                hint="Say the first layer of each stage, such as --stages 0,4,8.",
+                f"the first layers of {pp} pipeline stages are not known: the model has layers {layers[0]} to "
+                f"{layers[-1]}, and the training script's partition_method decides",
+                hint="State the first layer of each stage, such as --stages 0,4,8.",
             )
         ends = (*firsts[1:], layers[-1] + 1)
         stages = tuple(tuple(n for n in layers if a <= n < b) for a, b in zip(firsts, ends, strict=True))
@@ -60,18 +60,18 @@ class Pipeline:
         users: dict[str, tuple[int, ...]] = {}
         for key, old in self.users.items():
             files = set(self.tied.get(key, ()))
-            held = {s for s, stage in enumerate(stages) if files & set(stage)}
+            new_users = {s for s, stage in enumerate(stages) if files & set(stage)}
             without = {s for s in old if not files & set(self.stages[s])}
-            if without or len(files) == 1:  # its other user has no file: the last layer of all, a function
+            if without or len(files) == 1:  # its other user is the last layer: a function, which has no file
                 if without - {last} or last not in old:
                     where = min(without - {last} or old)
                     raise Unsupported(f"tied module `{key}` is used on stage {where} by a layer without a file")
-                held.add(pp - 1)
-            users[key] = tuple(sorted(held))
+                new_users.add(pp - 1)
+            users[key] = tuple(sorted(new_users))
         return Pipeline(stages, self.tied, users)
 
     def to_json(self) -> dict[str, Value]:
-        """For the origin of a checkpoint."""
+        """The pipeline as JSON, for the origin of a checkpoint."""
         return {
             "stages": [list(stage) for stage in self.stages],
             "tied": {key: list(layers) for key, layers in self.tied.items()},
@@ -79,17 +79,17 @@ class Pipeline:
         }
 
 
-def pipeline_of(said: Value) -> Pipeline | None:
-    """A pipeline from its JSON; None if it is not one."""
-    if not isinstance(said, dict) or set(said) != {"stages", "tied", "users"}:
+def pipeline_of(fields: Value) -> Pipeline | None:
+    """The pipeline from its JSON; None if the value is no pipeline."""
+    if not isinstance(fields, dict) or set(fields) != {"stages", "tied", "users"}:
         return None
-    lists = [*said["stages"], *said["tied"].values(), *said["users"].values()]
+    lists = [*fields["stages"], *fields["tied"].values(), *fields["users"].values()]
     if not all(isinstance(one, list) and all(map(is_natural, one)) for one in lists):
         return None
     return Pipeline(
-        tuple(map(tuple, said["stages"])),
-        {key: tuple(layers) for key, layers in said["tied"].items()},
-        {key: tuple(stages) for key, stages in said["users"].items()},
+        tuple(map(tuple, fields["stages"])),
+        {key: tuple(layers) for key, layers in fields["tied"].items()},
+        {key: tuple(stages) for key, stages in fields["users"].items()},
     )
 
 
@@ -103,7 +103,7 @@ def split_name(name: str) -> tuple[str | None, int, str]:
 
 
 def find_pipeline(by_stage: Sequence[Sequence[str]], layer_of_tied: Mapping[str, Sequence[int]]) -> Pipeline:
-    """The pipeline whose stages have parameters of these names."""
+    """The pipeline whose stages have parameters of these names. `layer_of_tied` are layers by key of tied module."""
     stages: list[set[int]] = []
     users: dict[str, list[int]] = {}
     for number, names in enumerate(by_stage):
@@ -111,10 +111,10 @@ def find_pipeline(by_stage: Sequence[Sequence[str]], layer_of_tied: Mapping[str,
         stages.append({layer for key, layer, _ in split if key is None and layer >= 0})
         for key in dict.fromkeys(key for key, _, _ in split if key is not None):
             users.setdefault(key, []).append(number)
-    for key, held in users.items():
-        for layer, stage in zip(layer_of_tied.get(key, ()), held, strict=False):
+    for key, numbers in users.items():
+        for layer, stage in zip(layer_of_tied.get(key, ()), numbers, strict=False):
             stages[stage].add(layer)
     tied = {key: tuple(layers) for key, layers in layer_of_tied.items()}
     return Pipeline(
-        tuple(tuple(sorted(stage)) for stage in stages), tied, {key: tuple(held) for key, held in users.items()}
+        tuple(tuple(sorted(stage)) for stage in stages), tied, {key: tuple(numbers) for key, numbers in users.items()}
     )

@@ -1,4 +1,4 @@
-"""All that one model-parallel rank has, under the names of the model, in local shapes."""
+"""All parameters of one model-parallel rank, under the names of the model, in the shapes of the rank."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +16,13 @@ from ckpt_formats.engines.deepspeed.experts import is_expert
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED
 from ckpt_formats.engines.deepspeed.lookups import get
 from ckpt_formats.engines.deepspeed.optimizer_states import OptimizerStates
-from ckpt_formats.engines.deepspeed.stage0 import read_whole
+from ckpt_formats.engines.deepspeed.stage0 import read_numbered
 from ckpt_formats.engines.deepspeed.step import OpenedStep
 from ckpt_formats.engines.deepspeed.weights import (
     ModelTensors,
+    differing_buffers,
     model_dtype,
-    others_in,
-    own_buffers,
+    non_tensor_items,
     read_experts,
     read_layers,
     read_module,
@@ -37,61 +37,61 @@ Layers = Mapping[tuple[int, int], TorchFile]
 
 @dataclass(frozen=True)
 class RankState:
-    """What one model-parallel rank has."""
+    """The parameters and other items of one model-parallel rank."""
 
     parameters: Mapping[str, Parameter]
     groups: tuple[Group, ...]
     aliases: Mapping[str, str]
-    beside: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
-    """More items of each file, that are no tensors of the model."""
+    extra_items: Mapping[Path, Mapping[str, Value]] = field(default_factory=dict)
+    """By file: items that are no tensors of the model."""
     unknown: tuple[str, ...] = ()
-    """Tensors of the model in files of layers that no optimizer knows."""
+    """Names of tensors in files of layers that are in no optimizer."""
     by_order: bool = False
     """As in `OptimizerStates`."""
 
 
 def read_ranks(step: OpenedStep, order: Sequence[str] = ()) -> list[RankState]:
-    """All model-parallel ranks, in order. `order` names the parameters of an optimizer that numbers them."""
+    """The states of all model-parallel ranks, in order. `order` lists the names for an optimizer that numbers them."""
     modules = [read_module(step.models(mp), step.stage3) for mp in range(step.tp * step.pp)]
     experts = {key: step.files[path] for key, path in step.folder.experts.items()}
     layers = {key: step.files[path] for key, path in step.folder.layers.items()}
     optimized: list[OptimizerStates] = []
     for mp, module in enumerate(modules):
         module.tensors |= dict(read_experts(experts, mp))
-        before = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
-        optimized.append(_optimizer(step, mp, module, layers, before, order))
-    everywhere = {name for one in optimized for name in one.states}
+        earlier_names = {name for other in optimized[mp % step.tp :: step.tp] for name in other.states}
+        optimized.append(_optimizer(step, mp, module, layers, earlier_names, order))
+    known = {name for one in optimized for name in one.states}
     unknown: list[tuple[str, ...]] = []
     for mp, module in enumerate(modules):
-        found = read_layers(layers, mp % step.tp, sorted(everywhere))
-        unknown.append(tuple(n for n in found if mp < step.tp and n not in everywhere))
-        # A layer's file does not tell its stage; the optimizer does. What no optimizer has goes to the first.
-        mine = optimized[mp].states.keys()
-        module.tensors |= {n: t for n, t in found.items() if n in mine or (mp < step.tp and n not in everywhere)}
+        tensors = read_layers(layers, mp % step.tp, sorted(known))
+        unknown.append(tuple(n for n in tensors if mp < step.tp and n not in known))
+        # A layer's file does not state its stage; the optimizer does. Tensors in no optimizer go to the first stage.
+        own_names = optimized[mp].states.keys()
+        module.tensors |= {n: t for n, t in tensors.items() if n in own_names or (mp < step.tp and n not in known)}
     return [
-        replace(_rank(step, module, one), beside=_beside(step, mp, one, layers), unknown=unknown[mp])
+        replace(_rank(step, module, one), extra_items=_extra_items(step, mp, one, layers), unknown=unknown[mp])
         for mp, (module, one) in enumerate(zip(modules, optimized, strict=True))
     ]
 
 
-def _beside(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
-    """What a rank's files hold beside tensors of the model and elements of flat buffers."""
+def _extra_items(step: OpenedStep, mp: int, optimized: OptimizerStates, layers: Layers) -> dict[Path, dict[str, Value]]:
+    """By file: the items of a rank that are neither tensors of the model nor parts of flat buffers."""
     files = step.models(mp)
-    found: dict[Path, dict[str, Value]] = {path: {UNPLACED: held} for path, held in optimized.unplaced.items()}
-    buffers = own_buffers(files) if step.stage3 else {}
+    by_file: dict[Path, dict[str, Value]] = {path: {UNPLACED: states} for path, states in optimized.unplaced.items()}
+    buffers = differing_buffers(files) if step.stage3 else {}
     for file in files:
-        items = others_in(file)
+        items = non_tensor_items(file)
         if file.path in buffers:
             items[BUFFERS] = buffers[file.path]
-        found.setdefault(file.path, {}).update(items)
+        by_file.setdefault(file.path, {}).update(items)
     experts = (step.files[path] for (rank, _, _), path in step.folder.experts.items() if rank == mp)
     of_layers = ((f"{n}.", file) for (n, tp), file in layers.items() if tp == mp and mp < step.tp)
-    for prefix, file in (*((_IN_EXPERTS, file) for file in experts), *of_layers):
-        found[files[0].path].update(others_in(file, prefix))
-    return found
+    for prefix, file in (*((_EXPERT_PREFIX, file) for file in experts), *of_layers):
+        by_file[files[0].path].update(non_tensor_items(file, prefix))
+    return by_file
 
 
-_IN_EXPERTS = "experts."
+_EXPERT_PREFIX = "experts."
 
 
 def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -> RankState:
@@ -110,21 +110,21 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
                 }
             elif name in tensors:
                 states[MODEL] = tensors[name]
-            elif step.stage3:  # stores no copy: it is the master, rounded
+            elif step.stage3:  # stage 3 stores no copy of the model: it is the rounded master
                 states[MODEL] = Tensor.of(DerivedBlob(Rounded(), states[MASTER], dtype))
             else:
                 raise Incomplete(
                     f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
                 )
             if MASTER in states and states[MASTER].shape != states[MODEL].shape:
-                raise _contradiction(step, name, f"{list(states[MASTER].shape)} to the optimizer", states[MODEL].shape)
+                raise _contradiction(step, name, f"{list(states[MASTER].shape)} in the optimizer", states[MODEL].shape)
             parameters[name] = Parameter(name, "parameter", states, optimized.values[name])
         elif name in tensors and (name in weights.buffers or weights.may_be_frozen(name)):
             role: Role = "buffer" if name in weights.buffers else "frozen"
             parameters[name] = Parameter(name, role, {MODEL: tensors[name]})
         elif name not in weights.aliases:
             raise Corrupt(
-                f"`{name}` is in the model, but neither trained nor frozen nor a buffer",
+                f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer",
                 where=step.folder.path,
                 hint="Files of several runs may be mixed.",
             )
@@ -134,13 +134,18 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
 _ALL = "Copy the files of all ranks into one folder."
 
 
-def _contradiction(step: OpenedStep, name: str, said: str, found: Shape) -> Corrupt:
-    what = f"`{name}` has the shape {said}, but {list(found)} in the model"
-    return Corrupt(what, where=step.folder.path, hint="Files of several runs may be mixed.")
+def _contradiction(step: OpenedStep, name: str, stated: str, shape: Shape) -> Corrupt:
+    message = f"`{name}` has the shape {stated}, but {list(shape)} in the model"
+    return Corrupt(message, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
 def _optimizer(
-    step: OpenedStep, mp: int, module: ModelTensors, layer_files: Layers, before: Container[str], order: Sequence[str]
+    step: OpenedStep,
+    mp: int,
+    module: ModelTensors,
+    layer_files: Layers,
+    earlier_names: Container[str],
+    order: Sequence[str],
 ) -> OptimizerStates:
     model, optims = step.models(mp)[0], step.optims(mp)
     if step.stage3:
@@ -149,7 +154,7 @@ def _optimizer(
         return read_groups(_shapes(step, mp, layer_files), optims, step.config)
     if model.root.get("param_shapes") is not None:
         raise Incomplete(
-            "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has them",
+            "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has such files",
             where=step.folder.path,
             hint=_ALL,
         )
@@ -157,12 +162,12 @@ def _optimizer(
     tensors = {
         n: t for n, t in (layers or module.tensors).items() if n not in module.buffers and n not in module.aliases
     }
-    named = [NamedTensor(name, tensor) for name, tensor in tensors.items() if name not in before]
+    named = [NamedTensor(name, tensor) for name, tensor in tensors.items() if name not in earlier_names]
     if step.folder.expert_optim:
         return _by_expert_rank(step, mp, named, order)
     if model.root.get("optimizer") is None:
         return OptimizerStates()
-    return read_whole(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
+    return read_numbered(model, get(model.root, "optimizer", dict, model.path), named, order=order, skips=not layers)
 
 
 def _shapes(step: OpenedStep, mp: int, layer_files: Layers) -> list[dict[str, Shape]]:
@@ -175,7 +180,7 @@ def _shapes(step: OpenedStep, mp: int, layer_files: Layers) -> list[dict[str, Sh
 
 
 def _by_expert_rank(step: OpenedStep, mp: int, named: Sequence[NamedTensor], order: Sequence[str]) -> OptimizerStates:
-    """Stage 0 with experts: each expert-parallel rank has the whole optimizer, with its own experts."""
+    """Stage 0 with experts: the file of each expert-parallel rank has the common parameters and its own experts."""
     paths = [path for (rank, _), path in sorted(step.folder.expert_optim.items()) if rank == mp]
     common = [one for one in named if not is_expert(one.name)]
     experts = [one for one in named if is_expert(one.name)]
@@ -191,11 +196,11 @@ def _by_expert_rank(step: OpenedStep, mp: int, named: Sequence[NamedTensor], ord
             count = len(numbers) // len(paths)
             own += [one for number in numbers[e * count : (e + 1) * count] for one in by_number[number]]
         file = step.files[path]
-        found = read_whole(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
-        for name, states in found.states.items():
-            seen = merged.states.get(name)
-            merged.states[name] = {s: with_replicas([seen[s], t]) for s, t in states.items()} if seen else states
-            merged.values.setdefault(name, found.values[name])
-        groups = zip(merged.groups or [Group(g.options, ()) for g in found.groups], found.groups, strict=True)
+        optimizer = read_numbered(file, get(file.root, "optimizer", dict, path), [*common, *own], order=order)
+        for name, states in optimizer.states.items():
+            earlier = merged.states.get(name)
+            merged.states[name] = {s: with_replicas([earlier[s], t]) for s, t in states.items()} if earlier else states
+            merged.values.setdefault(name, optimizer.values[name])
+        groups = zip(merged.groups or [Group(g.options, ()) for g in optimizer.groups], optimizer.groups, strict=True)
         merged.groups = [Group(a.options, tuple(dict.fromkeys((*a.names, *b.names)))) for a, b in groups]
     return merged

@@ -1,4 +1,4 @@
-"""One step of a DeepSpeed run with all its files opened: headers only."""
+"""One step of a DeepSpeed run with all its files opened. Only headers are read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ckpt_formats.engines.deepspeed.folder import Folder
 
 @dataclass(frozen=True)
 class OpenedStep:
-    """The files of one step, and the degrees they were written at. `mp_rank = pp_rank * tp + tp_rank`."""
+    """The files of one step, and the parallel degrees of the run. `mp_rank = pp_rank * tp + tp_rank`."""
 
     folder: Folder
     files: Mapping[Path, TorchFile]
@@ -30,44 +30,45 @@ class OpenedStep:
 
     @property
     def stage3(self) -> bool:
+        """Is the checkpoint of ZeRO stage 3?"""
         return bool(self.folder.model3)
 
     @property
     def config(self) -> Mapping[str, Value]:
         """The run's configuration."""
-        found = self.first.root.get("ds_config")
-        return found if isinstance(found, dict) else {}
+        config = self.first.root.get("ds_config")
+        return config if isinstance(config, dict) else {}
 
     def models(self, mp: int) -> list[TorchFile]:
-        """The model file of a model-parallel rank; with stage 3, one for each data-parallel rank."""
+        """The model file of a model-parallel rank; at stage 3, the files of its data-parallel ranks, in order."""
         return [self.files[path] for path in _models(self.folder, mp)]
 
     def optims(self, mp: int) -> list[TorchFile]:
-        """The optimizer files of a model-parallel rank, by data-parallel rank; none in stage 0."""
+        """The optimizer files of a model-parallel rank, in the order of data-parallel ranks; none at stage 0."""
         return [self.files[path] for (rank, _), path in sorted(self.folder.optim.items()) if rank == mp]
 
 
 def open_step(folder: Folder) -> OpenedStep:
-    """Open all files. Raises `Incomplete`, `Corrupt` if they are not of one step and one run."""
+    """Open all files. Raises `Incomplete` or `Corrupt` if they are not the files of one step of one run."""
     paths = [path for path, *_ in _roles(folder)]
     files = dict(zip(paths, in_threads(open_file, paths), strict=True))
     for path, file in files.items():
         if not isinstance(file.root, dict):
-            raise Corrupt("a file of a DeepSpeed checkpoint holds a mapping", where=path)
+            raise Corrupt("expected a mapping, as in every file of a DeepSpeed checkpoint", where=path)
     models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
     check_files(folder, files, models)
     return OpenedStep(folder, files, *_degrees(folder, models[0]))
 
 
-def shards(step: OpenedStep) -> Iterator[SourceFile]:
-    """Every file, with its rank."""
+def source_files(step: OpenedStep) -> Iterator[SourceFile]:
+    """Every file of the step, with its role and its rank."""
     for path, role, mp, more in _roles(step.folder):
         rank = {} if mp is None else {"pp": mp // step.tp, "tp": mp % step.tp}
         yield SourceFile(path, path.stat().st_size, role, {**rank, **more})
 
 
 def rank_name(path: Path) -> str:
-    """A file's rank as its name has it: `zero_pp_rank_1_mp_rank_00`."""
+    """The part of a file's name that states its rank, such as `zero_pp_rank_1_mp_rank_00`."""
     return path.name.removesuffix("_model_states.pt").removesuffix("_optim_states.pt").removeprefix("bf16_")
 
 
@@ -93,7 +94,7 @@ def _models(folder: Folder, mp: int) -> list[Path]:
 
 
 def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel degree. Files before DeepSpeed 0.16 do not state them; their names tell."""
+    """(tensor-parallel, pipeline-parallel) degree. Files of DeepSpeed before 0.16 do not state it; their names do."""
     stated = first.root.get("checkpoint_parallel_dimensions")
     if isinstance(stated, dict) and is_natural(stated.get("tp_degree")) and is_natural(stated.get("pp_degree")):
         tp, pp = stated["tp_degree"], stated["pp_degree"]
@@ -102,16 +103,17 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
         pp = -(-folder.mp // tp)
     if tp * pp != folder.mp:
         raise Incomplete(
-            f"{tp} tensor-parallel by {pp} pipeline ranks make {tp * pp} model-parallel ones, {folder.mp} are here",
+            f"{tp} tensor-parallel by {pp} pipeline ranks are {tp * pp} model-parallel ranks, but {folder.mp} are here",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )
     for layer in dict.fromkeys(layer for layer, _ in folder.layers):
         ranks = {rank for number, rank in folder.layers if number == layer}
-        if odd := sorted(ranks ^ set(range(tp))):
-            what = "missing" if odd[0] < tp else "of no such rank"
+        if wrong_ranks := sorted(ranks ^ set(range(tp))):
+            problem = "missing" if wrong_ranks[0] < tp else "of a rank that does not exist"
             raise Incomplete(
-                f"layer_{layer:02}-model_{odd[0]:02}-model_states.pt is {what}; there are {tp} tensor-parallel ranks",
+                f"layer_{layer:02}-model_{wrong_ranks[0]:02}-model_states.pt is {problem}: "
+                f"there are {tp} tensor-parallel ranks",
                 where=folder.path,
                 hint="Copy the files of all ranks into one folder.",
             )

@@ -1,4 +1,4 @@
-"""The model's own tensors: weights in the model's precision, frozen parameters, buffers, and which are tied."""
+"""Read the model's tensors: weights in the model's precision, frozen parameters, buffers, and names of tied weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from ckpt_formats.core.tensor import FileBlob, Tensor, read, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, tensor, vector
-from ckpt_formats.engines.deepspeed.zero3 import sliced
+from ckpt_formats.engines.deepspeed.zero3 import from_slices
 
-_MOST_COMPARED = 1 << 20
+_MAX_COMPARED_BYTES = 1 << 20
 """Bytes of a buffer that are read to compare ranks."""
 
 
 @dataclass
 class ModelTensors:
-    """Tensors by name, in the local shape of one model-parallel rank."""
+    """Tensors by name, in the shapes of one model-parallel rank."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
@@ -30,14 +30,15 @@ class ModelTensors:
     order: list[str] = field(default_factory=list)
     """The module's own order of names."""
     frozen: frozenset[str] | None = None
-    """The names of frozen parameters, where the file lists them."""
+    """The names of frozen parameters; None if the file does not list them."""
 
     def may_be_frozen(self, name: str) -> bool:
+        """Does no list of frozen parameters exclude this name?"""
         return self.frozen is None or name in self.frozen or name not in self.order
 
 
 def model_dtype(config: Mapping[str, Value]) -> DType:
-    """The precision the model computes in, as the run's configuration has it."""
+    """The type of the model's weights, from the run's configuration."""
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = config.get(key)
         if isinstance(section, dict) and section.get("enabled"):
@@ -46,38 +47,40 @@ def model_dtype(config: Mapping[str, Value]) -> DType:
 
 
 def read_module(files: Sequence[TorchFile], stage3: bool) -> ModelTensors:
-    """What the model files of one model-parallel rank hold: one file, or with stage 3 that of every rank."""
+    """The tensors of one model-parallel rank, from its model file or, at stage 3, one file per data-parallel rank."""
     file = files[0]
-    found = ModelTensors()
+    model = ModelTensors()
     module = file.root.get("module") or {}
     buffers = {str(name) for name in file.root.get("buffer_names") or ()}
     for name, value in _tensors(module):
-        found.order.append(name)
+        model.order.append(name)
         if stage3 and name not in buffers and not value.size:
-            continue  # stage 3 leaves an empty place holder
-        found.tensors[name] = tensor(value, file.path)
+            continue  # stage 3 stores an empty placeholder
+        model.tensors[name] = tensor(value, file.path)
         if name in buffers:
-            found.buffers.add(name)
+            model.buffers.add(name)
     frozen = file.root.get("frozen_param_shapes")
-    found.frozen = None if frozen is None else frozenset(map(str, frozen))
+    model.frozen = None if frozen is None else frozenset(map(str, frozen))
     for name, listed in (frozen or {}).items():
         shape = shape_of(listed, file.path)
         if stage3:
             slices = [vector(get(f.root["frozen_param_fragments"], name, object, f.path), f.path) for f in files]
-            found.tensors[str(name)] = sliced(shape, slices) if prod(shape) else Tensor(shape, slices[0].dtype, ())
+            model.tensors[str(name)] = from_slices(shape, slices) if prod(shape) else Tensor(shape, slices[0].dtype, ())
         else:
-            _check_frozen(found, str(name), shape, file)
-    found.aliases = {str(a): str(b) for a, b in (file.root.get("shared_params") or {}).items() if a != b}
+            _check_frozen(model, str(name), shape, file)
+    model.aliases = {str(a): str(b) for a, b in (file.root.get("shared_params") or {}).items() if a != b}
     if file.root.get("shared_params") is None:
-        found.aliases = _shared(found)
-    return found
+        model.aliases = _shared(model)
+    return model
 
 
-def _check_frozen(found: ModelTensors, name: str, shape: Shape, file: TorchFile) -> None:
-    """Before stage 3 a frozen parameter is in the module, and again among the fragments: the same values twice."""
+def _check_frozen(model: ModelTensors, name: str, shape: Shape, file: TorchFile) -> None:
+    """Before stage 3, check a frozen parameter, which is stored twice: in the module and among the fragments."""
     fragments = file.root.get("frozen_param_fragments")
-    again = fragments.get(name) if isinstance(fragments, dict) else None
-    copies = [one for one in (found.tensors.get(name), tensor(again, file.path) if is_tensor(again) else None) if one]
+    fragment = fragments.get(name) if isinstance(fragments, dict) else None
+    copies = [
+        one for one in (model.tensors.get(name), tensor(fragment, file.path) if is_tensor(fragment) else None) if one
+    ]
     for one in copies:
         if one.shape != shape or one.dtype != copies[0].dtype:
             raise Corrupt(
@@ -86,76 +89,76 @@ def _check_frozen(found: ModelTensors, name: str, shape: Shape, file: TorchFile)
                 where=file.path,
             )
     if copies:
-        distinct = len(copies) == 2 and _place(copies[0]) != _place(copies[1])
-        found.tensors[name] = with_replicas(copies) if distinct else copies[0]
+        distinct = len(copies) == 2 and _file_blob(copies[0]) != _file_blob(copies[1])
+        model.tensors[name] = with_replicas(copies) if distinct else copies[0]
 
 
-def others_in(file: TorchFile, prefix: str = "") -> dict[str, Value]:
-    """What a model's or layer's state dict holds that is no tensor, such as the extra states of its modules."""
+def non_tensor_items(file: TorchFile, prefix: str = "") -> dict[str, Value]:
+    """The items of a model's or layer's state dict that are no tensors, such as the extra states of its modules."""
     module = file.root if prefix else file.root.get("module") or {}
     return {f"{prefix}{name}": value for name, value in module.items() if not is_tensor(value)}
 
 
-def own_buffers(files: Sequence[TorchFile]) -> dict[Path, dict[str, Value]]:
-    """Stage 3: the buffers that a data-parallel rank has otherwise than the first, such as running means."""
+def differing_buffers(files: Sequence[TorchFile]) -> dict[Path, dict[str, Value]]:
+    """By file, at stage 3: the buffers of a rank that differ from the first rank's, such as running means."""
     buffers = {str(name) for name in files[0].root.get("buffer_names") or ()}
     first = dict(_tensors(files[0].root.get("module") or {}))
-    found: dict[Path, dict[str, Value]] = {}
+    differing: dict[Path, dict[str, Value]] = {}
     with Reader(check=False) as reader:
         for file in files[1:]:
             own = dict(_tensors(file.root.get("module") or {}))
             for name in sorted(buffers & own.keys()):
                 if name not in first or not _equal(first[name], own[name], files[0], file, reader):
-                    found.setdefault(file.path, {})[name] = own[name]
-    return found
+                    differing.setdefault(file.path, {})[name] = own[name]
+    return differing
 
 
 def _equal(one: Value, other: Value, first: TorchFile, file: TorchFile, reader: Reader) -> bool:
-    """The same values? Large ones are compared by their checksums, and without any count as different."""
+    """Have two tensors the same values? Large ones are compared by checksum; without a checksum they are different."""
     a, b = tensor(one, first.path), tensor(other, file.path)
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if a.nbytes <= _MOST_COMPARED:
+    if a.nbytes <= _MAX_COMPARED_BYTES:
         return read(a, reader).tobytes() == read(b, reader).tobytes()
-    seals = [raw.seal if raw is not None else None for raw in map(_place, (a, b))]
-    marks = {(seal.kind, seal.digest) for seal in seals if seal is not None and seal.nbytes == a.nbytes}
-    return None not in seals and len(marks) == 1
+    seals = [raw.seal if raw is not None else None for raw in map(_file_blob, (a, b))]
+    digests = {(seal.kind, seal.digest) for seal in seals if seal is not None and seal.nbytes == a.nbytes}
+    return None not in seals and len(digests) == 1
 
 
 def read_layers(files: Mapping[tuple[int, int], TorchFile], tp_rank: int, names: Sequence[str]) -> dict[str, Tensor]:
-    """Pipeline layers, by the optimizer's names."""
-    found: dict[str, Tensor] = {}
+    """The tensors of pipeline layers, by the optimizer's `names`."""
+    tensors: dict[str, Tensor] = {}
     tied = {layer: key for key, layers in tied_layers(files, names).items() for layer in layers}
     for (layer, rank), file in sorted(files.items()):
         if rank == tp_rank:
             prefix = f"tied_modules.{tied[layer]}" if layer in tied else str(layer)
             for key, value in _tensors(file.root):
                 name = f"{prefix}.{key}"
-                kept = name if name in names or layer not in tied else f"{layer}.{key}"
-                found.setdefault(kept, tensor(value, file.path))
-    return found
+                stored_name = name if name in names or layer not in tied else f"{layer}.{key}"
+                tensors.setdefault(stored_name, tensor(value, file.path))
+    return tensors
 
 
 def tied_layers(files: Mapping[tuple[int, int], TorchFile], names: Sequence[str]) -> dict[str, list[int]]:
-    """Which layers are which tied module. A layer's file does not tell; its keys do, beside those of the optimizer."""
+    """The layers of each tied module. A layer's file does not state it; its keys are compared with the optimizer's."""
     plain = {name.partition(".")[0] for name in names}
     tied: dict[str, set[str]] = {}
     for name in names:
         if name.startswith("tied_modules.") and name.count(".") > 1:
             _, key, rest = name.split(".", 2)
             tied.setdefault(key, set()).add(rest)
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for (layer, rank), file in sorted(files.items()):
         if rank == 0 and str(layer) not in plain:
             keys = {key for key, _ in _tensors(file.root)}
             module = next((key for key, rests in tied.items() if rests <= keys), None)
             if module is not None:
-                found.setdefault(module, []).append(layer)
-    return found
+                layers.setdefault(module, []).append(layer)
+    return layers
 
 
 def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the experts, under their global numbers."""
+    """The weights of the experts of a rank, by name. The names have the numbers of experts in the model."""
     for (mp, _, _), file in sorted(files.items()):
         if mp == mp_rank:
             for name, value in _tensors(file.root):
@@ -163,13 +166,13 @@ def read_experts(files: Mapping[tuple[int, int, int], TorchFile], mp_rank: int) 
 
 
 def with_aliases(weights: ModelTensors) -> dict[str, Tensor]:
-    """The tensors without their other names, whose copies, where they are copies, are kept for comparison."""
-    kept = {name: one for name, one in weights.tensors.items() if name not in weights.aliases}
+    """The tensors without those of aliases. If an alias has a copy of its own, it becomes a replica to compare."""
+    tensors = {name: one for name, one in weights.tensors.items() if name not in weights.aliases}
     for alias, name in weights.aliases.items():
-        copy, real = weights.tensors.get(alias), kept.get(name)
-        if copy is not None and real is not None and _place(copy) != _place(real) and copy.shape == real.shape:
-            kept[name] = with_replicas([real, copy])
-    return kept
+        copy, real = weights.tensors.get(alias), tensors.get(name)
+        if copy is not None and real is not None and _file_blob(copy) != _file_blob(real) and copy.shape == real.shape:
+            tensors[name] = with_replicas([real, copy])
+    return tensors
 
 
 def _tensors(module: Value) -> Iterator[tuple[str, Value]]:
@@ -179,15 +182,15 @@ def _tensors(module: Value) -> Iterator[tuple[str, Value]]:
 
 
 def _shared(weights: ModelTensors) -> dict[str, str]:
-    """Names that lie on the same bytes as an earlier name."""
+    """Names whose tensors are the same bytes as those of an earlier name, with that name."""
     first: dict[object, str] = {}
     aliases = {}
     for name, one in weights.tensors.items():
-        if one.size and (place := _place(one)) is not None and first.setdefault(place, name) != name:
-            aliases[name] = first[place]
+        if one.size and (blob := _file_blob(one)) is not None and first.setdefault(blob, name) != name:
+            aliases[name] = first[blob]
     return aliases
 
 
-def _place(one: Tensor) -> FileBlob | None:
+def _file_blob(one: Tensor) -> FileBlob | None:
     blob = one.fragments[0].blob if one.fragments else None
     return blob if isinstance(blob, FileBlob) else None

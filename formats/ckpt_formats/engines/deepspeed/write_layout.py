@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Goal, Group, Parameter
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, pipeline_of
-from ckpt_formats.engines.deepspeed.rules import ORIGIN, rules_of
+from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 
 _HALVES = ("float16", "bfloat16")
 
@@ -75,17 +75,38 @@ class WriteLayout:
         return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
 
 
-def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """How a checkpoint is laid out over ranks. None: as the source is."""
+
+    dp: int | None = None
+    """Data-parallel ranks."""
+    tp: int | None = None
+    """Tensor-parallel ranks; rules must say how tensors are sharded over them."""
+    pp: int | None = None
+    """Pipeline stages."""
+    stages: tuple[int, ...] | None = None
+    """The first layer of each pipeline stage."""
+    zero: int | None = None
+    """The ZeRO stage, 0 to 3."""
+    vocab_rows: int | None = None
+    """Rows of the vocabulary's tables with their padding."""
+    rules: tuple[Rule, ...] = ()
+    """The user's, before those of the source."""
+
+
+def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
-    said, degrees = source.origin.layout, goal.degrees
-    stage = _first(degrees.zero, said.get("zero_stage"), 1)
-    dp = _first(degrees.dp, said.get("dp"), 1)
-    tp = _first(degrees.tp, said.get("tp"), 1)
-    pp = _first(degrees.pp, said.get("pp"), 1)
+    said = source.origin.layout
+    stage = _first(options.zero, said.get("zero_stage"), 1)
+    dp = _first(options.dp, said.get("dp"), 1)
+    tp = _first(options.tp, said.get("tp"), 1)
+    stated = len(options.stages) if options.stages and options.pp is None else options.pp
+    pp = _first(stated, said.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
         raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
-    target = layout_at(source, goal, stage, dp, tp)
-    pipeline = _pipeline(source, pp, degrees.stages)
+    target = layout_at(source, options.rules, options.vocab_rows, stage, dp, tp)
+    pipeline = _pipeline(source, pp, options.stages)
     if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
         raise Unsupported(
             f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
@@ -94,7 +115,9 @@ def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
     return replace(target, pp=pp, pipeline=pipeline)
 
 
-def layout_at(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> WriteLayout:
+def layout_at(
+    source: Checkpoint, own: Sequence[Rule], vocab_rows: int | None, stage: int, dp: int, tp: int
+) -> WriteLayout:
     """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
     _check_kind(source)
     _check_options(source)
@@ -102,11 +125,11 @@ def layout_at(source: Checkpoint, goal: Goal, stage: int, dp: int, tp: int) -> W
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
     info = source.extras.get(ORIGIN)
-    rules = (*goal.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
+    rules = (*own, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
     layout = Layout(tuple(rule for rule in rules if rule.how != "blocks" or len(rule.blocks) == tp))
     for name in source.parameters if tp > 1 else ():
         layout.rule(name)
-    return WriteLayout(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, goal.vocab_rows)
+    return WriteLayout(source, stage, dp, tp, 1, dtype, _config(source, stage, dtype), layout, None, vocab_rows)
 
 
 def _first(*values: Any) -> int:
@@ -116,7 +139,7 @@ def _first(*values: Any) -> int:
 def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
     found = pipeline_of(source.origin.layout.get("pipeline"))
     if found is not None:
-        return found.cut(pp, firsts)
+        return found.split(pp, firsts)
     if pp > 1 or firsts:
         raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
     return None

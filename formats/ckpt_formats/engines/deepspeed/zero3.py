@@ -1,4 +1,4 @@
-"""ZeRO stage 3: every parameter cut over all ranks, the pieces of a sub-group laid end to end on each."""
+"""Read ZeRO stage 3: every parameter is split over all ranks; a rank stores its slices of a sub-group in one vector."""
 
 from collections.abc import Sequence
 from math import prod
@@ -17,32 +17,36 @@ from ckpt_formats.engines.deepspeed.optimizer_states import (
     check_count,
     check_options,
     options_of,
-    sort_state,
+    split_state,
 )
 from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import MIXED
 
 
 def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerStates:
-    """Masters and optimizer state of one model-parallel rank, from the files of its data-parallel ranks in order."""
-    found = OptimizerStates()
+    """The optimizer states of one model-parallel rank, from the files of its data-parallel ranks in order.
+
+    Raises `Corrupt` if the files contradict each other or the shapes in `model`.
+    """
+    optimizer = OptimizerStates()
     outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
     for root, file in zip(outer, optims, strict=True):
         if (count := get(root, "partition_count", int, file.path)) != len(optims):
             raise Corrupt(
-                f"the optimizer was cut over {count} ranks, but files of {len(optims)} are here",
+                f"the optimizer was split over {count} ranks, but files of {len(optims)} are here",
                 where=file.path,
-                hint="Files are missing, or of runs on different numbers of GPUs.",
+                hint="Files are missing, or they are from runs on different numbers of GPUs.",
             )
     sub_groups = stated_shapes(model)
     for root, file in zip(outer, optims, strict=True):
         check_count("masters", len(get(root, "fp32_flat_groups", list, file.path)), len(sub_groups), file)
     for root, file in zip(inner, optims, strict=True):
-        odd = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
-        if odd is not None:
+        unknown = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
+        if unknown is not None:
             raise Corrupt(
-                f"the optimizer has a state of sub-group {str(odd)[:20]}, but `param_shapes` lists {len(sub_groups)}",
+                f"the optimizer has a state of sub-group {str(unknown)[:20]}, "
+                f"but `param_shapes` lists {len(sub_groups)}",
                 where=file.path,
                 hint=MIXED,
             )
@@ -52,47 +56,52 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
             for root, file in zip(outer, optims, strict=True)
         ]
         states = [get(root, "state", dict, file.path).get(s, {}) for root, file in zip(inner, optims, strict=True)]
-        state = sort_state(states, optims)
+        state = split_state(states, optims)
         length = sum(chunk(prod(shape), len(optims)) for shape in shapes.values())
         vectors = {MASTER: masters}
         for key, values in state.vectors.items():
-            held = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
-            if key not in ELEMENTWISE and any(v.shape[0] != length for v in held):
+            per_rank = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
+            if key not in ELEMENTWISE and any(v.shape[0] != length for v in per_rank):
                 for value, file in zip(values, optims, strict=True):
-                    found.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
+                    optimizer.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
             else:
-                vectors[key] = held
+                vectors[key] = per_rank
         at = 0
         for name, shape in shapes.items():
             size = chunk(prod(shape), len(optims))
-            found.states[name] = {
-                **{key: sliced(shape, [v.flat(at, at + size) for v in every]) for key, every in vectors.items()},
+            optimizer.states[name] = {
+                **{
+                    key: from_slices(shape, [v.flat(at, at + size) for v in by_rank])
+                    for key, by_rank in vectors.items()
+                },
                 **state.scalars,
             }
-            found.values[name] = dict(state.values)
+            optimizer.values[name] = dict(state.values)
             at += size
-        for every in vectors.values():
-            for v, file in zip(every, optims, strict=True):
+        for by_rank in vectors.values():
+            for v, file in zip(by_rank, optims, strict=True):
                 if v.shape[0] != at:
                     raise Corrupt(
-                        f"sub-group {s} holds {v.shape[0]} elements of this rank, its parameters {at}", where=file.path
+                        f"sub-group {s} has {v.shape[0]} elements on this rank, but its parameters {at}",
+                        where=file.path,
                     )
     groups = get(inner[0], "param_groups", list, optims[0].path)
-    others = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
-    for g in range(max(map(len, others))):
+    listed_groups = [get(root, "param_groups", list, file.path) for root, file in zip(inner, optims, strict=True)]
+    for g in range(max(map(len, listed_groups))):
         options = [
-            options_of(get(listed, g, dict, file.path), file.path) for listed, file in zip(others, optims, strict=True)
+            options_of(get(listed, g, dict, file.path), file.path)
+            for listed, file in zip(listed_groups, optims, strict=True)
         ]
         check_options(options, optims, g)
     for group in groups:
         listed = group.get("params") if isinstance(group, dict) else None
         members = range(len(sub_groups)) if len(groups) == 1 else listed or ()
         names = tuple(name for s in members for name in get(sub_groups, s, dict, optims[0].path))
-        found.groups.append(Group(options_of(group, optims[0].path), names))
-    return found
+        optimizer.groups.append(Group(options_of(group, optims[0].path), names))
+    return optimizer
 
 
-def sliced(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
-    """A tensor of the equal slices that all ranks hold, the last of them padded."""
+def from_slices(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
+    """A tensor of this shape from the slices of all ranks, (n,) each, with padding after the last element."""
     size = slices[0].shape[0]
-    return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, piece) for rank, piece in enumerate(slices)])
+    return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, part) for rank, part in enumerate(slices)])

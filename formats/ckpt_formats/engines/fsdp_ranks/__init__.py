@@ -17,21 +17,22 @@ carried          everything else
 
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Format, Origin, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.fsdp_ranks.extras import apart, collect_extras
-from ckpt_formats.engines.fsdp_ranks.folder import Folder, holds_own_names, is_rank_file, list_folder
+from ckpt_formats.engines.fsdp_ranks.extras import collect_extras, with_rank_items
+from ckpt_formats.engines.fsdp_ranks.folder import Folder, has_script_names, is_rank_file, list_folder
 from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves
 from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
-from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_in, shapes_stated
-from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, merge_optimizer, names_in_groups, took_order
+from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_in, stated_shapes
+from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, matched_by_order, merge_optimizer, names_in_groups
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.engines.fsdp_ranks.sections import Files, merged_extras, sorted_files
 from ckpt_formats.engines.fsdp_ranks.unwrap import unwrapping
@@ -48,7 +49,7 @@ class FsdpRanks(Format):
             if path.is_file():
                 return is_rank_file(path.name)
             names = [entry.name for entry in path.iterdir()]
-            return any(map(is_rank_file, names)) or holds_own_names(names)
+            return any(map(is_rank_file, names)) or has_script_names(names)
         except OSError:
             return False
 
@@ -76,22 +77,22 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
         )
     shapes, listed = dict[str, Shape](), options.order
     if any(is_flat(name) for tree in models.values() for name in tree):
-        shapes = shapes_stated(optimizers) | shapes_in(options.shapes)
+        shapes = stated_shapes(optimizers) | shapes_in(options.shapes)
         listed = listed or names_in_groups(optimizers)
     merge = RankMerge()
     model = merge_model(models, merge, shapes, listed, folder.path)
     root: dict[str, Value] = {"model": model}
     rest, shared = merged_extras(files.get("extra", {}))
-    extra = collect_extras(rest, merge.apart) | shared
+    extra = collect_extras(rest, merge.differing) | shared
     if optimizers:
         order = options.orders.get("optim", options.order)
-        optimizer = merge_optimizer(optimizers, model, merge.spread, order)
+        optimizer = merge_optimizer(optimizers, model, merge.sharded, order)
         if optimizer is None:
             notices.append(Notice(UNNAMED, weight=Weight.LOST))
-            extra = apart(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
+            extra = with_rank_items(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
         else:
             root["optim"] = optimizer
-            if not order and took_order(optimizers, optimizer, model):
+            if not order and matched_by_order(optimizers, optimizer, model):
                 notices.append(Notice(BY_ORDER, ("optim",), Weight.UNSURE))
             _check_one_step(optimizer, folder)
     state = training_state(root, folder.path, options.order, options.orders, carried=extra)

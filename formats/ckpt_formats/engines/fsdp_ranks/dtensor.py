@@ -1,6 +1,6 @@
-"""`DTensor`s: one rank's block of a tensor, and a description of how all ranks' blocks make the whole.
+"""Read `DTensor`s: one rank's block of a tensor, and a description of the blocks of all ranks.
 
-Saved as `_rebuild_wrapper_subclass(DTensor, dtype, shape, ...)` with the state
+They are saved as `_rebuild_wrapper_subclass(DTensor, dtype, shape, ...)` with the state
 `{_local_tensor, _spec: DTensorSpec{mesh, placements, tensor_meta, shard_order}}`.
 
 Source: torch.distributed.tensor, _dtensor_spec.py, placement_types.py and _utils.py, 2.4 to 2.13.
@@ -18,108 +18,115 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.engines.fsdp_ranks.lookups import attribute, numbers, parts
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh, mesh_of
-from ckpt_formats.engines.fsdp_ranks.placement import Placement, PlacementSpec, RankBlock, cut, cut_first
+from ckpt_formats.engines.fsdp_ranks.placement import (
+    Placement,
+    PlacementSpec,
+    RankBlock,
+    block_of_rank,
+    without_strides,
+)
 
-_MOST_FACTOR = 1 << 20
+_MAX_SPLIT_FACTOR = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DTensor:
-    """What one rank holds."""
+    """One rank's block of a tensor, and the placements of the tensor on the mesh."""
 
     spec: PlacementSpec
-    local: TensorRef
+    shard: TensorRef
 
 
 @dataclass(frozen=True)
 class MeshCache:
-    """The meshes of one rank's file. Its tensors share few of them, and each is decoded once."""
+    """The meshes of one rank's file. Many tensors share one mesh, which is decoded once."""
 
     rank: int
     where: Path
-    same: dict[Mesh, Mesh]
-    """Shared with the files of other ranks: equal meshes are one object, compared in no time."""
+    meshes: dict[Mesh, Mesh]
+    """Each mesh by itself, shared with the files of other ranks: equal meshes are one object, compared by identity."""
     specs: dict[PlacementSpec, PlacementSpec]
-    """Likewise."""
+    """The same for specs."""
     _decoded: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
 
     def of(self, record: Value) -> Mesh:
+        """The mesh that was saved as this record. Raises `Corrupt`."""
         if id(record) not in self._decoded:
             mesh = mesh_of(record, self.rank, self.where)
-            self._decoded[id(record)] = record, self.same.setdefault(mesh, mesh)
+            self._decoded[id(record)] = record, self.meshes.setdefault(mesh, mesh)
         return self._decoded[id(record)][1]
 
 
 def dtensor_of(record: Record, meshes: MeshCache) -> DTensor:
-    """The DTensor that was saved as this record. Raises `Corrupt`, `Unsupported`."""
+    """The DTensor that was saved as this record. Raises `Corrupt` or `Unsupported`."""
     where, arguments = meshes.where, record.args[2]
     state = {key: value for part in parts(record.args[3]) for key, value in part.items()}
-    spec, local = state.get("_spec"), state.get("_local_tensor")
-    if not isinstance(local, TensorRef):
-        said = local.args[1] if isinstance(local, Record) and len(local.args) > 1 else type(local).__name__
-        raise Unsupported(f"a DTensor whose own tensor is a {said}", where=where)
+    spec, shard = state.get("_spec"), state.get("_local_tensor")
+    if not isinstance(shard, TensorRef):
+        kind = shard.args[1] if isinstance(shard, Record) and len(shard.args) > 1 else type(shard).__name__
+        raise Unsupported(f"a DTensor whose local tensor is a {kind}", where=where)
     if not isinstance(spec, Record) or not isinstance(arguments, tuple) or len(arguments) < 3:
-        raise Corrupt("a DTensor does not say how it is spread", where=where)
+        raise Corrupt("a DTensor does not state how it is distributed", where=where)
     shape = numbers(arguments[2], "the shape of a DTensor", where)
     meta = spec.get("tensor_meta")
     if isinstance(meta, Record) and meta.args and numbers(meta.args[0], "the shape of a DTensor", where) != shape:
         raise Corrupt(f"a DTensor has the shapes {list(shape)} and {list(meta.args[0])}", where=where)
-    if arguments[1] != Global("torch", local.dtype.name):
-        raise Corrupt(f"a DTensor of {arguments[1]} has a tensor of {local.dtype.name} inside", where=where)
+    if arguments[1] != Global("torch", shard.dtype.name):
+        raise Corrupt(f"a DTensor of {arguments[1]} has a tensor of {shard.dtype.name} inside", where=where)
     mesh = meshes.of(spec.get("mesh"))
     listed = attribute(spec, "placements", tuple, where)
     if len(listed) != len(mesh.shape):
         raise Corrupt(f"{len(listed)} placements on a mesh of {len(mesh.shape)} dimensions", where=where)
     placements = tuple(_placement(one, shape, where) for one in listed)
-    found = PlacementSpec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
-    return DTensor(meshes.specs.setdefault(found, found), local)
+    full_spec = PlacementSpec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
+    return DTensor(meshes.specs.setdefault(full_spec, full_spec), shard)
 
 
-def gather(name: str, held: Mapping[int, DTensor]) -> Tensor:
-    """The whole tensor, of what each rank of its mesh holds.
+def gather(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
+    """The complete tensor from the blocks of all ranks of its mesh. `leaves` are by rank.
 
-    Ranks that differ only along dimensions that replicate hold copies, which are
-    compared when they are read. Raises `Corrupt` if a rank is missing or contradicts.
+    Ranks that differ only along replicated dimensions have copies, which are
+    compared when they are read. Raises `Corrupt` if a rank is missing or contradicts the others.
     """
-    first = next(iter(held.values()))
-    spec, dtype = first.spec, first.local.dtype
+    first = next(iter(leaves.values()))
+    spec, dtype = first.spec, first.shard.dtype
     for rank in spec.mesh.ranks:
-        if rank not in held:
+        if rank not in leaves:
             raise Corrupt(
                 f"tensor `{printable(name)}` is spread over {spec.mesh}, but rank {rank} lacks it",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
-        if held[rank].spec != spec or held[rank].local.dtype != dtype:
+        if leaves[rank].spec != spec or leaves[rank].shard.dtype != dtype:
             raise Corrupt(
                 f"tensor `{printable(name)}` is {dtype.name}, {spec} on one rank, "
-                f"but {held[rank].local.dtype.name}, {held[rank].spec} on rank {rank}",
+                f"but {leaves[rank].shard.dtype.name}, {leaves[rank].spec} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
-    cuts = _cuts(name, spec, {rank: held[rank].local.shape for rank in spec.mesh.ranks})
+    blocks = _rank_blocks(name, spec, {rank: leaves[rank].shard.shape for rank in spec.mesh.ranks})
     copies: dict[Shape, list[Fragment]] = {}
-    for rank, own in cuts.items():
-        (local,) = tensor_of(held[rank].local).fragments
-        kept = copies.setdefault(spec.copy(rank), [])
-        kept += (Fragment(placed.whole, local.blob.crop(placed.local)) for placed in own.blocks())
-    return with_replicas([from_fragments(spec.shape, fragments, dtype) for fragments in copies.values()])
+    for rank, block in blocks.items():
+        (fragment,) = tensor_of(leaves[rank].shard).fragments
+        fragments = copies.setdefault(spec.copy(rank), [])
+        fragments += (Fragment(placed.whole, fragment.blob.crop(placed.local)) for placed in block.blocks())
+    return with_replicas([from_fragments(spec.shape, blocks_of_copy, dtype) for blocks_of_copy in copies.values()])
 
 
-def _cuts(name: str, spec: PlacementSpec, shapes: Mapping[int, Shape]) -> dict[int, RankBlock]:
-    """What each rank has, as the spec says it; of the ways to read that, the one that the ranks' own shapes fit."""
-    plain = cut_first(spec) if any(placement.factor > 1 for placement in spec.placements) else None
+def _rank_blocks(name: str, spec: PlacementSpec, shapes: Mapping[int, Shape]) -> dict[int, RankBlock]:
+    """The block of each rank. A strided spec has two meanings; the one that fits the ranks' shapes is taken."""
+    plain = without_strides(spec) if any(placement.factor > 1 for placement in spec.placements) else None
     fitting: list[dict[int, RankBlock]] = []
-    for way in (spec, plain):
-        if way is not None:
-            cuts = {rank: cut(way, rank) for rank in shapes}
-            if all(own.shape == shapes[rank] for rank, own in cuts.items()) and cuts not in fitting:
-                fitting.append(cuts)
+    for variant in (spec, plain):
+        if variant is not None:
+            blocks = {rank: block_of_rank(variant, rank) for rank in shapes}
+            if all(block.shape == shapes[rank] for rank, block in blocks.items()) and blocks not in fitting:
+                fitting.append(blocks)
     if len(fitting) > 1:
-        raise Unsupported(f"tensor `{printable(name)}` ({spec}) can be put together in more than one way")
+        raise Unsupported(f"tensor `{printable(name)}` ({spec}) can be merged in more than one way")
     if fitting:
         return fitting[0]
-    rank = next(rank for rank, shape in shapes.items() if cut(spec, rank).shape != shape)
+    rank = next(rank for rank, shape in shapes.items() if block_of_rank(spec, rank).shape != shape)
     raise Corrupt(
-        f"tensor `{printable(name)}` ({spec}): rank {rank} should hold {list(cut(spec, rank).shape)} of it, "
+        f"tensor `{printable(name)}` ({spec}): rank {rank} should hold {list(block_of_rank(spec, rank).shape)} of it, "
         f"and holds {list(shapes[rank])}"
     )
 
@@ -130,31 +137,31 @@ def _placement(record: Value, shape: Shape, where: Path) -> Placement:
         return Placement()
     if name not in ("Shard", "_StridedShard"):
         raise Unsupported(
-            f"a tensor is placed as {name}: each rank holds a part of a sum, or something that we do not know",
+            f"a tensor is placed as {name}: each rank holds one term of a sum, or the placement is not known",
             where=where,
-            hint="Save it after it is reduced: `full_tensor()`, or redistributed to Shard or Replicate.",
+            hint="Save it after the reduction: call `full_tensor()`, or redistribute it to Shard or Replicate.",
         )
     axis = attribute(record, "dim", int, where)
     factor = attribute(record, "split_factor", int, where) if name == "_StridedShard" else 1
-    if not 0 <= axis < len(shape) or not 0 < factor <= _MOST_FACTOR:
+    if not 0 <= axis < len(shape) or not 0 < factor <= _MAX_SPLIT_FACTOR:
         raise Corrupt(f"a tensor of shape {list(shape)} is placed as {name}(dim={axis}, sf={factor})", where=where)
     return Placement(axis, factor)
 
 
-def _order(said: Value, placements: tuple[Placement, ...], where: Path) -> tuple[int, ...]:
-    """Left to right, unless the spec gives an order for the dimensions that cut one axis."""
+def _order(stated: Value, placements: tuple[Placement, ...], where: Path) -> tuple[int, ...]:
+    """The order in which the dimensions of the mesh split the tensor: left to right, or as the spec states it."""
     default = tuple(range(len(placements)))
-    if said is None:
+    if stated is None:
         return default
     order: list[int] = []
-    for entry in said if isinstance(said, tuple) else (None,):
+    for entry in stated if isinstance(stated, tuple) else (None,):
         arguments = entry.args if isinstance(entry, Record) else entry
         if not isinstance(arguments, tuple) or len(arguments) != 2:
-            raise Corrupt("the order in which a tensor is cut is malformed", where=where)
-        dims = numbers(arguments[1], "the order in which a tensor is cut", where)
+            raise Corrupt("the order in which a tensor is split is malformed", where=where)
+        dims = numbers(arguments[1], "the order in which a tensor is split", where)
         if any(dim >= len(placements) or placements[dim].axis != arguments[0] for dim in dims):
-            raise Corrupt("the order in which a tensor is cut contradicts its placements", where=where)
+            raise Corrupt("the order in which a tensor is split contradicts its placements", where=where)
         order += dims
     if sorted(order) != [dim for dim in default if placements[dim].axis is not None]:
-        raise Corrupt("the order in which a tensor is cut does not name every dimension that cuts it once", where=where)
+        raise Corrupt("the order in which a tensor is split does not name every dimension exactly once", where=where)
     return (*order, *(dim for dim in default if placements[dim].axis is None))

@@ -1,4 +1,4 @@
-"""What the ranks hold beside the model and its optimizer: schedulers, RNG states, data loaders."""
+"""Collect the items of all ranks other than the model and its optimizer: schedulers, RNG states, data loaders."""
 
 from collections.abc import Mapping
 
@@ -11,9 +11,9 @@ from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 
 
 def collect_extras(files: Mapping[int, RankFile], differing: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
-    """The extras: the items of the first rank, and under `ranks` what other ranks have differently.
+    """The extras: the items of the first rank, and under `ranks` the items of other ranks that differ.
 
-    `differing` is what was found in the ranks' models that is no tensor and not the same.
+    `differing` are values in the ranks' models that are no tensors and not the same on all ranks.
     Raises `Corrupt` if the ranks' schedulers are at different steps.
     """
     _check_one_epoch(files)
@@ -28,11 +28,11 @@ def collect_extras(files: Mapping[int, RankFile], differing: Mapping[int, Mappin
     if any(key in ("model", "optim", "ranks") or is_optimizer(value) for key, value in first.items()):
         first = {"extra_state": first}
     extras = {**first, "ranks": ranks} if ranks else first
-    return apart(extras, {rank: {"model": dict(items)} for rank, items in differing.items()})
+    return with_rank_items(extras, {rank: {"model": dict(items)} for rank, items in differing.items()})
 
 
-def apart(extras: Mapping[str, Value], ranks: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
-    """The extras, and with them what each of these ranks has."""
+def with_rank_items(extras: Mapping[str, Value], ranks: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
+    """The extras with more items of ranks. `ranks` are the items by rank."""
     known = extras.get("ranks", {})
     added = {str(rank): {**known.get(str(rank), {}), **items} for rank, items in ranks.items()}
     return {**extras, "ranks": {**known, **added}} if ranks else dict(extras)
@@ -47,7 +47,7 @@ def _check_one_epoch(files: Mapping[int, RankFile]) -> None:
                 first, other = seen.setdefault(str(key), (epoch, file))
                 if first != epoch:
                     raise Corrupt(
-                        f"`{printable(str(key))}` has counted to {first} in {other.path.name}, but to {epoch} here",
+                        f"`{printable(str(key))}` counted to {first} in {other.path.name}, but to {epoch} here",
                         where=file.path,
                         hint="Files of several steps were mixed: copy all files of one step again.",
                     )

@@ -1,10 +1,10 @@
-"""FSDP1's local state dicts: what each rank holds of flattened parameters, which have lost their shapes.
+"""Read FSDP1's local state dicts: each rank's part of flattened parameters, whose shapes are not stored.
 
-A unit (a wrapped module) lays its parameters end to end, and cuts the whole over the
-ranks: `<unit>._flat_param`, a ShardedTensor of one axis. With `use_orig_params` the
-file also has a view for each parameter, the slice that the rank has of it, maybe
-empty: slices in the order of the ranks are the flattened parameter. Without, only the
-order of the parameters tells which elements are whose.
+A unit (a wrapped module) concatenates its parameters and splits the result over the
+ranks: `<unit>._flat_param`, a ShardedTensor with one axis. With `use_orig_params`, the
+file also has a view for each parameter: the rank's slice of it, which may be empty.
+The slices in the order of the ranks are the flattened parameter. Without this option,
+only the order of the parameters tells which elements belong to which parameter.
 
 Source: torch.distributed.fsdp, _flat_param.py and _state_dict_utils.py, 2.4 to 2.13.
 """
@@ -21,41 +21,41 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
-from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, order
+from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, ranks_of_copies
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16
-"""More than the elements that fill up a parameter, so that the next begins at a multiple of 16 bytes."""
+"""An upper limit of the padding after a parameter, in elements. The next one begins at a multiple of 16 bytes."""
 _SHAPES = (
-    "Pass --shapes CHECKPOINT with any checkpoint of the same model: the weights that the run started from, a full or "
-    "sharded one of another step."
+    "Pass --shapes CHECKPOINT with any checkpoint of the same model: the weights that the run started from, or a full "
+    "or sharded checkpoint of another step."
 )
-_SAME = "Is the checkpoint that --shapes names of the same model?"
+_SAME = "Is the checkpoint given with --shapes of the same model?"
 
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """A flat parameter, as each rank holds it."""
+    """A flat parameter: the part of each rank, and the complete vector, (n,)."""
 
     prefix: str
-    held: Mapping[int, ShardedTensor]
-    whole: Tensor
+    leaves: Mapping[int, ShardedTensor]
+    tensor: Tensor
 
-    def holds_view(self, rank: int, ref: TensorRef) -> bool:
-        """Are these elements of the rank's part of the flat parameter?"""
-        return ref.size > 0 and any(ref.storage is own.storage for _, own in self.held[rank].held)
+    def has_view(self, rank: int, ref: TensorRef) -> bool:
+        """Is this tensor of the rank's file a view of the rank's part of the flat parameter?"""
+        return ref.size > 0 and any(ref.storage is own.storage for _, own in self.leaves[rank].shards)
 
 
 def units_of(leaves: Mapping[str, Mapping[int, Leaf]]) -> dict[str, FlatParameter]:
     """The flat parameters among a model's tensors, by the prefix of their names."""
-    found = {}
-    for name, held in leaves.items():
-        sharded = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, ShardedTensor)}
-        if name.rpartition(".")[2] == FLAT and len(sharded) == len(held):
+    units = {}
+    for name, by_rank in leaves.items():
+        sharded = {rank: leaf for rank, leaf in by_rank.items() if isinstance(leaf, ShardedTensor)}
+        if name.rpartition(".")[2] == FLAT and len(sharded) == len(by_rank):
             if any(len(leaf.shape) != 1 for leaf in sharded.values()):
                 raise Corrupt(f"`{printable(name)}` is not flat: it has several axes")
-            found[name.removesuffix(FLAT)] = FlatParameter(name.removesuffix(FLAT), sharded, gather(name, sharded))
-    return found
+            units[name.removesuffix(FLAT)] = FlatParameter(name.removesuffix(FLAT), sharded, gather(name, sharded))
+    return units
 
 
 def unflatten(
@@ -65,75 +65,79 @@ def unflatten(
     listed: Sequence[str],
     where: Path,
 ) -> dict[str, Tensor]:
-    """The parameters of all units, in their true shapes. What is no part of a unit is left to the caller.
+    """The parameters of all units, in their original shapes. Tensors outside of units are left to the caller.
 
-    `listed` are the parameters' names in the order of the model. Raises `Unsupported`
-    if shapes or names are not known, `Corrupt` if they contradict what is there.
+    `leaves` are by name and rank. `listed` are the parameters' names in the order of the model.
+    Raises `Unsupported` if shapes or names are not known, `Corrupt` if they contradict the files.
     """
-    sliced = dict(_sliced(leaves, units, shapes))
+    sliced = dict(_parameter_slices(leaves, units, shapes))
     with_views = {unit.prefix for unit in sliced.values()}
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     _need_shapes([name for name in sliced if name not in shapes], where)
     for name, unit in sliced.items():
         refs = {rank: leaf for rank, leaf in leaves[name].items() if isinstance(leaf, TensorRef)}
-        found[name] = _of_slices(name, shapes[name], unit, refs)
+        parameters[name] = _of_slices(name, shapes[name], unit, refs)
     for unit in units.values():
         if unit.prefix not in with_views:
             members = [name for name in listed if innermost(name, units) == unit.prefix]
             _need_shapes([name for name in members if name not in shapes], where)
-            found |= _of_flat(unit, {name: shapes[name] for name in members}, where)
-    return found
+            parameters |= _of_flat(unit, {name: shapes[name] for name in members}, where)
+    return parameters
 
 
 def slices_of(name: str, shape: Shape, refs: Iterable[TensorRef], hint: str) -> Tensor:
-    """The parameter whose elements these slices are, one after another. Raises `Corrupt` if they are not as many."""
-    pieces, at = [], 0
+    """The parameter of this shape from its slices, (n,) each, in order. Raises `Corrupt` if the sizes do not fit."""
+    parts, at = [], 0
     vectors = [_vector(ref) for ref in refs]
     for vector in vectors:
-        pieces.append(FlatPiece(at, vector))
+        parts.append(FlatPiece(at, vector))
         at += vector.shape[0]
     if at != prod(shape):
         raise Corrupt(
             f"`{printable(name)}`: the ranks' slices have {at:,} elements, but shape {list(shape)} has {prod(shape):,}",
             hint=hint,
         )
-    return tensor_in(shape, vectors[0].dtype, 0, pieces)
+    return tensor_in(shape, vectors[0].dtype, 0, parts)
 
 
-def _sliced(
+def _parameter_slices(
     leaves: Mapping[str, Mapping[int, Leaf]], units: Mapping[str, FlatParameter], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, FlatParameter]]:
-    """The slices, and the unit of each. Buffers are told from them by their shapes, or by being no views of it."""
+    """The names of tensors that are slices of parameters, with their units.
+
+    Buffers are also vectors. A vector is a slice if it is a view of the flat parameter, or if its shape
+    is not that of the parameter.
+    """
     vectors: dict[str, tuple[FlatParameter, dict[int, TensorRef]]] = {}
-    for name, held in leaves.items():
+    for name, by_rank in leaves.items():
         prefix = innermost(name, units)
-        refs = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, TensorRef)}
+        refs = {rank: leaf for rank, leaf in by_rank.items() if isinstance(leaf, TensorRef)}
         if prefix is not None and refs and all(len(ref.shape) == 1 for ref in refs.values()):
             vectors[name] = units[prefix], refs
     for unit in units.values():
         own = {name: refs for name, (its, refs) in vectors.items() if its is unit}
-        views = {name for name, refs in own.items() if any(unit.holds_view(*one) for one in refs.items())}
+        views = {name for name, refs in own.items() if any(unit.has_view(*one) for one in refs.items())}
         for name, refs in own.items():
-            cut = len(unit.held) == 1 or any(ref.shape != shapes.get(name) for ref in refs.values())
-            if name in views or (name in shapes and cut):
+            is_sliced = len(unit.leaves) == 1 or any(ref.shape != shapes.get(name) for ref in refs.values())
+            if name in views or (name in shapes and is_sliced):
                 yield name, unit
             elif name not in shapes and not views and _may_be_sliced(unit, own.values()):
                 raise Unsupported(
-                    f"`{printable(name)}` may be a buffer, or a slice of a flattened parameter: nothing in the files "
-                    "tells",
+                    f"`{printable(name)}` may be a buffer, or a slice of a flattened parameter: the files do not "
+                    "state which",
                     hint=_SHAPES,
                 )
 
 
 def _may_be_sliced(unit: FlatParameter, vectors: Collection[Mapping[int, TensorRef]]) -> bool:
-    """Are there enough elements in these vectors to make up the flat parameter, but for what aligns its members?"""
-    held = sum(ref.size for refs in vectors for ref in refs.values())
-    return held + _ALIGNMENT * len(vectors) >= unit.whole.size
+    """Have these vectors, together with padding, at least as many elements as the flat parameter?"""
+    count = sum(ref.size for refs in vectors for ref in refs.values())
+    return count + _ALIGNMENT * len(vectors) >= unit.tensor.size
 
 
 def _of_slices(name: str, shape: Shape, unit: FlatParameter, refs: Mapping[int, TensorRef]) -> Tensor:
     copies = []
-    for ranks in order(unit.held):
+    for ranks in ranks_of_copies(unit.leaves):
         if absent := [rank for rank in ranks if rank not in refs]:
             raise Corrupt(
                 f"rank {absent[0]} has its part of `{printable(unit.prefix + FLAT)}`, but no `{printable(name)}`"
@@ -144,30 +148,29 @@ def _of_slices(name: str, shape: Shape, unit: FlatParameter, refs: Mapping[int, 
 
 def _of_flat(unit: FlatParameter, shapes: Mapping[str, Shape], where: Path) -> dict[str, Tensor]:
     name = unit.prefix + FLAT
-    flat, total = unit.whole, sum(map(prod, shapes.values()))
+    flat, total = unit.tensor, sum(map(prod, shapes.values()))
     if flat.size != total:
         raise Unsupported(
-            f"`{printable(name)}` has {flat.size:,} elements, but the {len(shapes)} parameters that are known below "
-            "it have "
-            f"{total:,}",
+            f"`{printable(name)}` has {flat.size:,} elements, but the {len(shapes)} known parameters of its module "
+            f"have {total:,}",
             where=where,
-            hint="It was saved with use_orig_params=False: name all its parameters in the order of the module with "
+            hint="It was saved with use_orig_params=False: list all its parameters in the order of the module with "
             f"--param-order, each once. {_SHAPES}",
         )
-    found: dict[str, Tensor] = {}
-    begin = 0
+    parameters: dict[str, Tensor] = {}
+    offset = 0
     for member, shape in shapes.items():
         copies = []
         for copy in (flat, *flat.replicas):
-            pieces = [FlatPiece(f.box.start[0], f.blob) for f in copy.fragments if isinstance(f.blob, FileBlob)]
-            copies.append(tensor_in(shape, flat.dtype, begin, pieces))
-        found[member] = with_replicas(copies)
-        begin += prod(shape)
-    return found
+            parts = [FlatPiece(f.box.start[0], f.blob) for f in copy.fragments if isinstance(f.blob, FileBlob)]
+            copies.append(tensor_in(shape, flat.dtype, offset, parts))
+        parameters[member] = with_replicas(copies)
+        offset += prod(shape)
+    return parameters
 
 
 def innermost(name: str, units: Collection[str]) -> str | None:
-    """The unit that a name lies in, by its prefix: the innermost of them."""
+    """The prefix of the innermost unit that contains the tensor of this name; None if there is none."""
     parts = name.split(".")
     prefixes = (".".join(parts[:i]) + "." if i else "" for i in reversed(range(len(parts))))
     return next((prefix for prefix in prefixes if prefix in units), None)
@@ -180,17 +183,16 @@ def _vector(ref: TensorRef) -> FileBlob:
         or len(ref.shape) != 1
         or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize)
     ):
-        raise Corrupt(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or lies in pieces")
+        raise Corrupt(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or is not contiguous")
     return blob
 
 
 def _need_shapes(names: Sequence[str], where: Path) -> None:
     if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        remaining = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise Unsupported(
-            f"`{printable(names[0])}`{others}: the files hold flattened parameters (LOCAL_STATE_DICT of FSDP1), and "
-            "nothing "
-            "says what shapes they had",
+            f"`{printable(names[0])}`{remaining}: the files contain flattened parameters (LOCAL_STATE_DICT of FSDP1) "
+            "without their shapes",
             where=where,
             hint=_SHAPES,
         )

@@ -1,4 +1,4 @@
-"""The leaves of the ranks' trees, told apart by how they were saved, and put together."""
+"""The tensors in the trees of the ranks: recognise the form in which they were saved, and merge them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from ckpt_formats.engines.fsdp_ranks.placement import PlacementSpec
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, Tilings, sharded_of
 
 Leaf: TypeAlias = TensorRef | DTensor | ShardedTensor
-"""What one rank holds of a tensor. A plain `TensorRef` is a replica: every rank that has it has all of it."""
+"""One rank's part of a tensor. A plain `TensorRef` is a replica: the rank has the complete tensor."""
 
 
 @dataclass(frozen=True)
 class SharedLeaves:
-    """What the files of all ranks say again and again; equal ones are kept once."""
+    """Descriptions that the files of all ranks repeat. Equal ones are one object, each stored by itself."""
 
     meshes: dict[Mesh, Mesh] = field(default_factory=dict)
     specs: dict[PlacementSpec, PlacementSpec] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class SharedLeaves:
 
 
 def leaf_of(value: Value, meshes: MeshCache, world: int, known: SharedLeaves) -> Leaf | None:
-    """What a value in the file of one rank says of a tensor; None if it is none."""
+    """The leaf that a value in the file of one rank is; None if it is no tensor. Raises `Corrupt` or `Unsupported`."""
     if isinstance(value, TensorRef):
         return value
     record = subclass(value)
@@ -45,39 +45,39 @@ def leaf_of(value: Value, meshes: MeshCache, world: int, known: SharedLeaves) ->
             raise Unsupported(f"a tensor of class {printable(other)}", where=meshes.where)
 
 
-def whole(name: str, held: Mapping[int, Leaf]) -> Tensor:
-    """The tensor, of what each rank holds of it. Raises `Corrupt` if the ranks contradict each other."""
-    kinds = {type(leaf): rank for rank, leaf in held.items()}
+def merge_leaves(name: str, leaves: Mapping[int, Leaf]) -> Tensor:
+    """The complete tensor from the leaves of all ranks. Raises `Corrupt` if the ranks contradict each other."""
+    kinds = {type(leaf): rank for rank, leaf in leaves.items()}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise Corrupt(
             f"tensor `{printable(name)}` is a {one.__name__} on rank {first}, but a {other.__name__} on rank {second}",
             hint="Files of several steps or runs may be mixed: copy those of one step again.",
         )
-    if dtensors := {rank: leaf for rank, leaf in held.items() if isinstance(leaf, DTensor)}:
+    if dtensors := {rank: leaf for rank, leaf in leaves.items() if isinstance(leaf, DTensor)}:
         return _gathered(name, dtensors)
-    if sharded := {rank: leaf for rank, leaf in held.items() if isinstance(leaf, ShardedTensor)}:
+    if sharded := {rank: leaf for rank, leaf in leaves.items() if isinstance(leaf, ShardedTensor)}:
         return sharded_tensor.gather(name, sharded)
-    return _copies(name, {rank: tensor_of(leaf) for rank, leaf in held.items() if isinstance(leaf, TensorRef)})
+    return _copies(name, {rank: tensor_of(leaf) for rank, leaf in leaves.items() if isinstance(leaf, TensorRef)})
 
 
-def copies_of(held: Mapping[int, Leaf]) -> list[list[int]]:
-    """The ranks that together hold a copy of a tensor, for each copy, in the order in which they cut it."""
-    sharded = {rank: leaf for rank, leaf in held.items() if isinstance(leaf, ShardedTensor)}
+def copies_of(leaves: Mapping[int, Leaf]) -> list[list[int]]:
+    """For each copy of a tensor: the ranks that together hold it, in the order of their parts."""
+    sharded = {rank: leaf for rank, leaf in leaves.items() if isinstance(leaf, ShardedTensor)}
     if sharded:
-        return sharded_tensor.order(sharded)
-    specs = {leaf.spec.mesh.ranks: leaf.spec for leaf in held.values() if isinstance(leaf, DTensor)}
-    found: dict[tuple[Value, ...], list[int]] = {}
+        return sharded_tensor.ranks_of_copies(sharded)
+    specs = {leaf.spec.mesh.ranks: leaf.spec for leaf in leaves.values() if isinstance(leaf, DTensor)}
+    copies: dict[tuple[Value, ...], list[int]] = {}
     for ranks, spec in specs.items():
         for rank in ranks:
-            found.setdefault((ranks, spec.copy(rank)), []).append(rank)
-    return list(found.values())
+            copies.setdefault((ranks, spec.copy(rank)), []).append(rank)
+    return list(copies.values())
 
 
-def _gathered(name: str, held: Mapping[int, DTensor]) -> Tensor:
-    """Ranks of different meshes, such as those of the other tensor-parallel ranks, hold copies."""
+def _gathered(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
+    """The complete tensor from DTensors. Ranks of different meshes hold copies, for example with tensor parallelism."""
     meshes: dict[tuple[int, ...], dict[int, DTensor]] = {}
-    for rank, leaf in held.items():
+    for rank, leaf in leaves.items():
         meshes.setdefault(leaf.spec.mesh.ranks, {})[rank] = leaf
     tensors = {ranks[0]: dtensor.gather(name, leaves) for ranks, leaves in meshes.items()}
     return _copies(name, tensors)
@@ -89,8 +89,7 @@ def _copies(name: str, tensors: Mapping[int, Tensor]) -> Tensor:
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             raise Corrupt(
                 f"`{printable(name)}` should be the same on every rank, but is {first.dtype.name} of "
-                f"{list(first.shape)} "
-                f"on one and {tensor.dtype.name} of {list(tensor.shape)} on rank {rank}",
+                f"{list(first.shape)} on one and {tensor.dtype.name} of {list(tensor.shape)} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
     copies = [

@@ -1,4 +1,4 @@
-"""Typed look-ups in the records of a pickle: it is input from strangers, and says what it likes."""
+"""Typed look-ups in the records of a pickle. A pickle is untrusted input: entries may be missing or of another type."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +15,23 @@ _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 def attribute(record: Value, name: str, kind: type[T], where: Path) -> T:
-    """An attribute of an object, of the kind expected. Raises `Corrupt` otherwise."""
+    """The attribute `name` of an object. Raises `Corrupt` if it is missing or not of type `kind`."""
     value = record.get(name) if isinstance(record, Record) else None
     if not isinstance(value, kind):
-        what = kind_of(record) if not isinstance(record, Record) else f"a {record.cls.name}"
-        raise Corrupt(f"`{name}` of {what} is {kind_of(value)}, expected a {kind.__name__}", where=where)
+        owner = kind_of(record) if not isinstance(record, Record) else f"a {record.cls.name}"
+        raise Corrupt(f"`{name}` of {owner} is {kind_of(value)}, expected a {kind.__name__}", where=where)
     return value
 
 
-def numbers(value: Value, what: str, where: Path) -> Shape:
-    """Whole numbers from 0 on: a `torch.Size`, tuple or list. Raises `Corrupt` for anything else."""
+def numbers(value: Value, description: str, where: Path) -> Shape:
+    """The numbers of a `torch.Size`, tuple or list. Raises `Corrupt` if they are not whole numbers from 0 on."""
     if not isinstance(value, (tuple, list)) or len(value) > 64 or not all(map(is_natural, value)):
-        raise Corrupt(f"{what} is not a list of whole numbers: {str(value)[:60]}", where=where)
+        raise Corrupt(f"{description} is not a list of whole numbers: {str(value)[:60]}", where=where)
     return tuple(value)
 
 
 def subclass(value: Value) -> Record | None:
-    """What a tensor of a class of its own, maybe a parameter, was saved as; None for anything else."""
+    """The record of a tensor of a subclass, which may be in a parameter; None for other values."""
     while isinstance(value, Record) and value.cls.module == "torch._utils" and value.cls.name in _PARAMETERS:
         value = value.args[0] if value.args else None
     if not isinstance(value, Record) or value.cls.name not in ("_rebuild_from_type_v2", "_rebuild_from_type"):
@@ -40,13 +40,13 @@ def subclass(value: Value) -> Record | None:
 
 
 def class_of(record: Record) -> str:
-    """The class of such a tensor: `DTensor`, `ShardedTensor`."""
+    """The name of the class of a tensor from `subclass`, such as `DTensor` or `ShardedTensor`."""
     cls: Global = record.args[1]
     return cls.name
 
 
 def parts(state: Value) -> Iterator[dict[str, Value]]:
-    """The attributes of an object, those in `__dict__` and those in slots."""
+    """The attributes of an object: the dict from `__dict__` and the dict from slots."""
     for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
             yield part

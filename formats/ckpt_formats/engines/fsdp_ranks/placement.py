@@ -1,9 +1,10 @@
-"""How a tensor is cut over a mesh: from placements to the blocks of each rank. Arithmetic only.
+"""Compute the blocks of each rank from the placements of a tensor on a mesh. Only arithmetic.
 
-Each dimension of the mesh cuts what the ones before it left. `Shard` cuts an axis as
-`torch.chunk` does: pieces of ceil(n / k), the last ones shorter or empty.
-`_StridedShard` first cuts into `factor` pieces, then each of them, and a rank has one
-piece of each: so it cuts an axis that another dimension, applied later, cut first.
+Each dimension of the mesh splits the result of the dimensions before it. `Shard` splits an
+axis like `torch.chunk`: parts of ceil(n / k) elements, the last ones shorter or empty.
+`_StridedShard` first splits the axis into `factor` parts and then splits each part over the
+ranks; a rank has one section of each part. This describes an axis that another dimension of
+the mesh has already split, although that dimension comes later in the order of the mesh.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +18,18 @@ from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
 
 Runs = tuple[tuple[int, int], ...]
-"""Half-open ranges along one axis, in the order in which a rank has them."""
+"""Half-open ranges along one axis, in the order of the rank's own tensor."""
 
-_MOST_RUNS = 1 << 12
+_MAX_RUNS = 1 << 12
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What one dimension of a mesh does to a tensor. `axis` is None if each of its ranks has all."""
+    """How one dimension of a mesh splits a tensor. `axis` is None if it does not: then its ranks have replicas."""
 
     axis: int | None = None
     factor: int = 1
-    """Above 1: strided."""
+    """Above 1, the placement is strided."""
 
     def __str__(self) -> str:
         if self.axis is None:
@@ -38,16 +39,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacementSpec:
-    """How a tensor is spread over a mesh: a placement for each dimension of the mesh."""
+    """How a tensor is distributed over a mesh: a placement for each dimension of the mesh."""
 
     shape: Shape
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: tuple[int, ...]
-    """The dimensions of the mesh, in the order in which they cut."""
+    """The dimensions of the mesh, in the order in which they split the tensor."""
 
     def copy(self, rank: int) -> Shape:
-        """Which of several whole copies a rank's block belongs to."""
+        """The coordinates, along replicated dimensions, of the copy to which a rank's block belongs."""
         at = self.mesh.coordinate(rank)
         return tuple(i for i, placement in zip(at, self.placements, strict=True) if placement.axis is None)
 
@@ -57,26 +58,26 @@ class PlacementSpec:
 
 @dataclass(frozen=True)
 class RankBlock:
-    """What one rank has: ranges along each axis, of which it holds every combination."""
+    """The elements of one rank: ranges along each axis, in every combination."""
 
     axes: tuple[Runs, ...]
 
     @property
     def shape(self) -> Shape:
-        """Of the rank's own tensor."""
+        """The shape of the rank's own tensor."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.axes)
 
     def blocks(self) -> Iterator[ShardBlock]:
-        """The blocks, in the rank's own tensor and in the whole one."""
-        if prod(len(runs) for runs in self.axes) > _MOST_RUNS:
-            raise Unsafe(f"a rank would hold more than {_MOST_RUNS:,} blocks of one tensor")
-        local = [list(_end_to_end(runs)) for runs in self.axes]
-        for ours, theirs in zip(product(*local), product(*self.axes), strict=True):
-            yield ShardBlock(_box(ours), _box(theirs))
+        """The blocks, in the rank's own tensor and in the complete tensor. Raises `Unsafe` if they are too many."""
+        if prod(len(runs) for runs in self.axes) > _MAX_RUNS:
+            raise Unsafe(f"a rank would hold more than {_MAX_RUNS:,} blocks of one tensor")
+        shard_runs = [list(_run_offsets(runs)) for runs in self.axes]
+        for in_shard, in_tensor in zip(product(*shard_runs), product(*self.axes), strict=True):
+            yield ShardBlock(_box(in_shard), _box(in_tensor))
 
 
-def cut(spec: PlacementSpec, rank: int) -> RankBlock:
-    """What a rank of the mesh has of the tensor."""
+def block_of_rank(spec: PlacementSpec, rank: int) -> RankBlock:
+    """The part of the tensor that a rank of the mesh has."""
     at = spec.mesh.coordinate(rank)
     axes: list[Runs] = [((0, length),) for length in spec.shape]
     for dim in spec.order:
@@ -84,39 +85,39 @@ def cut(spec: PlacementSpec, rank: int) -> RankBlock:
         if placement.axis is not None:
             runs = _chunks(axes[placement.axis], placement.factor, spec.mesh.shape[dim], at[dim])
             axes[placement.axis] = tuple(runs)
-    return RankBlock(tuple(_joined(runs) for runs in axes))
+    return RankBlock(tuple(_join_runs(runs) for runs in axes))
 
 
-def cut_first(spec: PlacementSpec) -> PlacementSpec | None:
-    """The same cuts with no stride: each strided dimension cuts after those that it leaves room for.
+def without_strides(spec: PlacementSpec) -> PlacementSpec | None:
+    """The same split without strides: each strided dimension splits after the dimensions that make up its factor.
 
-    FSDP2 cuts what tensor parallelism has cut already, and calls that strided. Where
-    sizes do not divide, what it cuts so is not what the stride says. None if there is
-    no such order.
+    FSDP2 splits shards of tensor parallelism and describes this with a stride. If sizes
+    are not divisible, its shards are those of the order without strides, not of the stride.
+    None if there is no such order.
     """
     order: list[int] = []
     for dim in reversed(range(len(spec.placements))):
-        before, ranks = 0, 1
-        while ranks < spec.placements[dim].factor and before < len(order):
-            other = order[before]
-            ranks *= spec.mesh.shape[other] if spec.placements[other].axis == spec.placements[dim].axis else 1
-            before += 1
+        position, ranks = 0, 1
+        while ranks < spec.placements[dim].factor and position < len(order):
+            dim_before = order[position]
+            ranks *= spec.mesh.shape[dim_before] if spec.placements[dim_before].axis == spec.placements[dim].axis else 1
+            position += 1
         if ranks != spec.placements[dim].factor:
             return None
-        order.insert(before, dim)
+        order.insert(position, dim)
     plain = tuple(Placement(placement.axis) for placement in spec.placements)
     return PlacementSpec(spec.shape, spec.mesh, plain, tuple(order))
 
 
 def _chunks(runs: Runs, factor: int, ranks: int, at: int) -> Iterator[tuple[int, int]]:
-    """Cut into `factor` pieces, and take the part of each that the rank at `at` of so many has."""
+    """Split into `factor` parts, and yield the section of each part for rank `at` of `ranks`."""
     length = sum(stop - start for start, stop in runs)
-    if len(runs) * min(factor, length) > _MOST_RUNS:
-        raise Unsafe(f"a tensor is cut into more than {_MOST_RUNS:,} pieces")
-    for piece in range(min(factor, length)):
-        low, high = _chunk(length, factor, piece)
+    if len(runs) * min(factor, length) > _MAX_RUNS:
+        raise Unsafe(f"a tensor is split into more than {_MAX_RUNS:,} pieces")
+    for part in range(min(factor, length)):
+        low, high = _chunk(length, factor, part)
         start, stop = _chunk(high - low, ranks, at)
-        yield from _taken(runs, low + start, low + stop)
+        yield from _slice_runs(runs, low + start, low + stop)
 
 
 def _chunk(length: int, count: int, index: int) -> tuple[int, int]:
@@ -124,29 +125,29 @@ def _chunk(length: int, count: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def _taken(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Elements `start` to `stop` of the runs laid end to end."""
-    for (low, high), (first, last) in zip(runs, _end_to_end(runs), strict=True):
+def _slice_runs(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Elements `start` to `stop` of the concatenated runs."""
+    for (low, high), (first, last) in zip(runs, _run_offsets(runs), strict=True):
         if max(start, first) < min(stop, last):
             yield low + max(start, first) - first, high - last + min(stop, last)
 
 
-def _end_to_end(runs: Runs) -> Iterator[tuple[int, int]]:
+def _run_offsets(runs: Runs) -> Iterator[tuple[int, int]]:
     at = 0
     for start, stop in runs:
         yield at, at + stop - start
         at += stop - start
 
 
-def _joined(runs: Runs) -> Runs:
-    """Without empty runs, and as one where one goes on where the last ended."""
-    found: list[tuple[int, int]] = []
+def _join_runs(runs: Runs) -> Runs:
+    """The runs without empty ones. Adjacent runs become one."""
+    joined: list[tuple[int, int]] = []
     for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _box(runs: Sequence[tuple[int, int]]) -> Box:

@@ -1,7 +1,7 @@
-"""One rank's file, opened: its tree, in which every tensor says what part of which whole it is.
+"""Open one rank's file: its tree, in which every tensor states which part of a complete tensor it is.
 
-The trees of all ranks are in memory at once, so what a pickle says at length is told
-once: meshes and specs, of which a model has few, are shared by the tensors of all ranks.
+The trees of all ranks are in memory at the same time. To save memory, the tensors of all
+ranks share equal meshes and specs, of which a model has few.
 """
 
 import re
@@ -16,30 +16,30 @@ from ckpt_formats.engines.fsdp_ranks.dtensor import MeshCache
 from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves, leaf_of
 
 _RANK = re.compile(r"rank_?(\d{1,9})")
-"""The rank in a file's name, and in the name that it was saved under, which its archive holds."""
-_MOST_DEPTH = 50
-_MOST_VALUES = 4_000_000
+"""The rank in a file's name, and in the name it was saved under, which is in its archive."""
+_MAX_DEPTH = 50
+_MAX_VALUES = 4_000_000
 _WRAPPERS = ("model", "state_dict", "optimizer", "optim")
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved. `root` has `Leaf`s for tensors, but for extras, which are as they are in the file."""
+    """A file that one rank saved. `root` has a `Leaf` for each tensor; the tree of extras is unchanged."""
 
     rank: int
     path: Path
     root: dict[Value, Value]
     file: TorchFile
-    """Without its own tree."""
+    """The opened file without its tree."""
 
 
 def open_rank(path: Path, role: str, rank: int, world: int, known: SharedLeaves) -> RankFile:
-    """Open a file, headers only. Raises `Corrupt`, `Unsupported`, `Unsafe`."""
+    """Open a file. Only headers are read. Raises `Corrupt`, `Unsupported` or `Unsafe`."""
     file = open_file(path)
     saved, named = (_RANK.findall(name) for name in (file.stem, path.stem))
     if saved and named and int(saved[-1]) != int(named[-1]):
         raise Corrupt(
-            f"was saved as {printable(file.stem)}: it is another rank's, renamed",
+            f"was saved as {printable(file.stem)}: it is another rank's file, renamed",
             where=path,
             hint="Copy the files of all ranks again, under their own names.",
         )
@@ -57,18 +57,19 @@ def open_rank(path: Path, role: str, rank: int, world: int, known: SharedLeaves)
 
 @dataclass
 class _Leaves:
-    """Puts leaves into a tree. Counts, since a file may share dicts until they are without end."""
+    """Replaces tensors in a tree by leaves. Counts values: a file may share dicts so that the tree is huge."""
 
     lists: bool
-    """Also into its lists: an optimizer's may have tensors."""
+    """Replace tensors in lists, too: an optimizer's lists may have tensors."""
     meshes: MeshCache
     world: int
     known: SharedLeaves
     count: int = 0
 
     def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:
+        """The tree with leaves instead of tensors. Raises `Unsafe` if it is too deep or too large."""
         self.count += len(value)
-        if depth > _MOST_DEPTH or self.count > _MOST_VALUES:
+        if depth > _MAX_DEPTH or self.count > _MAX_VALUES:
             raise Unsafe("dicts are nested or repeated without end", where=self.meshes.where)
         return {key: self._one(item, depth) for key, item in value.items()}
 

@@ -1,7 +1,7 @@
-"""`ShardedTensor`s: FSDP1's sharded state dicts, and the flat parameters of its local ones.
+"""Read `ShardedTensor`s: those of FSDP1's sharded state dicts, and the flat parameters of its local state dicts.
 
-Saved with the state `(local shards, metadata, process group, sharding spec, init_rrefs)`.
-Every rank lists the blocks of all, so what one claims is checked against what the others say.
+They are saved with the state `(local shards, metadata, process group, sharding spec, init_rrefs)`.
+Every rank lists the blocks of all ranks, so the lists are compared.
 
 Source: torch.distributed._shard.sharded_tensor, api.py and metadata.py, 2.4 to 2.13.
 """
@@ -23,77 +23,83 @@ _MIXED = "Files of several steps or runs may be mixed: copy those of one step ag
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """What one rank holds, and what it says of all."""
+    """One rank's shards of a tensor, and its list of the blocks of all ranks."""
 
     shape: Shape
     dtype: Global
     boxes: tuple[Box, ...]
-    """Of all ranks of the process group."""
-    held: tuple[tuple[Box, TensorRef], ...]
-    """Of this rank."""
+    """The blocks of all ranks of the process group."""
+    shards: tuple[tuple[Box, TensorRef], ...]
+    """This rank's blocks with their values."""
     local_rank: int
-    """In its process group."""
+    """The rank in its process group."""
     copies: int
-    """How many process groups hold the tensor, each of them whole."""
+    """The number of process groups. Each has a copy of the tensor."""
 
 
 Tilings = dict[tuple[Box, ...], tuple[Box, ...]]
-"""Lists of blocks, each to itself: every rank's file has them all, and one of a kind is enough to keep."""
+"""Each list of blocks by itself: the files of all ranks have equal lists, so that one object is enough."""
 
 
 def sharded_of(record: Record, rank: int, world: int, where: Path, known: Tilings) -> ShardedTensor:
-    """The ShardedTensor that was saved as this record. Raises `Corrupt`."""
+    """The ShardedTensor that was saved as this record in the file of `rank` of `world`. Raises `Corrupt`."""
     state = record.args[3]
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        raise Corrupt("a ShardedTensor is not of the form in which PyTorch saves it", where=where)
-    shards, metadata, group = state[:3]
+        raise Corrupt("a ShardedTensor does not have the form in which PyTorch saves it", where=where)
+    saved, metadata, group = state[:3]
     shape = numbers(attribute(metadata, "size", tuple, where), "the shape of a ShardedTensor", where)
     boxes = tuple(_box(one, shape, where) for one in attribute(metadata, "shards_metadata", list, where))
     properties = attribute(metadata, "tensor_properties", Record, where).state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise Corrupt("a ShardedTensor does not say of what type it is", where=where)
-    held = tuple(_held(one, shape, dtype, where) for one in shards)
+        raise Corrupt("a ShardedTensor does not state its type", where=where)
+    shards = tuple(_shard(one, shape, dtype, where) for one in saved)
     keys = ("local_rank", "global_rank", "local_world_size", "global_world_size")
-    local, own, size, ranks = (attribute(group, key, int, where) for key in keys)
-    if (own, ranks) != (rank, world):
+    local_rank, global_rank, group_size, group_world = (attribute(group, key, int, where) for key in keys)
+    if (global_rank, group_world) != (rank, world):
         raise Corrupt(
-            f"was written by rank {own} of {ranks}, but is rank {rank}'s of {world}",
+            f"was written by rank {global_rank} of {group_world}, but its name is that of rank {rank} of {world}",
             where=where,
-            hint="Was the file renamed, or is it of another run? Copy the files of all ranks of one step again.",
+            hint="Was the file renamed, or is it from another run? Copy the files of all ranks of one step again.",
         )
-    if not 0 <= local < size or world % size:
-        raise Corrupt(f"rank {rank} is number {local} of a process group of {size} among {world} ranks", where=where)
-    for box, _ in held:
+    if not 0 <= local_rank < group_size or world % group_size:
+        raise Corrupt(
+            f"rank {rank} is number {local_rank} of a process group of {group_size} among {world} ranks", where=where
+        )
+    for box, _ in shards:
         if box not in boxes:
-            raise Corrupt(f"rank {rank} holds block {box} of a tensor, and lists others: {boxes[:4]}", where=where)
-    return ShardedTensor(shape, dtype, known.setdefault(boxes, boxes), held, local, world // size)
+            raise Corrupt(f"rank {rank} holds block {box} of a tensor, but lists others: {boxes[:4]}", where=where)
+    return ShardedTensor(shape, dtype, known.setdefault(boxes, boxes), shards, local_rank, world // group_size)
 
 
-def order(held: Mapping[int, ShardedTensor]) -> list[list[int]]:
-    """The ranks of each process group, in their order within it. Raises `Corrupt` if some are missing."""
-    copies = next(iter(held.values())).copies
-    places: dict[int, list[int]] = {}
-    for rank, own in sorted(held.items()):
-        places.setdefault(own.local_rank, []).append(rank)
-    if any(len(ranks) != copies for ranks in places.values()):
-        raise Corrupt(f"ranks {sorted(held)} do not make up {copies} process groups of one size", hint=_MIXED)
-    return [[places[place][i] for place in sorted(places)] for i in range(copies)]
+def ranks_of_copies(leaves: Mapping[int, ShardedTensor]) -> list[list[int]]:
+    """For each copy of the tensor: the ranks of its process group, in order. Raises `Corrupt` if some are missing."""
+    copies = next(iter(leaves.values())).copies
+    by_local_rank: dict[int, list[int]] = {}
+    for rank, leaf in sorted(leaves.items()):
+        by_local_rank.setdefault(leaf.local_rank, []).append(rank)
+    if any(len(ranks) != copies for ranks in by_local_rank.values()):
+        raise Corrupt(f"ranks {sorted(leaves)} cannot be {copies} process groups of one size", hint=_MIXED)
+    return [[by_local_rank[local_rank][i] for local_rank in sorted(by_local_rank)] for i in range(copies)]
 
 
-def gather(name: str, held: Mapping[int, ShardedTensor]) -> Tensor:
-    """The whole tensor. A block that several process groups hold is a copy, compared when it is read."""
-    first = next(iter(held.values()))
+def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
+    """The complete tensor from the shards of all ranks.
+
+    Process groups have copies, which are compared when they are read. Raises `Corrupt` if ranks contradict each
+    other, or if a block is missing.
+    """
+    first = next(iter(leaves.values()))
     holders: dict[Box, list[TensorRef]] = {box: [] for box in first.boxes if box.size}
-    for rank, own in held.items():
-        if (own.shape, own.dtype, own.boxes, own.copies) != (first.shape, first.dtype, first.boxes, first.copies):
+    for rank, leaf in leaves.items():
+        if (leaf.shape, leaf.dtype, leaf.boxes, leaf.copies) != (first.shape, first.dtype, first.boxes, first.copies):
             raise Corrupt(
-                f"tensor `{printable(name)}`: rank {rank} has other blocks, another shape or type than the ranks "
-                "before it: "
-                f"{list(own.shape)} in {len(own.boxes)} blocks against {list(first.shape)} in {len(first.boxes)}",
+                f"tensor `{printable(name)}`: rank {rank} has other blocks, another shape or another type than the "
+                f"ranks before it: {list(leaf.shape)} in {len(leaf.boxes)} blocks instead of {list(first.shape)} in "
+                f"{len(first.boxes)}",
                 hint=_MIXED,
             )
-        for box, ref in own.held:
+        for box, ref in leaf.shards:
             if box.size:
                 holders[box].append(ref)
     for box, refs in holders.items():
@@ -104,7 +110,7 @@ def gather(name: str, held: Mapping[int, ShardedTensor]) -> Tensor:
                 hint=_MIXED,
             )
     dtype = next((ref.dtype for refs in holders.values() for ref in refs), None)
-    dtype = dtype or next(ref.dtype for own in held.values() for _, ref in own.held)
+    dtype = dtype or next(ref.dtype for leaf in leaves.values() for _, ref in leaf.shards)
     copies = [
         [Fragment(box, tensor_of(refs[i]).fragments[0].blob) for box, refs in holders.items()]
         for i in range(first.copies)
@@ -120,7 +126,7 @@ def _box(metadata: Value, shape: Shape, where: Path) -> Box:
     return Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
 
 
-def _held(shard: Value, shape: Shape, dtype: Global, where: Path) -> tuple[Box, TensorRef]:
+def _shard(shard: Value, shape: Shape, dtype: Global, where: Path) -> tuple[Box, TensorRef]:
     ref = attribute(shard, "tensor", TensorRef, where)
     box = _box(attribute(shard, "metadata", Record, where), shape, where)
     if ref.shape != box.shape or dtype != Global("torch", ref.dtype.name):

@@ -1,7 +1,7 @@
-"""A file that one rank of several saved, read by itself.
+"""Read the file of one rank of several without the others.
 
-A tensor that the rank has all of is a tensor as any other. Parts of tensors are no model: the file is refused, and the
-files of the other ranks are named.
+Tensors that are complete on this rank are read like all others. If the file has parts of tensors, it is refused, and
+the message names the files of the other ranks.
 """
 
 import re
@@ -15,58 +15,58 @@ from ckpt_formats.core.values import Record, StdDict, Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT
 from ckpt_formats.engines.fsdp_ranks.lookups import class_of, parts, subclass
 
-_SPREAD = ("DTensor", "ShardedTensor")
+_SHARDED = ("DTensor", "ShardedTensor")
 _NUMBER = re.compile(r"(?<=rank)([_-]?)(\d{1,6})(?!.*rank[_-]?\d)", re.IGNORECASE)
-_MOST_DEPTH = 40
-_MOST_NAMED = 3
+_MAX_DEPTH = 40
+_MAX_NAMED = 3
 
 
 def whole_tree(root: dict[str, Value], path: Path) -> dict[str, Value]:
-    """The tree, with plain tensors for those of many ranks that this one has all of.
+    """The tree, with plain tensors instead of distributed tensors that are complete on this rank.
 
-    Raises `Unsupported` if it holds blocks of DTensors or ShardedTensors, or FSDP1's flat parameters.
+    Raises `Unsupported` if it has blocks of DTensors or ShardedTensors, or FSDP1's flat parameters.
     """
-    found = list(_spread(root))
-    whole = {id(record): ref for _, record in found if (ref := _whole(record)) is not None}
-    blocks = [(name, record) for name, record in found if id(record) not in whole]
+    sharded = list(_sharded_tensors(root))
+    complete = {id(record): ref for _, record in sharded if (ref := _complete_tensor(record)) is not None}
+    blocks = [(name, record) for name, record in sharded if id(record) not in complete]
     flat = list(_flat_names(root))
     if blocks or flat:
         world = max((_world(record) for _, record in blocks), default=0)
         kind = f"a block of a {class_of(blocks[0][1])}" if blocks else "a part of FSDP's flat parameter"
-        raise _part(kind, blocks[0][0] if blocks else flat[0], world, path)
-    return {key: _replaced(value, whole, 0) for key, value in root.items()} if whole else root
+        raise _only_a_part(kind, blocks[0][0] if blocks else flat[0], world, path)
+    return {key: _replaced(value, complete, 0) for key, value in root.items()} if complete else root
 
 
 def other_files(path: Path, world: int) -> str:
-    """What the files of the other ranks are called, as far as this one's name tells."""
+    """The names of the other ranks' files for a message, derived from the name of this file."""
     own = _NUMBER.search(path.name)
     if own is None:
         return f"the files of all {world} ranks" if world else "the files of all ranks"
-    others = [rank for rank in range(world or int(own[2]) + 2) if rank != int(own[2])]
+    other_ranks = [rank for rank in range(world or int(own[2]) + 2) if rank != int(own[2])]
     names = [
         f"{path.name[: own.start()]}{own[1]}{rank:0{len(own[2])}d}{path.name[own.end() :]}"
-        for rank in others[:_MOST_NAMED]
+        for rank in other_ranks[:_MAX_NAMED]
     ]
-    return f"{', '.join(map(printable, names))}{'' if world and len(others) <= _MOST_NAMED else ', …'}"
+    return f"{', '.join(map(printable, names))}{'' if world and len(other_ranks) <= _MAX_NAMED else ', …'}"
 
 
-def _part(kind: str, name: str, world: int, path: Path) -> Unsupported:
+def _only_a_part(kind: str, name: str, world: int, path: Path) -> Unsupported:
     ranks = f" of {world}" if world else " of several"
     return Unsupported(
-        f"is what one rank{ranks} holds: `{printable(name)}` is {kind}, not a whole tensor",
+        f"is the file of one rank{ranks}: `{printable(name)}` is {kind}, not a complete tensor",
         where=path,
-        hint=f"Needed too: {other_files(path, world)}. Put all of them into one folder, and name the folder.",
+        hint=f"Also needed: {other_files(path, world)}. Put all of them into one folder, and name the folder.",
     )
 
 
-def _spread(root: Mapping[str, Value]) -> Iterator[tuple[str, Record]]:
-    """Tensors of many ranks, by name. Each container is looked at once."""
+def _sharded_tensors(root: Mapping[str, Value]) -> Iterator[tuple[str, Record]]:
+    """The distributed tensors with their names. Each container is visited once."""
     seen: set[int] = set()
     waiting: list[tuple[str, Value]] = [("", root)]
     while waiting:
         name, value = waiting.pop()
         record = subclass(value)
-        if record is not None and class_of(record) in _SPREAD:
+        if record is not None and class_of(record) in _SHARDED:
             yield name, value
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
@@ -75,7 +75,7 @@ def _spread(root: Mapping[str, Value]) -> Iterator[tuple[str, Record]]:
 
 
 def _flat_names(root: Mapping[str, Value]) -> Iterator[str]:
-    """Names of FSDP1's flat parameters, in dicts and dicts in dicts."""
+    """The names of FSDP1's flat parameters, in the tree's values and in dicts one level below."""
     for key, value in root.items():
         inner = value.items() if isinstance(value, dict) else ((key, value),)
         for name, one in inner:
@@ -83,8 +83,8 @@ def _flat_names(root: Mapping[str, Value]) -> Iterator[str]:
                 yield name
 
 
-def _whole(value: Value) -> TensorRef | None:
-    """The tensor, if this rank has all of it, and not a part of a sum."""
+def _complete_tensor(value: Value) -> TensorRef | None:
+    """The tensor, if it is complete on this rank and not a term of a sum; otherwise None."""
     record = subclass(value)
     if record is None:
         return None
@@ -96,18 +96,19 @@ def _whole(value: Value) -> TensorRef | None:
         sums = [one for one in placements or () if not isinstance(one, Record) or "Partial" in one.cls.name]
         return local if isinstance(local, TensorRef) and _same(local.shape, shape) and not sums else None
     state = record.args[3]
-    held, metadata = state[:2] if isinstance(state, tuple) and len(state) > 1 else (None, None)
-    shard = held[0].get("tensor") if isinstance(held, list) and len(held) == 1 and isinstance(held[0], Record) else None
+    shards, metadata = state[:2] if isinstance(state, tuple) and len(state) > 1 else (None, None)
+    only = shards[0] if isinstance(shards, list) and len(shards) == 1 else None
+    shard = only.get("tensor") if isinstance(only, Record) else None
     size = metadata.get("size") if isinstance(metadata, Record) else None
     return shard if isinstance(shard, TensorRef) and _same(shard.shape, size) else None
 
 
-def _same(shape: tuple[int, ...], said: Value) -> bool:
-    return isinstance(said, (tuple, list)) and tuple(said) == shape
+def _same(shape: tuple[int, ...], size: Value) -> bool:
+    return isinstance(size, (tuple, list)) and tuple(size) == shape
 
 
 def _world(value: Value) -> int:
-    """Over how many ranks it is spread; 0 if that is not said."""
+    """The number of ranks over which a tensor is distributed; 0 if it is not stated."""
     record = subclass(value)
     if record is None:
         return 0
@@ -122,18 +123,18 @@ def _world(value: Value) -> int:
     return world if type(world) is int else 0
 
 
-def _replaced(value: Value, whole: Mapping[int, TensorRef], depth: int) -> Value:
-    if id(value) in whole:
-        return whole[id(value)]
-    if depth > _MOST_DEPTH:
+def _replaced(value: Value, complete: Mapping[int, TensorRef], depth: int) -> Value:
+    if id(value) in complete:
+        return complete[id(value)]
+    if depth > _MAX_DEPTH:
         return value
     if isinstance(value, dict):
-        made: dict[Value, Value] = {}
+        copy: dict[Value, Value] = {}
         if isinstance(value, StdDict):
-            made = StdDict(value.cls, value.factory)
-            made.attrs = value.attrs
-        made.update((key, _replaced(item, whole, depth + 1)) for key, item in value.items())
-        return made
+            copy = StdDict(value.cls, value.factory)
+            copy.attrs = value.attrs
+        copy.update((key, _replaced(item, complete, depth + 1)) for key, item in value.items())
+        return copy
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, whole, depth + 1) for item in value)
+        return type(value)(_replaced(item, complete, depth + 1) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""Names without what wraps modules: FSDP1, torch.compile, activation checkpointing and DDP put components into them."""
+"""Remove from names the components of wrappers: FSDP1, torch.compile, activation checkpointing and DDP."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _DDP = "module."
 
 @dataclass(frozen=True)
 class WrapperNames:
-    """What to take out of names."""
+    """A function that removes the components of wrappers from a name."""
 
     ddp: bool
 
@@ -25,26 +25,26 @@ class WrapperNames:
         return plain.removeprefix(_DDP) if self.ddp else plain
 
     def keys(self, tree: Mapping[Value, Value], where: Path) -> dict[Value, Value]:
-        """A dict with its keys unwrapped. Raises `Corrupt` if two become one."""
-        made: dict[Value, Value] = {}
+        """The dict with unwrapped keys. Raises `Corrupt` if two keys become equal."""
+        renamed: dict[Value, Value] = {}
         for key, value in tree.items():
-            if self(key) in made:
+            if self(key) in renamed:
                 raise Corrupt(
-                    f"two tensors are called `{printable(self(key))}` once wrappers are left out", where=where
+                    f"two tensors are called `{printable(self(key))}` when wrappers are left out", where=where
                 )
-            made[self(key)] = value
-        return made
+            renamed[self(key)] = value
+        return renamed
 
     def optimizer(self, tree: Mapping[str, Value], where: Path) -> dict[str, Value]:
-        """An optimizer's state dict with the names in it unwrapped, nested or flat."""
-        made: dict[str, Value] = {}
+        """An optimizer's state dict, nested or flat, with unwrapped names."""
+        renamed: dict[str, Value] = {}
         for key, value in self.keys(tree, where).items():
             if key == "state" and isinstance(value, dict):
                 value = self.keys(value, where)
             elif key == "param_groups" and isinstance(value, list):
                 value = [self._group(group) if isinstance(group, dict) else group for group in value]
-            made[key] = value
-        return made
+            renamed[key] = value
+        return renamed
 
     def _group(self, group: Mapping[str, Value]) -> dict[str, Value]:
         listed = {key: group[key] for key in ("params", "param_names") if isinstance(group.get(key), list)}
@@ -52,6 +52,6 @@ class WrapperNames:
 
 
 def unwrapping(names: Iterable[str]) -> WrapperNames:
-    """How to unwrap these, which are all of a model's: `module.` only goes where every name begins with it."""
+    """The function for all names of a model. It removes `module.` only if every name begins with it."""
     plain = [WrapperNames(ddp=False)(name) for name in names]
     return WrapperNames(bool(plain) and all(name.startswith(_DDP) for name in plain))

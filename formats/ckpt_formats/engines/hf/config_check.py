@@ -1,7 +1,7 @@
-"""Does a configuration describe these tensors? Else transformers makes a model of other sizes, or makes tensors up.
+"""Check that a configuration describes the tensors. If not, transformers creates other or additional tensors.
 
-Sizes are looked up by the keys that libraries use, and held against tensors whose names say what they are. What a
-configuration does not say, or a name does not tell, is not checked.
+Sizes are looked up by the keys that libraries use, and compared with tensors whose meaning is known from their names.
+Sizes that the configuration does not state, and tensors with other names, are not checked.
 """
 
 import re
@@ -29,7 +29,7 @@ _TABLES = (
     (r"(model\.|transformer\.|)(embed_tokens|wte|word_embeddings)\.weight", ("vocabulary", "hidden")),
     (r"lm_head\.weight", ("vocabulary", "hidden")),
 )
-"""Of models of any family."""
+"""The axes of tensors in models of any family."""
 _OF_FAMILIES = (
     (r".*\.self_attn\.q_proj\.weight", ("queries", "hidden")),
     (r".*\.self_attn\.[kv]_proj\.weight", ("keys", "hidden")),
@@ -42,30 +42,30 @@ _OF_FAMILIES = (
     (r"(transformer\.|)wpe\.weight", ("positions", "hidden")),
     (r".*(layernorm|\.norm|\.ln_[12f])\.weight", ("hidden",)),
 )
-"""Of models of the families whose names are known here."""
+"""The axes of tensors in models of the families that have a table of names."""
 _LAYER = re.compile(r"(?:model\.|transformer\.|)(?:layers|h)\.(\d{1,6})\..*")
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Layers behind the model's own, which predict further tokens."""
-_MOST_NAMED = 3
+"""The numbers of additional layers, after the model's own, that predict further tokens."""
+_MAX_NAMES = 3
 
 
-def check_fits(spelled: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
-    """Raises `Unsupported` if the configuration is of another model than these tensors, as they will be written.
+def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
+    """Raise `Unsupported` if the configuration does not describe these tensors, as they will be written.
 
-    `partial` says that the user left tensors out.
+    `partial` allows missing tensors, because the user left some out.
     """
     if "quantization_config" in config:
         return
-    misfits = [*_shapes(spelled.known, named, config)]
+    misfits = [*_shapes(match.known, named, config)]
     if not misfits:
         misfits += _layers(named, config, partial)
-    if not misfits and spelled.known and not partial:
-        misfits += _names(spelled)
+    if not misfits and match.known and not partial:
+        misfits += _names(match)
     if misfits:
-        more = f" (and {len(misfits) - _MOST_NAMED} more)" if len(misfits) > _MOST_NAMED else ""
+        suffix = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
         raise Unsupported(
-            f"config.json is not of this model: {'; '.join(misfits[:_MOST_NAMED])}{more}",
-            hint="Name the model's own with --config; or write the tensors alone, --to safetensors.",
+            f"config.json does not describe this model: {'; '.join(misfits[:_MAX_NAMES])}{suffix}",
+            hint="Name the model's own config.json with --config; or write only the tensors, --to safetensors.",
         )
 
 
@@ -74,16 +74,18 @@ def _shapes(known: bool, named: Sequence[Parameter], config: Mapping[str, Any]) 
     patterns = (*_TABLES, *_OF_FAMILIES) if known else _TABLES
     for parameter in named:
         shape = parameter.weight.shape
-        expected = next((axes for pattern, axes in patterns if re.fullmatch(pattern, parameter.name)), None)
-        if expected is None:
+        axes_of_name = next((axes for pattern, axes in patterns if re.fullmatch(pattern, parameter.name)), None)
+        if axes_of_name is None:
             continue
-        wanted = [sizes.get(axis) for axis in expected]
-        if len(shape) == len(wanted) and all(b in (None, a) for a, b in zip(shape, wanted, strict=True)):
+        expected_sizes = [sizes.get(axis) for axis in axes_of_name]
+        if len(shape) == len(expected_sizes) and all(
+            b in (None, a) for a, b in zip(shape, expected_sizes, strict=True)
+        ):
             continue
-        if any(size is not None for size in wanted):
-            said = ", ".join(_said(axis, config) for axis in expected)
+        if any(size is not None for size in expected_sizes):
+            stated = ", ".join(_stated_sizes(axis, config) for axis in axes_of_name)
             name = printable(parameter.name)
-            yield f"`{name}` has the shape {list(shape)}, by the configuration ({said}) it is another"
+            yield f"`{name}` has the shape {list(shape)}, but the configuration states {stated}"
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -93,7 +95,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
         if value is not None:
             sizes[axis] = value
     if "embedding_size" in config or "word_embed_proj_dim" in config:
-        sizes.pop("hidden", None)  # tables of another width than the layers
+        sizes.pop("hidden", None)  # the tables have another width than the layers
     heads = sizes.get("heads")
     if heads and "hidden" in sizes:
         sizes.setdefault("head_dim", sizes["hidden"] // heads)
@@ -103,25 +105,25 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _said(axis: str, config: Mapping[str, Any]) -> str:
-    """What the configuration says of an axis, by its own keys."""
+def _stated_sizes(axis: str, config: Mapping[str, Any]) -> str:
+    """The configuration's entries for the size of an axis, as text."""
     axes = {"queries": ("heads", "head_dim"), "keys": ("groups", "head_dim")}.get(axis, (axis,))
-    found = [key for one in axes for key in _KEYS[one] if key in config] or [_KEYS[axes[0]][0]]
-    return " and ".join(f"{key} {config.get(key)!r:.40}" for key in found)
+    keys = [key for size_name in axes for key in _KEYS[size_name] if key in config] or [_KEYS[axes[0]][0]]
+    return " and ".join(f"{key} {config.get(key)!r:.40}" for key in keys)
 
 
 def _layers(named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> Iterator[str]:
     layers = _sizes(config).get("layers")
-    numbers = [int(match[1]) for one in named if (match := _LAYER.fullmatch(one.name))]
+    numbers = [int(match[1]) for parameter in named if (match := _LAYER.fullmatch(parameter.name))]
     if layers is None or not numbers:
         return
     count = 1 + max(numbers)
-    most = layers + sum(config[key] for key in _PREDICTED if is_natural(config.get(key), 1 << 20))
-    if count > most or (count < layers and not partial):
-        yield f"there are {count} layers, but by the configuration ({_said('layers', config)}) there are {layers}"
+    max_count = layers + sum(config[key] for key in _PREDICTED if is_natural(config.get(key), 1 << 20))
+    if count > max_count or (count < layers and not partial):
+        yield f"there are {count} layers, but the configuration states {_stated_sizes('layers', config)}"
 
 
-def _names(spelled: NameMatch) -> Iterator[str]:
-    for name in spelled.missing:
-        tied = ", which is left out only if tie_word_embeddings is true" if name == "lm_head.weight" else ""
+def _names(match: NameMatch) -> Iterator[str]:
+    for name in match.missing:
+        tied = ", which may only be left out if tie_word_embeddings is true" if name == "lm_head.weight" else ""
         yield f"`{printable(name)}` is missing{tied}"

@@ -1,11 +1,11 @@
-"""What the files of a folder are, by their names: as transformers, its Trainer, Accelerate and PEFT write them.
+"""Classify the files of a folder by their names, as transformers, its Trainer, Accelerate and PEFT write them.
 
     model.safetensors, or shards and an index    the model; also as pytorch_model.bin
     adapter_model.safetensors                    an adapter of PEFT
-    pytorch_model_fsdp.bin                       the model, as FSDP gathers it
-    sharded/shard-00001-model-00001-of-00001...  the model, as PyTorch's ranks write it
-    optimizer.pt, scheduler.pt, rng_state.pth    what a run needs to go on (Accelerate: .bin, .pkl)
-    config.json, tokenizer.json, ...             what a model needs beside its weights
+    pytorch_model_fsdp.bin                       the model, gathered by FSDP
+    sharded/shard-00001-model-00001-of-00001...  the model, written by PyTorch's ranks
+    optimizer.pt, scheduler.pt, rng_state.pth    what a run needs to continue (Accelerate: .bin, .pkl)
+    config.json, tokenizer.json, ...             what a model needs in addition to its weights
 
 Sources: transformers `Trainer._save_checkpoint`, accelerate `checkpointing`, peft `save_pretrained`.
 """
@@ -22,11 +22,11 @@ Container = Literal["safetensors", "torch"]
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
 MODEL_INDEX = "model_index.json"
-"""Of a pipeline of diffusers."""
+"""The list of components in a pipeline of diffusers."""
 MODULES = "modules.json"
-"""Of sentence-transformers."""
+"""The list of modules in sentence-transformers."""
 
-# In the order in which transformers looks for them.
+# In the order in which transformers tries them.
 _ENTRIES: tuple[tuple[str, Container], ...] = (
     ("model.safetensors", "safetensors"),
     ("model.safetensors.index.json", "safetensors"),
@@ -50,97 +50,100 @@ _TRAINING = re.compile(
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
 _DEEPSPEED = re.compile(r"latest|zero_to_(fp32|torch)\.py")
-"""What DeepSpeed puts beside its own folders."""
+"""Files that DeepSpeed writes next to its own folders."""
 _RANDOM = re.compile(r"random_states_\d+\.pkl")
 _FURTHER_MODEL = re.compile(r"(model_\d+\.safetensors|pytorch_model_\d+\.bin)")
 _OF_A_RUN = re.compile(r"trainer_state\.json|scheduler(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth|random_states_\d+\.pkl")
 _NOT_ALONE = re.compile(r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|adapter_config\.json")
-_CUT = "pytorch_model_fsdp_"
-"""Begins the names of files and folders of a model that is cut over ranks: other formats read them."""
+_SHARDED_PREFIX = "pytorch_model_fsdp_"
+"""The prefix of files and folders of a model that is split over ranks: other formats read them."""
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".distcp")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The files of a folder, sorted. What begins with a dot is nobody's."""
+    """The files of a folder, by kind. Files whose names begin with a dot are ignored."""
 
     path: Path
     entry: Path | None
-    """Where the model is: a file, an index, or a folder of the files of ranks."""
+    """The model: a file, an index, or a folder of the ranks' files."""
     container: Container
     optimizer: Path | None
     training: tuple[Path, ...]
-    """Other files of torch: what a run needs to go on."""
+    """Other files of torch that a run needs to continue."""
     models: tuple[Path, ...]
-    """Further models, where Accelerate saved several."""
-    others: tuple[Path, ...]
-    """What lies beside a model: configurations, tokenizers, texts."""
+    """Further models, if Accelerate saved several."""
+    side_files: tuple[Path, ...]
+    """Side files of a model: configurations, tokenizers, texts."""
 
     @property
     def by_ranks(self) -> bool:
+        """True if each rank wrote its own file of the model."""
         return self.entry is not None and self.entry.is_dir() and self.container == "safetensors"
 
     @property
     def of_a_run(self) -> bool:
-        """Is it a checkpoint of a run, rather than a model alone?"""
-        names = {one.name for one in (*self.training, *self.others)}
+        """True if it is a checkpoint of a run, not only a model."""
+        names = {file.name for file in (*self.training, *self.side_files)}
         return any(_OF_A_RUN.fullmatch(name) for name in names)
 
 
 def is_training_file(name: str) -> bool:
-    """Is it a file that a run needs to go on, and a model does not?"""
+    """True if a run needs this file to continue, but a model does not need it."""
     return name == TRAINER_STATE or _TRAINING.fullmatch(name) is not None or _DEEPSPEED.fullmatch(name) is not None
 
 
 def is_further(name: str) -> bool:
-    """Is it a model or an optimizer of a run that has several, and not the first?"""
+    """True if it is the second or a later model or optimizer of a run with several."""
     return re.fullmatch(r"(model|pytorch_model|optimizer)_\d+\.(safetensors|pt|bin)", name) is not None
 
 
 def names_in_run(path: Path) -> list[str]:
-    """Names of the files of Hugging Face's libraries in a folder, but for what DeepSpeed puts there."""
+    """The names in a folder, except for files that DeepSpeed writes there. [] if the folder cannot be read."""
     return [name for name in _names(path) if not _DEEPSPEED.fullmatch(name)]
 
 
 def recognised(path: Path) -> bool:
-    """Is this a folder of these libraries, rather than one of bare safetensors files? Never raises."""
+    """True if this is a folder of these libraries, not only of safetensors files. Never raises."""
     names = set(_names(path))
     torch = any(container == "torch" and name in names for name, container in _ENTRIES) or _has_numbered(names)
     weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
-    said = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
-    several = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
-    return torch or several or (weights and said) or _is_around_a_cut_model(names) or _of_ranks(path) is not None
+    described = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
+    composite = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
+    return (
+        torch or composite or (weights and described) or _is_around_sharded_model(names) or _of_ranks(path) is not None
+    )
 
 
-def _is_around_a_cut_model(names: set[str]) -> bool:
-    """Is there a model that another format reads, and something around it that this one does not?"""
-    cut = [name for name in names if name.startswith(_CUT)]
+def _is_around_sharded_model(names: set[str]) -> bool:
+    """True if another format reads the model, but the folder has more files that only this format reads."""
+    sharded = [name for name in names if name.startswith(_SHARDED_PREFIX)]
     around = {name for name in names if is_training_file(name) or name == CONFIG}
-    if all(name.endswith(".bin") for name in cut):  # whose format reads the random states, too
+    if all(name.endswith(".bin") for name in sharded):  # their format also reads the random states
         around = {name for name in around if not _RANDOM.fullmatch(name)}
-    return bool(cut and around)
+    return bool(sharded and around)
 
 
 def sort_files(path: Path) -> Folder:
-    """Tell the files of a folder by their names. Opens nothing."""
+    """The files of a folder by kind, from their names. No file is opened."""
     with os.scandir(path) as entries:
         names = {entry.name for entry in entries if entry.is_file()}
     entry, container = _entry(path, names)
-    told = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
-    optimizer = next(told, None) if entry is not None else None
+    candidates = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
+    optimizer = next(candidates, None) if entry is not None else None
     training = [path / name for name in sorted(names) if _TRAINING.fullmatch(name)]
     models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
     known = {entry, optimizer, *training, *models}
-    rest = [path / name for name in sorted(names) if not name.startswith(".")]
-    others = [one for one in rest if one not in known and not _is_weights(one.name)]
+    visible = [path / name for name in sorted(names) if not name.startswith(".")]
+    side_files = [file for file in visible if file not in known and not _is_weights(file.name)]
     return Folder(
         path,
         entry,
         container,
         optimizer,
-        tuple(one for one in training if one != optimizer),
+        tuple(file for file in training if file != optimizer),
         tuple(models),
-        tuple(others),
+        tuple(side_files),
     )
 
 
@@ -156,18 +159,18 @@ def _entry(path: Path, names: set[str]) -> tuple[Path | None, Container]:
 
 
 def _has_numbered(names: Iterable[str]) -> bool:
-    """Are there files of torch with numbers, as `save_pretrained` wrote them, whose index is lost?"""
+    """True if there are numbered files of torch, as from `save_pretrained`. Used when their index is missing."""
     return any(map(_NUMBERED_TORCH.fullmatch, names))
 
 
 def _of_ranks(path: Path) -> Path | None:
-    """The folder of the files that ranks wrote each for itself: this one, or one in it."""
+    """The folder with files that each rank wrote: this one, or one inside it. None if there is none."""
     folders = (path / _BY_RANKS, path)
     return next((folder for folder in folders if any(map(_SHARD_OF_A_RANK.fullmatch, _names(folder)))), None)
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder holds; nothing, if it cannot be read."""
+    """The names in a folder; [] if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a model's tensors are called in its own library, whatever wrapped the model when it was saved."""
+"""Find the names of a model's tensors in its own library: without the prefixes of modules that wrapped it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,33 +13,33 @@ from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import unstacked
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What PyTorch puts before the names of a module that it compiles, checkpoints or cuts, at any depth."""
+"""Prefixes that PyTorch inserts, at any depth, for modules that it compiles, checkpoints or shards."""
 _PREFIXES = ("module.", "model.", "base_model.", *_WRAPPERS)
-"""What those that hold a model put before all of its names."""
+"""Prefixes that a module around the model adds to all names."""
 _NO_SIZES = ModelSizes(heads=1, groups=1, vocabulary=0)
-"""Of transforms that ask for none."""
+"""Placeholder for transforms that do not use sizes."""
 
 
 @dataclass(frozen=True)
 class NameMatch:
-    """How each tensor of a checkpoint is to be called, and what does not fit the model."""
+    """The new name of each tensor, and the differences between the tensors and the model."""
 
     names: Mapping[str, str]
-    """By the name that it has now."""
+    """The new names, by present name."""
     known: bool
-    """Whether there is a table of the model's names."""
+    """True if there is a table of the model's names."""
     stacks: Mapping[str, ExpertStack] = field(default_factory=dict)
-    """Tensors that are not as files have them, by the new name, if the names are those of the running model."""
+    """Tensors with another form than in files, by new name, if the names are those of a model in memory."""
     missing: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()
     tie: Tie | None = None
-    """The model's tied names, of which files hold one; None also where that is not known."""
+    """The model's tied names, of which files have one; None if there are none or this is not known."""
 
 
 def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameMatch:
     """The names of the model that the configuration describes.
 
-    They change only if the changed ones fit the model and the old do not.
+    Names change only if the new names fit the model and the old ones do not.
     """
     given = list(names)
     same = {name: name for name in given}
@@ -61,14 +61,14 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
 
 
 def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint under the names that the model's files have, with all its states; stacks of experts taken apart.
+    """The checkpoint under the names in the model's files, with all states. Stacks of experts are divided.
 
-    Raises `Unsupported` for a stack that is none.
+    Raises `Unsupported` for a stack with an unexpected shape.
     """
     own = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
-    spelled = match_names([*own, *source.aliases], config)
-    new = spelled.names
-    changes = [_respelling(name, new[name], spelled.stacks.get(new[name])) for name in own]
+    match = match_names([*own, *source.aliases], config)
+    new = match.names
+    changes = [_rename_of(name, new[name], match.stacks.get(new[name])) for name in own]
     if all(change.old == change.new for change in changes):
         return source
     aliases = {new.get(alias, alias): new.get(name, name) for alias, name in source.aliases.items()}
@@ -76,19 +76,19 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 
 
 def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
-    """What a tensor of a running model is in files. Raises `Unsupported` if it is not the stack that it should be."""
-    held = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
-    return tuple(piece for one in held for piece in TRANSFORMS[stack.how].split(one, _NO_SIZES))
+    """The tensors in files for a tensor of a model in memory. Raises `Unsupported` for an unexpected shape."""
+    tensors = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
+    return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.transform].split(part, _NO_SIZES))
 
 
-def _respelling(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
+def _rename_of(old: str, new: str, stack: ExpertStack | None) -> TensorRename:
     if stack is None:
         return TensorRename((old,), (new,), tuple)
     return TensorRename((old,), stack.files, lambda tensors: as_in_files(tensors[0], stack))
 
 
 def _renamings(names: list[str]) -> Iterator[dict[str, str]]:
-    """Ways to call the tensors: as they are, then with less and less before their names. No two are called alike."""
+    """Candidate names, by present name: first unchanged, then with more and more prefixes removed. They are unique."""
     yield {name: name for name in names}
     short = {name: re.sub("|".join(map(re.escape, _WRAPPERS)), "", name) for name in names}
     while len(set(short.values())) == len(names):
@@ -96,18 +96,18 @@ def _renamings(names: list[str]) -> Iterator[dict[str, str]]:
         common = next((p for p in _PREFIXES if names and all(name.startswith(p) for name in short.values())), None)
         if common is None:
             return
-        short = {name: said.removeprefix(common) for name, said in short.items()}
+        short = {name: long_name.removeprefix(common) for name, long_name in short.items()}
 
 
 def _unfit(
     names: Iterable[str], expected: Iterable[str], table: Table, tie: Tie | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names that the model lacks, and names that it has no use for. Without its head it may lack the prefix, too."""
-    held = set(names)
-    wanted = list(expected)
-    if held and not any(name.startswith(table.base_prefix) for name in held):
-        wanted = [name.removeprefix(table.base_prefix) for name in wanted]
+    """(missing names, surplus names). A model without its head may also have no prefix."""
+    present = set(names)
+    needed = list(expected)
+    if present and not any(name.startswith(table.base_prefix) for name in present):
+        needed = [name.removeprefix(table.base_prefix) for name in needed]
     optional = {tie.alias} if tie else set()
-    missing = tuple(name for name in wanted if name not in held and name not in optional)
-    surplus = tuple(sorted(name for name in held - set(wanted) if not table.ignored.fullmatch(name)))
+    missing = tuple(name for name in needed if name not in present and name not in optional)
+    surplus = tuple(sorted(name for name in present - set(needed) if not table.ignored.fullmatch(name)))
     return missing, surplus

@@ -1,4 +1,4 @@
-"""A folder as a checkpoint: the model's tensors, the optimizer told to their names, all else carried."""
+"""Read a folder: the model's tensors, the optimizer's states under their names, all other files as extras."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,36 +7,36 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, ReadOptions, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.errors import Incomplete, form_of
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.components import ComponentFiles, components_of, read_components, together
+from ckpt_formats.engines.dcp import DCP
+from ckpt_formats.engines.fsdp_ranks import FsdpRanks
+from ckpt_formats.engines.hf.components import ComponentFiles, components_of, merge_models, read_components
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
-from ckpt_formats.engines.hf.parameter_order import UNTOLD, in_models_order, numbered_only
+from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names import table_for
-from ckpt_formats.registry import format_named
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
 
 _RECIPE = "recipe_state/recipe_state.pt"
 HAS_RECIPE = Notice(
-    "torchtune's recipe_state.pt, with the optimizer, is in the folder beside: name the folder above to read it, too"
+    "torchtune's recipe_state.pt, with the optimizer, is next to this folder: name the parent folder to read it, too"
 )
 _NO_OPTIMIZER = Notice(
-    "the folder is of a run, but the optimizer's file (optimizer.pt, optimizer.bin) is not in it: no state is read",
+    "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
 )
-_CUT_MODELS = ("dcp", "fsdp-ranks")
-"""Formats of models that lie in such a folder cut over ranks."""
 
 
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
-    """The index of a folder. Raises `CkptError` of the kind that fits."""
+    """The checkpoint in a folder, without reading tensors. Raises a suitable `CkptError`."""
     with form_of("a folder of Hugging Face's libraries", path):
         return _read(sort_files(path), options)
 
@@ -44,48 +44,48 @@ def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
 def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     path = folder.path
     components = components_of(path)
-    several = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
-    inner = _cut_model(path, options) if folder.entry is None and not components else None
-    beside, shards, large = read_side_files(folder.others)
-    states, more, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
-    files = {**beside, **several.beside, **states}
+    components_read = read_components(path, components) if components else ComponentFiles(ModelFiles({}, False))
+    inner = _sharded_model(path, options) if folder.entry is None and not components else None
+    side_files, shards, large = read_side_files(folder.side_files)
+    states, training_shards, seals = _training(folder, {shard.path for shard in inner.files} if inner else set())
+    files = {**side_files, **components_read.side_files, **states}
     extras: dict[str, Value] = {f"{PREFIX}{name}": value for name, value in files.items()}
     if inner is not None:
-        found = _around(inner, extras)
+        checkpoint = _around(inner, extras)
     else:
-        found = _with_model(folder, _model(folder, several), config_of(beside), extras, options)
-    step = (config_of(beside, TRAINER_STATE) or {}).get("global_step")
+        checkpoint = _with_model(folder, _model(folder, components_read), config_of(side_files), extras, options)
+    step = (config_of(side_files, TRAINER_STATE) or {}).get("global_step")
     return replace(
-        found,
+        checkpoint,
         path=path,
-        origin=replace(found.origin, step=step if is_natural(step) else found.origin.step),
-        files=(*found.files, *shards, *several.shards, *more),
-        seals=(*found.seals, *seals),
-        notices=(*found.notices, *several.notices, *_too_large(large), *_lacks(folder, found)),
+        origin=replace(checkpoint.origin, step=step if is_natural(step) else checkpoint.origin.step),
+        files=(*checkpoint.files, *shards, *components_read.shards, *training_shards),
+        seals=(*checkpoint.seals, *seals),
+        notices=(*checkpoint.notices, *components_read.notices, *_too_large(large), *_lacks(folder, checkpoint)),
     )
 
 
-def _model(folder: Folder, several: ComponentFiles) -> ModelFiles:
-    """The model of the folder, and those of its components. Raises `Incomplete` if there is none."""
+def _model(folder: Folder, components_read: ComponentFiles) -> ModelFiles:
+    """The model of the folder and its components, as one. Raises `Incomplete` if there is none."""
     own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
-    model = together(own, several.model)
+    model = merge_models(own, components_read.model)
     if not model.state:
         raise Incomplete("there are no weights", where=folder.path)
     return model
 
 
-def _lacks(folder: Folder, found: Checkpoint) -> Iterator[Notice]:
-    """What belongs to the model, and is not in its folder."""
-    if folder.of_a_run and folder.optimizer is None and not found.groups and "optimizer" not in found.extras:
+def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
+    """Notices of parts that are missing in the folder or not read as states."""
+    if folder.of_a_run and folder.optimizer is None and not checkpoint.groups and "optimizer" not in checkpoint.extras:
         yield _NO_OPTIMIZER
     if folder.entry is not None and folder.entry.name.startswith("adapter_model"):
-        base = found.extras.get(f"{PREFIX}adapter_config.json")
+        base = checkpoint.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
         which = f" ({printable(named)[:100]})" if isinstance(named, str) and named else ""
-        yield Notice(f"an adapter of PEFT, without the model that it adapts{which}")
+        yield Notice(f"an adapter of PEFT, without its base model{which}")
     further = [file.name for file in (*folder.models, *folder.training) if is_further(file.name)]
     if further:
-        text = "further models and optimizers of the run, which are carried as extras under the names of their files"
+        text = "further models and optimizers of the run, which are read as extras under the names of their files"
         yield Notice(text, tuple(further), Weight.LOST)
     if (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
@@ -105,28 +105,32 @@ def _with_model(
             root["optimizer"] = optimizer.root
         else:
             extras[key] = optimizer.root
-            notices = (Notice(UNTOLD, weight=Weight.LOST),)
-    found = training_state(root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None)
-    if optimizer is not None and "optimizer" in found.extras:
-        found.extras[key] = found.extras.pop("optimizer")
+            notices = (Notice(UNKNOWN_ORDER, weight=Weight.LOST),)
+    state_read = training_state(
+        root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None
+    )
+    if optimizer is not None and "optimizer" in state_read.extras:
+        state_read.extras[key] = state_read.extras.pop("optimizer")
     metadata = {f"{PREFIX}__metadata__": dict(model.metadata)} if model.metadata else {}
     version = (config or {}).get("transformers_version")
-    aliases = {**model.aliases, **found.aliases, **_tied(found.parameters, config)}
+    aliases = {**model.aliases, **state_read.aliases, **_tied(state_read.parameters, config)}
     return Checkpoint(
         folder.path,
-        Origin("hf", version if isinstance(version, str) else None, found.step, {"keys": found.keys.to_json()}),
-        found.parameters,
-        found.groups,
-        {**found.extras, **metadata},
+        Origin(
+            "hf", version if isinstance(version, str) else None, state_read.step, {"keys": state_read.keys.to_json()}
+        ),
+        state_read.parameters,
+        state_read.groups,
+        {**state_read.extras, **metadata},
         aliases,
         (*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
         (*model.seals, *(optimizer.seals() if optimizer else ())),
-        (*model.notices, *found.notices, *notices),
+        (*model.notices, *state_read.notices, *notices),
     )
 
 
 def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None) -> dict[str, str]:
-    """The name that files leave out, of a model whose configuration ties two."""
+    """The alias that files omit, if the model's configuration ties two tensors: {alias: name}."""
     table = table_for(config or {})
     tie = table.tie(config) if table and config else None
     if tie is None or tie.name not in parameters or tie.alias in parameters:
@@ -135,7 +139,10 @@ def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None)
 
 
 def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[SourceFile], list[Seal]]:
-    """What a run needs to go on, and further models, by file; but for files that are known already."""
+    """The files that a run needs to continue, and further models: (values by file name, files, seals).
+
+    Files in `known` are skipped.
+    """
     values: dict[str, Value] = {}
     shards: list[SourceFile] = []
     seals: list[Seal] = []
@@ -152,19 +159,20 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
     return values, shards, seals
 
 
-def _cut_model(path: Path, options: ReadOptions) -> Checkpoint:
-    """The model that lies in the folder cut over ranks, and what came with it. Raises `Incomplete` if there is none."""
-    for format in map(format_named, _CUT_MODELS):
+def _sharded_model(path: Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint of a model in the folder that is split over ranks. Raises `Incomplete` if there is none."""
+    for format in (DCP(), FsdpRanks()):
         if format.detect(path):
             return format.read(path, options)
-    raise Incomplete("there are no weights, only what lies beside them", where=path)
+    raise Incomplete("there are no weights, only other files", where=path)
 
 
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
+    """The checkpoint with these extras. Tensors in them become parameters."""
     parameters = dict(inner.parameters)
-    lifted = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
-    return replace(inner, parameters=parameters, extras={**inner.extras, **lifted})
+    named = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
+    return replace(inner, parameters=parameters, extras={**inner.extras, **named})
 
 
 def _too_large(names: Sequence[str]) -> tuple[Notice, ...]:
-    return (Notice("not read, being too large to carry", tuple(names), Weight.LOST),) if names else ()
+    return (Notice("too large to copy, not read", tuple(names), Weight.LOST),) if names else ()

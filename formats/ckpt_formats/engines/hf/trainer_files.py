@@ -1,4 +1,4 @@
-"""What a trainer of Hugging Face's leaves around the checkpoint of an engine that it runs: carried with it."""
+"""Read the files that a trainer of Hugging Face writes around an engine's checkpoint, as extras of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,39 +15,43 @@ from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_file
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 
-def with_run_around(found: Checkpoint, path: Path) -> Checkpoint:
-    """The checkpoint with the files of the run in its folder as extras: `hf/trainer_state.json`, `hf/scheduler.pt`, ...
+def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """The checkpoint with the run's files in its folder as extras: `hf/trainer_state.json`, `hf/scheduler.pt`, ...
 
-    It is unchanged if the folder has none. Raises `CkptError` for files that cannot be read.
+    It is unchanged if there are no such files. Raises `CkptError` for files that cannot be read.
     """
     names = names_in_run(path)
     if not any(name == CONFIG or is_training_file(name) for name in names):
-        return found
-    read = {shard.path for shard in found.files}
+        return checkpoint
+    known_paths = {shard.path for shard in checkpoint.files}
     folder = sort_files(path)
-    others = (one for one in folder.others if one not in read and not is_harmless(one.name))
-    values, shards, large = read_side_files(others)
-    more: list[SourceFile] = []
+    side_files = (file for file in folder.side_files if file not in known_paths and not is_harmless(file.name))
+    values, shards, large = read_side_files(side_files)
+    files_read: list[SourceFile] = []
     seals: list[Seal] = []
-    trained = (*folder.training, *((folder.optimizer,) if folder.optimizer else ()))
-    for file in (one for one in trained if one not in read):
+    training_files = (*folder.training, *((folder.optimizer,) if folder.optimizer else ()))
+    for file in (file for file in training_files if file not in known_paths):
         opened = open_file(file)
         values[file.name] = opened.root
-        more.append(SourceFile(file, file.stat().st_size, "other"))
+        files_read.append(SourceFile(file, file.stat().st_size, "other"))
         seals += opened.seals()
-    parameters, extras = dict(found.parameters), dict(found.extras)
+    parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for name, value in values.items():
         key = f"{PREFIX}{name}"
         extras.setdefault(key, names_for_tensors(value, key, parameters))
     step: Value = (config_of(values, TRAINER_STATE) or {}).get("global_step")
-    origin = replace(found.origin, step=step) if found.origin.step is None and is_natural(step) else found.origin
-    notices = (Notice("not read, being too large to carry", tuple(large), Weight.LOST),) if large else ()
+    origin = (
+        replace(checkpoint.origin, step=step)
+        if checkpoint.origin.step is None and is_natural(step)
+        else checkpoint.origin
+    )
+    notices = (Notice("too large to copy, not read", tuple(large), Weight.LOST),) if large else ()
     return replace(
-        found,
+        checkpoint,
         origin=origin,
         parameters=parameters,
         extras=extras,
-        files=(*found.files, *shards, *more),
-        seals=(*found.seals, *seals),
-        notices=(*found.notices, *notices),
+        files=(*checkpoint.files, *shards, *files_read),
+        seals=(*checkpoint.seals, *seals),
+        notices=(*checkpoint.notices, *notices),
     )

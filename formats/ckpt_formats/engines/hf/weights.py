@@ -1,4 +1,4 @@
-"""The model's tensors, from whichever files hold them."""
+"""Read the model's tensors from files of safetensors or torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from ckpt_formats.state_dicts.leaves import has_tensor
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A state dict that may have come from several files."""
+    """A state dict from one or several files."""
 
     state: dict[str, Value]
-    """Tensors by name; in files of torch, other things may lie between them."""
+    """Tensors by name. Files of torch may also have other values."""
     in_order: bool
-    """Whether the names are in the model's own order, as those of one file of torch are."""
+    """True if the names are in the model's own order, as in a single file of torch."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[SourceFile, ...] = ()
@@ -40,25 +40,25 @@ def read_model(folder: Folder) -> ModelFiles:
     if not model.state:
         raise Incomplete("there are no tensors", where=folder.entry)
     if folder.by_ranks:
-        _check_against_whole(folder, model)
+        _check_against_merged(folder, model)
     return model
 
 
 def read_entry(entry: Path, container: Container) -> ModelFiles:
-    """The model behind a file, an index or a folder of files."""
+    """The model in a file, in the files of an index, or in a folder of files."""
     return _safetensors(entry) if container == "safetensors" else _torch(entry)
 
 
 def torch_shard(file: TorchFile, role: str) -> SourceFile:
-    """A file of torch, as one of a checkpoint's."""
+    """The record of a file of torch in a checkpoint."""
     return SourceFile(file.path, file.path.stat().st_size, role)
 
 
 def _safetensors(entry: Path) -> ModelFiles:
-    found = read_weights(*shard_paths(entry))
-    aliases = found.aliases()
-    said = {key: value for key, value in found.metadata.items() if key not in aliases}
-    return ModelFiles(dict(found.tensors), False, aliases, said, found.shards, (), found.notices)
+    weights = read_weights(*shard_paths(entry))
+    aliases = weights.aliases()
+    metadata = {key: value for key, value in weights.metadata.items() if key not in aliases}
+    return ModelFiles(dict(weights.tensors), False, aliases, metadata, weights.shards, (), weights.notices)
 
 
 def _torch(entry: Path) -> ModelFiles:
@@ -72,9 +72,9 @@ def _torch(entry: Path) -> ModelFiles:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    found = one_set(folder, ".bin", only_numbered=True)
-    assert isinstance(found, list)  # an index would have been the entry
-    return found
+    paths = one_set(folder, ".bin", only_numbered=True)
+    assert isinstance(paths, list)  # if there were an index, it would be the entry
+    return paths
 
 
 def _torch_files(files: Sequence[TorchFile], index: ShardIndex | None) -> ModelFiles:
@@ -102,19 +102,22 @@ def _state(file: TorchFile) -> dict[str, Value]:
     return state
 
 
-def _check_against_whole(folder: Folder, model: ModelFiles) -> None:
-    """Hold what ranks wrote against the whole files beside: the last rows of a lost shard are missed nowhere else."""
+def _check_against_merged(folder: Folder, model: ModelFiles) -> None:
+    """Raise `Incomplete` if the ranks' files do not have the tensors of the merged files next to them.
+
+    No other check finds the missing last rows of a tensor if a rank's file is missing.
+    """
     entry, ranks = folder.path, folder.entry
     if entry == ranks or not (any(entry.glob("*.safetensors")) or any(entry.glob("*.safetensors.index.json"))):
         return
-    whole = read_weights(*shard_paths(entry)).tensors
-    for name in {**whole, **model.state}:
-        ours, theirs = model.state.get(name), whole.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            said = "is not there" if ours is None else f"has the shape {list(ours.shape)}"
-            other = "nothing" if theirs is None else f"the shape {list(theirs.shape)}"
+    merged_tensors = read_weights(*shard_paths(entry)).tensors
+    for name in {**merged_tensors, **model.state}:
+        of_ranks, merged = model.state.get(name), merged_tensors.get(name)
+        if of_ranks is None or merged is None or of_ranks.shape != merged.shape or of_ranks.dtype != merged.dtype:
+            stated = "is missing" if of_ranks is None else f"has the shape {list(of_ranks.shape)}"
+            stated_merged = "is missing" if merged is None else f"has the shape {list(merged.shape)}"
             raise Incomplete(
-                f"tensor `{printable(name)}` {said} in the files of the ranks, but {other} in those beside",
+                f"tensor `{printable(name)}` {stated} in the ranks' files, but {stated_merged} in the merged files",
                 where=ranks,
                 hint="Is a rank's file missing?",
             )

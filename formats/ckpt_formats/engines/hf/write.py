@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors_shards import cut, weights_part, write_weights
 from ckpt_formats.containers.shard_index import numbered_names
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, FilePlan, Goal, Parameter, Receipt
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import NotFound, Unsafe, Unsupported
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -25,15 +26,27 @@ _ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
 
 
-def parts_of(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-    """The files to write. Raises `Unsupported` for tensors that they cannot hold, `Unsafe` for names of files."""
-    files = beside_files(goal.config) if goal.config else carried_files(source)
+@dataclass(frozen=True)
+class SideFile:
+    """The text of a file next to the weights; None: its bytes are a tensor of the source."""
+
+    text: str | None = None
+
+
+def plan_files(
+    source: Checkpoint, shard_nbytes: int, config_path: Path | None
+) -> tuple[tuple[FilePlan, ...], tuple[str, ...]]:
+    """The files to write, and what the user should know of them.
+
+    Raises `Unsupported` for tensors that they cannot hold, `Unsafe` for names of files.
+    """
+    files = files_of_model(config_path) if config_path else carried_files(source)
     config = config_of(files)
     weights = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
     spelled = match_names([*(weight.name for weight in weights), *source.aliases], config)
     named = list(_named(weights, source.aliases, spelled))
     if config is not None:
-        check_fits(spelled, named, config, goal.partial)
+        check_fits(spelled, named, config, source.is_partial)
     elif _ADAPTER not in files:
         raise Unsupported(
             "the source has no config.json, without which transformers cannot load a model",
@@ -42,20 +55,19 @@ def parts_of(source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
         )
     said = list(remarks(spelled, named, config))
     files, changed = _with_dtype(files, named)
-    groups = [sorted(group, key=_place_in_file) for group in cut(named, goal.shard_nbytes)]
+    groups = [sorted(group, key=_place_in_file) for group in cut(named, shard_nbytes)]
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
     held = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
     taken = {part.file for part in held}
     beside = [_beside(name, value) for name, value in files.items() if _free(name, taken)]
-    held[0] = replace(held[0], what={**held[0].what, "remarks": (*said, *changed)})
-    return (*held, *beside)
+    return (*held, *beside), (*said, *changed)
 
 
 def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file: of weights, or of what lies beside them. The receipt of weights tells the bytes of each."""
-    if "metadata" in part.what:
+    if not isinstance(part.content, SideFile):
         return write_weights(folder, part, transfer)
-    pieces = [part.what["text"].encode()] if "text" in part.what else transfer.chunks(part.tensors[0])
+    pieces = [part.content.text.encode()] if part.content.text is not None else transfer.chunks(part.tensors[0])
     seal = write_sealed(folder, part.file, pieces)
     return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
@@ -82,10 +94,12 @@ def _is_of_a_component(name: str) -> bool:
     return len(parts) > 1 and all(part not in ("", ".", "..") and "\\" not in part for part in parts)
 
 
-def beside_files(config: Path) -> dict[str, Value]:
+def files_of_model(config: Path) -> dict[str, Value]:
     """The files of a model in a folder that the user names; or the configuration alone, if it is a file."""
     if config.is_dir():
-        files, _, left = read_side_files(file for file in sort_files(config).others if not is_training_file(file.name))
+        files, _, left = read_side_files(
+            file for file in sort_files(config).side_files if not is_training_file(file.name)
+        )
         if left:
             raise Unsupported(f"too large to lie beside a model: {', '.join(map(printable, left))}", where=config)
     elif config.is_file():
@@ -160,6 +174,6 @@ def _is_json(value: Value) -> bool:
 
 def _beside(name: str, value: Value) -> FilePlan:
     if isinstance(value, Tensor):
-        return FilePlan(name, (), {}, value.nbytes, "other", tensors=(value,))
+        return FilePlan(name, (), SideFile(), value.nbytes, "other", tensors=(value,))
     text = json.dumps(value, indent=2) + "\n"
-    return FilePlan(name, (), {"text": text}, len(text), "other")
+    return FilePlan(name, (), SideFile(text), len(text), "other")

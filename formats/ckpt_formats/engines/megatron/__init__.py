@@ -13,15 +13,15 @@ dist_keys   keys of distributed checkpoints; dist_shards, dist_objects, dist_com
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.engines.megatron.dist import write as write_dist
-from ckpt_formats.engines.megatron.dist.read import read_dist
 from ckpt_formats.engines.megatron.legacy import write as write_legacy
 from ckpt_formats.engines.megatron.legacy.read import read_legacy
 from ckpt_formats.engines.megatron.shared.folder import (
@@ -33,12 +33,21 @@ from ckpt_formats.engines.megatron.shared.folder import (
     point_to,
 )
 from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, remarks_of, resolve_layout
+from ckpt_formats.engines.megatron.shared.write_layout import LayoutOptions, WriteLayout, remarks_of, resolve_layout
+from ckpt_formats.engines.megatron.torch_dist import write as write_dist
+from ckpt_formats.engines.megatron.torch_dist.read import read_dist
 
 
-class _Megatron(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class _Megatron(LayoutOptions, WritableFormat):
+    naming = "megatron"
     even_states = True
-    degrees = ("dp", "tp", "pp", "zero", "vpp", "ep", "etp", "stages")
+
+    config: Path | None = None
+    """The configuration of a model of Hugging Face's, or its folder; None: what came with the source."""
+
+    def input_files(self) -> tuple[Path, ...]:
+        return () if self.config is None else (self.config,)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = iteration_of(path)
@@ -46,35 +55,31 @@ class _Megatron(WritableFormat):
             found = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
         return replace(found, suspicions=suspicions_of(found))
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        target = resolve_layout(source, goal)
-        first, *others = self.parts(target)
-        remarks = (*remarks_of(target), *first.what.get("remarks", ()))
-        return replace(first, what={**first.what, "remarks": remarks}), *others
+    def plan(self, source: Checkpoint) -> Plan:
+        layout = resolve_layout(source, self)
+        plan = self.plan_layout(layout)
+        return replace(plan, notes=(*unsure(remarks_of(layout)), *plan.notes))
 
     @abstractmethod
-    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
+    def plan_layout(self, layout: WriteLayout) -> Plan:
         """The files of a run folder, all in the folder of one iteration."""
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         point_to(folder, Path(receipts[0].file).parts[0])
 
-    def remarks(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
-        return tuple(remark for part in parts for remark in part.what.get("remarks", ()))
 
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str, ...]:
-        return tuple(loss for part in parts for loss in part.what.get("losses", ()))
-
-
+@dataclass(frozen=True, kw_only=True)
 class MegatronDist(_Megatron):
+    """Megatron core's torch_dist checkpoints, at any degrees of parallelism."""
+
     name = "megatron"
     summary = "Megatron core's torch_dist checkpoints, at any degrees of parallelism"
 
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_dist) or is_broken_run(path)
 
-    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
-        return write_dist.parts(target)
+    def plan_layout(self, layout: WriteLayout) -> Plan:
+        return write_dist.plan(layout)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_dist.write(folder, part, transfer)
@@ -84,15 +89,18 @@ class MegatronDist(_Megatron):
         super().commit(folder, source, receipts)
 
 
+@dataclass(frozen=True, kw_only=True)
 class MegatronLegacy(_Megatron):
+    """Megatron-LM's legacy layout: a folder for each model-parallel rank."""
+
     name = "megatron-legacy"
     summary = "Megatron-LM's legacy layout: a folder for each model-parallel rank"
 
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_legacy)
 
-    def parts(self, target: WriteLayout) -> Sequence[FilePlan]:
-        return write_legacy.parts(target)
+    def plan_layout(self, layout: WriteLayout) -> Plan:
+        return write_legacy.plan(layout)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)

@@ -167,7 +167,7 @@ def folders_by_content(run: Path) -> Mapping[str, Path]:
 def read(run: Path) -> ChainIndex:
     """The chain in a folder. Raises `NotFound` if it is none."""
     if not (run / NAME).is_file():
-        raise NotFound("not a chain: it has no chain.json", where=run, hint="`ckpt diff --into CHAIN CKPT` begins one.")
+        raise NotFound("not a chain: it has no chain.json", where=run, hint="`ckpt append CHAIN CKPT` begins one.")
     return load(run / NAME)
 
 

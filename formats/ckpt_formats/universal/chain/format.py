@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Format, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import members, states
 from ckpt_formats.universal.chain.address import Address

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, ReadOptions, identified
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, identified
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.core.format import identified
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
@@ -17,6 +18,18 @@ def last_step(run: Path, chain: ChainIndex) -> int:
     if chain.segments:
         steps.append(open_steps(run, chain.segments[-1]).last)
     return max(steps)
+
+
+def step_ranges(run: Path, chain: ChainIndex) -> list[range]:
+    """All steps that can be restored, in order: those of members, and of segments of the log; ranges may overlap."""
+    ranges = [range(member.step, member.step + 1) for member in chain.members]
+    ranges += [range(logged.first, open_steps(run, logged).last + 1) for logged in chain.segments]
+    return sorted(ranges, key=lambda steps: (steps.start, steps.stop))
+
+
+def all_steps(run: Path, chain: ChainIndex) -> list[int]:
+    """The same, each once."""
+    return sorted({step for steps in step_ranges(run, chain) for step in steps})
 
 
 def step_of(chain: ChainIndex, address: Address) -> int:

@@ -1,4 +1,4 @@
-"""The log of gradients: what a run's optimizer was given at each step, so that any step can be restored.
+"""The log of gradients: the inputs of a run's optimizer at each step, from which any step can be restored.
 
-A segment is a folder in a chain: `layout.json`, and a file of records for each rank. See docs/format.md.
+A segment is a folder in a chain with `layout.json` and one file of records for each rank. See docs/format.md.
 """

@@ -1,7 +1,7 @@
-"""What a segment of the log holds: which tensors, who has which piece of them, and how the optimizer steps them.
+"""The layout of a segment of the log: its tensors, the parts of them that each rank has, and the optimizers.
 
-A rank's pieces, one after another, are its vector; a record has one value for each of its elements. It is cut into
-chunks that are the same at every step, so that a chunk of any step can be read without the rest.
+The parts of a rank form its vector, in order; a record has one value for each element of the vector. The vector is
+split into the same chunks at every step, so one chunk of a step can be read without the others.
 """
 
 from bisect import bisect_right
@@ -28,9 +28,9 @@ from ckpt_formats.core.version import WRITTEN_BY
 NAME = "layout.json"
 VERSION = 1
 CHUNK = 1 << 18
-"""Elements of a chunk at most."""
+"""The maximum number of elements in a chunk."""
 ALONE = 1 << 16
-"""Elements from which a piece shares no chunk with others."""
+"""A part with this many elements, or more, shares no chunk with other parts."""
 Exactness = Literal["exact", "same library", "approximate"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 _MAX_NBYTES = 1 << 30
@@ -44,32 +44,32 @@ class LoggedTensor:
 
     name: str
     dtype: str
-    """Of the model's copy; what is stepped is float32."""
+    """The dtype of the model's copy; the optimizer steps float32 values."""
     shape: Shape
 
 
 @dataclass(frozen=True)
 class OptimizerVector:
-    """One tensor as a rank's optimizer has it: a parameter, a shard of one, or a partition of many."""
+    """One tensor of a rank's optimizer: a parameter, a shard of one, or a flat partition of many."""
 
     optimizer: int
     group: int
     count: int
-    """How many steps it had taken where the segment begins."""
+    """The number of its steps before the start of the segment."""
 
 
 @dataclass(frozen=True)
 class VectorPart:
-    """A rank's part of a tensor: elements `start` to `stop`, in C order, of a block of it."""
+    """A rank's part of a tensor: the elements `start` to `stop`, in C order, of a block of it."""
 
     tensor: int
     vector: int
     start: int
     stop: int
-    whole: int
-    """How many of its elements, from its first, are in whole SIMD vectors of the optimizer's own tensor."""
+    vectorized: int
+    """The number of elements, from the first one, that are in complete SIMD vectors of the optimizer's own tensor."""
     box: Box
-    """The block, in the whole tensor."""
+    """The position of the block in the full tensor."""
 
     @property
     def size(self) -> int:
@@ -78,36 +78,36 @@ class VectorPart:
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """The part of a piece that is in a chunk."""
+    """The range of a vector part that is in one chunk."""
 
-    piece: VectorPart
+    part: VectorPart
     start: int
-    """Counted from the piece's first element."""
+    """Counted from the first element of the part."""
     stop: int
     offset: int
-    """Of its first element in the chunk."""
+    """The index of its first element in the chunk."""
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
     @property
-    def whole(self) -> int:
-        """How many of its elements are in whole SIMD vectors."""
-        return min(max(self.piece.whole - self.start, 0), self.size)
+    def vectorized(self) -> int:
+        """The number of its elements that are in complete SIMD vectors."""
+        return min(max(self.part.vectorized - self.start, 0), self.size)
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The vector of a rank."""
+    """The vector of one rank."""
 
     vectors: tuple[OptimizerVector, ...]
-    pieces: tuple[VectorPart, ...]
+    parts: tuple[VectorPart, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each piece begins in the vector; and its end, as the last."""
-        return tuple(accumulate((piece.size for piece in self.pieces), initial=0))
+        """The index in the vector where each part starts; the last entry is the size of the vector."""
+        return tuple(accumulate((part.size for part in self.parts), initial=0))
 
     @property
     def size(self) -> int:
@@ -115,73 +115,73 @@ class RankLayout:
 
     @cached_property
     def _runs(self) -> tuple[list[int], list[int]]:
-        """Where runs that are cut into chunks begin, and the number of each one's first chunk; and both ends."""
-        begins, first = [0], [0]
+        """The start of each run that is split into chunks, and the number of its first chunk; then the two ends."""
+        starts, first = [0], [0]
 
         def close(at: int) -> None:
-            if at > begins[-1]:
-                first.append(first[-1] - (begins[-1] - at) // CHUNK)
-                begins.append(at)
+            if at > starts[-1]:
+                first.append(first[-1] - (starts[-1] - at) // CHUNK)
+                starts.append(at)
 
         for start, stop in zip(self.starts, self.starts[1:], strict=False):
-            if stop - start >= ALONE or stop - begins[-1] > CHUNK:
+            if stop - start >= ALONE or stop - starts[-1] > CHUNK:
                 close(start)
             if stop - start >= ALONE:
                 close(stop)
         close(self.size)
-        return begins, first
+        return starts, first
 
     @property
     def chunk_count(self) -> int:
         return self._runs[1][-1]
 
     def chunk_bounds(self, index: int) -> tuple[int, int]:
-        """The first element of a chunk in the vector, and the one after its last."""
-        begins, first = self._runs
+        """The start and stop of a chunk in the vector."""
+        starts, first = self._runs
         run = bisect_right(first, index) - 1
-        start = begins[run] + (index - first[run]) * CHUNK
-        return start, min(start + CHUNK, begins[run + 1])
+        start = starts[run] + (index - first[run]) * CHUNK
+        return start, min(start + CHUNK, starts[run + 1])
 
     def chunk_of(self, element: int) -> int:
-        """The chunk that an element of the vector is in."""
-        begins, first = self._runs
-        run = bisect_right(begins, element) - 1
-        return first[run] + (element - begins[run]) // CHUNK
+        """The number of the chunk that contains an element of the vector."""
+        starts, first = self._runs
+        run = bisect_right(starts, element) - 1
+        return first[run] + (element - starts[run]) // CHUNK
 
     def ranges(self, index: int) -> Iterator[ChunkRange]:
-        """What a chunk holds, in order."""
+        """The ranges of parts in a chunk, in order."""
         start, stop = self.chunk_bounds(index)
         number = bisect_right(self.starts, start) - 1
-        while number < len(self.pieces) and self.starts[number] < stop:
+        while number < len(self.parts) and self.starts[number] < stop:
             low, high = max(self.starts[number], start), min(self.starts[number + 1], stop)
             if low < high:
                 begin = self.starts[number]
-                yield ChunkRange(self.pieces[number], low - begin, high - begin, low - start)
+                yield ChunkRange(self.parts[number], low - begin, high - begin, low - start)
             number += 1
 
 
 @dataclass(frozen=True)
 class LoggedOptimizer:
-    """An optimizer of the run, and how its steps are done again."""
+    """An optimizer of the run, and the method that replays its steps."""
 
     type: str
     """The class, such as `torch.optim.adamw.AdamW`."""
     method: str
-    """The name of the arithmetic: a key of `optimizers.METHODS`, or of an installed package."""
+    """The name of the method: a key of `optimizers.METHODS`, or an entry point of an installed package."""
     exactness: Exactness
     figures: Mapping[str, Value]
-    """What the probe measured at the start of the run."""
+    """The measurements of the probe at the start of the run."""
     groups: tuple[tuple[str, ...], ...]
-    """The names of each parameter group, in order."""
+    """The names of the parameters in each group, in order."""
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """All of `layout.json`."""
+    """The content of `layout.json`."""
 
     run: str
     first: int
-    """The step of the state where the segment begins: its first gradients are those of the next one."""
+    """The step of the state at the start of the segment. Its first gradients are those of the next step."""
     codec: str
     tensors: tuple[LoggedTensor, ...]
     optimizers: tuple[LoggedOptimizer, ...]
@@ -189,11 +189,11 @@ class SegmentLayout:
     aliases: Mapping[str, str]
     versions: Mapping[str, Value]
     parent: str | None
-    """The content id of the chain's state at `first`; None if the segment holds that state itself."""
+    """The content id of the chain's state at `first`; None if the segment stores that state itself."""
 
     @property
     def numel(self) -> int:
-        """Elements of all pieces of all ranks."""
+        """The number of elements of all ranks."""
         return sum(rank.size for rank in self.ranks)
 
 
@@ -224,7 +224,7 @@ def dump(layout: SegmentLayout) -> bytes:
             "ranks": [
                 {
                     "vectors": [[v.optimizer, v.group, v.count] for v in rank.vectors],
-                    "pieces": [_piece_json(piece, layout.tensors) for piece in rank.pieces],
+                    "pieces": [_part_json(part, layout.tensors) for part in rank.parts],
                 }
                 for rank in layout.ranks
             ],
@@ -233,23 +233,23 @@ def dump(layout: SegmentLayout) -> bytes:
 
 
 def identity(content: bytes) -> bytes:
-    """The 16 bytes by which the files of ranks name the layout that they belong to."""
+    """The 16 bytes in the files of ranks that identify their layout."""
     return xxhash.xxh3_128_digest(content)
 
 
 def load(path: Path) -> SegmentLayout:
-    """Read and check a `layout.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
+    """Read and check a `layout.json`. Raises `Corrupt`, or `Unsupported` for a newer version."""
     fields = sealed_json.load(path, _MAX_NBYTES, "the layout of a log of gradients")
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-gradients", "format")
     if not is_natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
         raise Unsupported(
-            f"log of gradients, version {fields.get('version')!r:.30}; this program reads {VERSION}",
+            f"the log of gradients has version {fields.get('version')!r:.30}; this program reads version {VERSION}",
             where=path,
             hint="Upgrade ckpt.",
         )
     tensors = tuple(_tensor(row, check) for row in check.sequence(fields, "tensors"))
-    check.true(len({one.name for one in tensors}) == len(tensors), "tensors: a name twice")
+    check.true(len({one.name for one in tensors}) == len(tensors), "tensors: a name occurs twice")
     optimizers = tuple(_optimizer(row, check) for row in check.sequence(fields, "optimizers"))
     rows = check.sequence(fields, "ranks")
     check.true(0 < len(rows) <= _MAX_RANKS, "ranks")
@@ -268,26 +268,26 @@ def load(path: Path) -> SegmentLayout:
         check.values(fields, "versions"),
         parent,
     )
-    _check_pieces(layout, check)
+    _check_parts(layout, check)
     return layout
 
 
-def _piece_json(piece: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
-    row: list[Any] = [piece.tensor, piece.vector, piece.start, piece.stop, piece.whole]
-    if piece.box != Box.whole(tensors[piece.tensor].shape):
-        row.append([list(piece.box.start), list(piece.box.stop)])
+def _part_json(part: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
+    row: list[Any] = [part.tensor, part.vector, part.start, part.stop, part.vectorized]
+    if part.box != Box.whole(tensors[part.tensor].shape):
+        row.append([list(part.box.start), list(part.box.stop)])
     return row
 
 
-def _naturals(row: Any, count: int, check: FieldReader, what: str) -> list[int]:
-    check.true(isinstance(row, list) and len(row) >= count and all(map(is_natural, row[:count])), what)
+def _naturals(row: Any, count: int, check: FieldReader, field_name: str) -> list[int]:
+    check.true(isinstance(row, list) and len(row) >= count and all(map(is_natural, row[:count])), field_name)
     return list(row[:count])
 
 
 def _tensor(row: Any, check: FieldReader) -> LoggedTensor:
     check.true(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str), "tensors")
     name, dtype, shape = row
-    check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has no type that we know")
+    check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has an unknown dtype")
     check.true(isinstance(shape, list), "tensors: a shape")
     shape = tuple(_naturals(shape, len(shape), check, "tensors: a shape"))
     fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS
@@ -315,14 +315,14 @@ def _rank(
     vectors = tuple(OptimizerVector(*_naturals(one, 3, check, "vectors")) for one in check.sequence(row, "vectors"))
     for vector in vectors:
         known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
-        check.true(known and vector.count < 1 << 53, "vectors: a group that is not there")
-    pieces = tuple(_piece(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
-    return RankLayout(vectors, pieces)
+        check.true(known and vector.count < 1 << 53, "vectors: a group that does not exist")
+    parts = tuple(_part(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
+    return RankLayout(vectors, parts)
 
 
-def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
-    tensor, vector, start, stop, whole = _naturals(row, 5, check, "pieces")
-    check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that is not there")
+def _part(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
+    tensor, vector, start, stop, vectorized = _naturals(row, 5, check, "pieces")
+    check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that does not exist")
     shape = tensors[tensor].shape
     box = Box.whole(shape)
     if len(row) > 5:
@@ -332,26 +332,26 @@ def _piece(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: Field
         inside = all(a <= b <= n for a, b, n in zip(low, high, shape, strict=True))
         check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "pieces: a block outside its tensor")
         box = Box(low, high)
-    check.true(start < stop <= box.size and whole <= stop - start, "pieces: elements outside their block")
-    return VectorPart(tensor, vector, start, stop, whole, box)
+    check.true(start < stop <= box.size and vectorized <= stop - start, "pieces: elements outside their block")
+    return VectorPart(tensor, vector, start, stop, vectorized, box)
 
 
-def _check_pieces(layout: SegmentLayout, check: FieldReader) -> None:
-    """Every element of every tensor is in one piece."""
-    parts: dict[int, dict[Box, list[tuple[int, int]]]] = {}
+def _check_parts(layout: SegmentLayout, check: FieldReader) -> None:
+    """Check that every element of every tensor is in exactly one part."""
+    tensor_blocks: dict[int, dict[Box, list[tuple[int, int]]]] = {}
     for rank in layout.ranks:
-        for piece in rank.pieces:
-            parts.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((piece.start, piece.stop))
+        for part in rank.parts:
+            tensor_blocks.setdefault(part.tensor, {}).setdefault(part.box, []).append((part.start, part.stop))
     for number, tensor in enumerate(layout.tensors):
-        blocks = parts.get(number, {})
+        blocks = tensor_blocks.get(number, {})
         total = 0
         for box, ranges in blocks.items():
             ranges.sort()
             ends = [0, *(stop for _, stop in ranges)]
             tiled = all(start == end for (start, _), end in zip(ranges, ends, strict=False)) and ends[-1] == box.size
-            check.true(tiled, f"pieces: block {box} of {tensor.name!r:.80} is not covered once")
+            check.true(tiled, f"pieces: block {box} of {tensor.name!r:.80} is not covered exactly once")
             total += box.size
-        check.true(total == prod(tensor.shape), f"pieces: {tensor.name!r:.80} is not covered once")
+        check.true(total == prod(tensor.shape), f"pieces: {tensor.name!r:.80} is not covered exactly once")
         if len(blocks) > 1:
             from ckpt_formats.core.geometry import overlaps
 

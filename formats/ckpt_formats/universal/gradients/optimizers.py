@@ -1,4 +1,4 @@
-"""From the options of a parameter group, as the optimizer had them at a step, to the arithmetic of that step."""
+"""The arithmetic of a step, from the options that a parameter group had at that step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,13 +12,13 @@ from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 Options = Mapping[str, Value]
 Make = Callable[[Options], OptimizerStep]
 ENTRY_POINTS = "ckpt.optimizers"
-"""Where other packages offer a method: a function of the optimizer's class, by name, and a group's options."""
+"""The entry points of methods in other packages: functions of the class name of an optimizer and a group's options."""
 
 
 def _beta(value: Value) -> float:
     beta = float(value)
     if not 0 <= beta < 1:
-        raise ValueError(f"a beta of {beta}")
+        raise ValueError(f"beta is {beta}")
     return beta
 
 
@@ -83,36 +83,38 @@ METHODS: dict[str, Make] = {
     "lion": _lion,
     "adam-deepspeed-cpu": _adam_deepspeed_cpu,
 }
-"""By the name that `layout.json` gives them. These need no torch."""
+"""The methods by their names in `layout.json`. These do not need torch."""
 
 
 def step_of(optimizer: LoggedOptimizer, options: Options, where: Path) -> OptimizerStep:
-    """The step that an optimizer did for a group with these options.
+    """The step of an optimizer for a group with these options.
 
-    Raises `Unsupported` for a method that is not installed, `Corrupt` for options that are missing or senseless.
+    Raises `Unsupported` if the method is not installed, and `Corrupt` if options are missing or not valid.
     """
     try:
         make = METHODS.get(optimizer.method)
-        return make(options) if make is not None else _offered(optimizer, where)(optimizer.type, options)
+        return make(options) if make is not None else _load_entry_point(optimizer, where)(optimizer.type, options)
     except (KeyError, TypeError, ValueError, OverflowError, CodecError) as error:
-        raise Corrupt(f"the options of a group are not those of {optimizer.method}: {error}", where=where) from None
+        raise Corrupt(
+            f"the options of a group do not fit the method {optimizer.method}: {error}", where=where
+        ) from None
 
 
-def _offered(optimizer: LoggedOptimizer, where: Path) -> Callable[[str, Options], OptimizerStep]:
+def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[[str, Options], OptimizerStep]:
     from importlib.metadata import entry_points
 
-    for offered in entry_points(group=ENTRY_POINTS, name=optimizer.method):
+    for entry_point in entry_points(group=ENTRY_POINTS, name=optimizer.method):
         try:
-            load: Callable[[str, Options], OptimizerStep] = offered.load()
+            load: Callable[[str, Options], OptimizerStep] = entry_point.load()
         except ImportError as error:
             raise _missing(optimizer, where, str(error)) from None
         return load
-    raise _missing(optimizer, where, "no installed package offers it")
+    raise _missing(optimizer, where, "no installed package provides it")
 
 
 def _missing(optimizer: LoggedOptimizer, where: Path, why: str) -> Unsupported:
     return Unsupported(
-        f"the steps of {optimizer.type} are done again by {optimizer.method!r}: {why}",
+        f"the method {optimizer.method!r}, which replays the steps of {optimizer.type}, is missing: {why}",
         where=where,
-        hint="`torch` steps whatever ckpt cannot step itself: pip install 'ckpt-suite[recorder]'.",
+        hint="The method `torch` needs torch: pip install 'ckpt-suite[recorder]'.",
     )

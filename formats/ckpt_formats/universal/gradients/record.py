@@ -1,10 +1,11 @@
-"""The records of a rank's file: how they are written, and which of them count.
+"""The records of a rank's file: their bytes, and which of them are valid.
 
     head 64 B | record | record | ...
     record = head 64 B | meta (typed JSON, filled with spaces to 8) | directory, 16 B a chunk | chunks, zeros to 8
 
-A head has the hashes of what follows it and of the head before it. A record counts when it is whole, its hashes fit,
-and the one before it is the one that it names; a reader cuts the file at the first that does not. docs/format.md.
+A head has the hashes of the bytes that follow it and of the head before it. A record is valid if it is complete, if
+its hashes fit, and if it names the record before it. A reader ignores all bytes from the first record on that is not
+valid. See docs/format.md.
 """
 
 import json
@@ -29,25 +30,25 @@ VERSION = 1
 FILE_HEAD = Struct("<8sIIIIQ16s8xQ")
 HEAD = Struct("<4sHHQIIQQQQQ")
 ENTRY = np.dtype([("end", "<u8"), ("values", "<u8")])
-"""Of the directory: where a chunk ends, counted from where the first begins, and the XXH3-64 of its values."""
+"""An entry of the directory: the end of a chunk, counted from the start of the first, and the XXH3-64 of its values."""
 ALIGNMENT = 8
 MAX_META = 1 << 28
 MAX_CHUNK_OVERHEAD = 1 << 12
-"""Bytes by which a coded chunk may be longer than its values."""
+"""The maximum number of bytes by which an encoded chunk is longer than its values."""
 
 
 class Kind(IntEnum):
-    """What a record holds."""
+    """The kind of a record."""
 
     GRADIENTS = 1
     SKIPPED = 2
-    """A step that the optimizer left out, since its gradients were not finite: nothing changed."""
+    """A step that the optimizer skipped because its gradients were not finite: no state changed."""
     STATE = 3
-    """One state of the rank's pieces, as it was where the segment begins."""
+    """One state of the rank's vector at the start of the segment."""
     BUFFERS = 4
-    """Tensors that no optimizer steps, as they are at a step."""
+    """Tensors that no optimizer steps, at a step."""
     NOTES = 5
-    """What else the run resumes with, at a step."""
+    """Other values that the run needs to resume at a step."""
     FINGERPRINT = 6
     """Hashes of the states at a step."""
     END = 7
@@ -56,7 +57,7 @@ class Kind(IntEnum):
 
 KINDS = frozenset(Kind)
 LARGE = ("notes",)
-"""What of a record's text is read again when it is needed, rather than stored in memory for thousands of steps."""
+"""The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,24 @@ class FileHead:
 
 @dataclass(frozen=True)
 class LogRecord:
-    """A whole record: its text, and where its chunks are."""
+    """A complete record: its text, and the position of its chunks."""
 
     kind: Kind
     step: int
     meta: Mapping[str, Any]
-    """JSON, still typed (see `typed_json`), without what is in `LARGE`."""
+    """Typed JSON that is not decoded (see `typed_json`), without the fields in `LARGE`."""
     begin: int
-    """Where in the file its text begins."""
+    """The offset of its text in the file."""
     meta_nbytes: int
     count: int
-    """Of chunks."""
+    """The number of chunks."""
     nbytes: int
-    """Of all chunks."""
+    """The size of all chunks."""
     flushed: int
-    """How much of the file was on the disk when it was written."""
+    """The number of bytes of the file that were flushed to the disk when the record was written."""
 
     def read_meta(self, path: Path, reader: Reader) -> dict[str, Any]:
-        """All of its text, JSON that is still typed. Raises `Corrupt`."""
+        """All fields of its text, typed JSON that is not decoded. Raises `Corrupt`."""
         content = bytearray(self.meta_nbytes)
         reader.read_into(path, self.begin, memoryview(content))
         try:
@@ -102,7 +103,7 @@ class LogRecord:
             raise Corrupt(str(reason), where=path) from None
 
     def nbytes_of(self, path: Path, count: int, reader: Reader) -> int:
-        """Bytes of its first so many chunks."""
+        """The size of its first `count` chunks in bytes."""
         entry = np.zeros(1, ENTRY)
         if count:
             directory = self.begin + self.meta_nbytes
@@ -110,7 +111,7 @@ class LogRecord:
         return int(entry["end"][0])
 
     def read_chunk(self, path: Path, index: int, max_nbytes: int, reader: Reader) -> tuple[Array, int]:
-        """The bytes of a chunk of at most so many, and the XXH3-64 of its values. Raises `Corrupt`."""
+        """The bytes of a chunk, (n,) uint8, and the XXH3-64 of its values. Raises `Corrupt` if n > `max_nbytes`."""
         low = max(index - 1, 0)
         entries = np.empty(index + 1 - low, ENTRY)
         directory = self.begin + self.meta_nbytes
@@ -124,35 +125,35 @@ class LogRecord:
 
 
 def hash_values(values: Array) -> int:
-    """The XXH3-64 of an array's bytes."""
+    """The XXH3-64 of an array's bytes. `values`: any shape and dtype, C-contiguous."""
     return xxhash.xxh3_64_intdigest(values.reshape(-1).view(np.uint8).data)
 
 
 def record_parts(
     kind: Kind, step: int, meta: Mapping[str, Any], chunks: Sequence[Bytes], values: Sequence[int], previous: int
 ) -> tuple[list[Bytes], int]:
-    """A record's bytes in parts, and the hash of its head, which the next record names.
+    """The bytes of a record in parts, and the hash of its head, which the next record names.
 
-    `meta`: JSON, typed where values are not JSON's own (`typed_json.encode`). `values`: the XXH3-64 of each chunk's
-    values. `previous`: the hash of the head before; of the file's, for the first.
+    `meta`: JSON; values that JSON does not have are typed (`typed_json.encode`). `values`: the XXH3-64 of each chunk's
+    values. `previous`: the hash of the head of the record before, or of the file's head for the first record.
     """
     text = json.dumps(dict(meta), separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     directory = np.empty(len(chunks), ENTRY)
     directory["end"], directory["values"] = np.cumsum([len(chunk) for chunk in chunks], dtype=np.uint64), values
     nbytes = int(directory["end"][-1]) if chunks else 0
-    filling = bytes(-nbytes % ALIGNMENT)
+    padding = bytes(-nbytes % ALIGNMENT)
     index = xxhash.xxh3_64(text)
     index.update(directory.tobytes())
     body = xxhash.xxh3_64()
-    for chunk in (*chunks, filling):
+    for chunk in (*chunks, padding):
         body.update(chunk)
     head = HEAD.pack(
-        *(RECORD_MAGIC, kind, 0, step, len(text), len(chunks), nbytes + len(filling)),
+        *(RECORD_MAGIC, kind, 0, step, len(text), len(chunks), nbytes + len(padding)),
         *(index.intdigest(), body.intdigest(), previous, 0),
     )
-    own = _hash(head[:56])
-    return [head[:56] + own.to_bytes(8, "little"), text, directory.tobytes(), *chunks, filling], own
+    own_hash = _hash(head[:56])
+    return [head[:56] + own_hash.to_bytes(8, "little"), text, directory.tobytes(), *chunks, padding], own_hash
 
 
 def _hash(data: Bytes) -> int:
@@ -161,22 +162,23 @@ def _hash(data: Bytes) -> int:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What of a rank's file is whole."""
+    """The complete records of a rank's file."""
 
     path: Path
     records: tuple[LogRecord, ...]
     end: int
-    """Where the whole records end."""
+    """The offset where the complete records end."""
     last_hash: int
-    """Of the last whole head: the next record has to name it."""
+    """The hash of the last complete head, which the next record must name."""
     torn: str | None
-    """Why what follows is no whole record; None if nothing follows."""
+    """Why the bytes after `end` are not a complete record; None if there are none."""
 
 
 def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
-    """The whole records of a rank's file. Of chunks, those are read that were not flushed yet; with `check`, all.
+    """The complete records of a rank's file.
 
-    Raises `Incomplete` if there is no such file, `Corrupt` if it is of another log.
+    Reads and checks only the chunks that were not flushed to the disk; with `check`, all chunks. Raises `Incomplete` if
+    the file does not exist, and `Corrupt` if it belongs to another log.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -189,12 +191,12 @@ def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
 
 @dataclass(frozen=True)
 class _ScannedRecord:
-    """A record, and what it takes to check its chunks."""
+    """A record, and the position and hash of its chunks."""
 
     record: LogRecord
     begin: int
     body: int
-    """Where its chunks begin."""
+    """The offset of its chunks."""
     body_nbytes: int
     body_hash: int
     own_hash: int
@@ -207,9 +209,9 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
         if nbytes < FILE_HEAD.size or not any(first):
             return RankLog(path, (), 0, 0, "its head is not written yet")
         raise Corrupt(
-            "not a file of this log: it is of another run, rank or step, or its head is damaged",
+            "not a file of this log: it belongs to another run, rank or step, or its head is damaged",
             where=path,
-            hint="The files of a segment belong together: put the right one back.",
+            hint="The files of a segment belong together: restore the original file.",
         )
     scanned: list[_ScannedRecord] = []
     torn, end, previous, flushed = None, FILE_HEAD.size, int.from_bytes(first[56:], "little"), 0
@@ -235,16 +237,16 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
 def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:
     raw = os.pread(file, HEAD.size, at)
     if len(raw) < HEAD.size:
-        raise _TornRecord("it ends in the head of a record")
-    magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own = HEAD.unpack(raw)
-    if magic != RECORD_MAGIC or _hash(raw[:56]) != own or flags or kind not in KINDS:
+        raise _TornRecord("it ends inside the head of a record")
+    magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own_hash = HEAD.unpack(raw)
+    if magic != RECORD_MAGIC or _hash(raw[:56]) != own_hash or flags or kind not in KINDS:
         raise _TornRecord("the head of a record is damaged")
     if before != previous:
         raise _TornRecord("a record does not follow the one before it")
-    listed, begin = count * ENTRY.itemsize, at + HEAD.size
-    if meta_nbytes > MAX_META or begin + meta_nbytes + listed + body_nbytes > nbytes:
-        raise _TornRecord("it ends in a record")
-    content = os.pread(file, meta_nbytes + listed, begin)
+    directory_nbytes, begin = count * ENTRY.itemsize, at + HEAD.size
+    if meta_nbytes > MAX_META or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:
+        raise _TornRecord("it ends inside a record")
+    content = os.pread(file, meta_nbytes + directory_nbytes, begin)
     if _hash(content) != index:
         raise _TornRecord("the directory of a record is damaged")
     ends = np.frombuffer(content, ENTRY, offset=meta_nbytes)["end"]
@@ -254,17 +256,17 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
     meta = _meta(content[:meta_nbytes])
     flushed = meta.pop("flushed", 0)
     groups = json.dumps(meta.get("groups"))
-    if "groups" in meta:  # the same for thousands of steps, nearly always
+    if "groups" in meta:  # these are almost always the same for thousands of steps
         meta["groups"] = options.setdefault(groups, meta["groups"])
     record = LogRecord(
         *(Kind(kind), step, {key: value for key, value in meta.items() if key not in LARGE}),
         *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),
     )
-    return _ScannedRecord(record, at, begin + meta_nbytes + listed, body_nbytes, body, own)
+    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, own_hash)
 
 
 def _body_hash(file: int, begin: int, nbytes: int) -> int:
-    """The XXH3-64 of a range of the file, as far as it is there."""
+    """The XXH3-64 of a range of the file, up to the end of the file."""
     state, done = xxhash.xxh3_64(), 0
     while done < nbytes and (part := os.pread(file, min(nbytes - done, 1 << 22), begin + done)):
         state.update(part)
@@ -276,11 +278,11 @@ def _meta(content: bytes) -> dict[str, Any]:
     try:
         meta = json.loads(content)
     except (ValueError, RecursionError):
-        raise _TornRecord("the text of a record is no JSON") from None
+        raise _TornRecord("the text of a record is not JSON") from None
     if not isinstance(meta, dict):
-        raise _TornRecord("the text of a record is no object")
+        raise _TornRecord("the text of a record is not a JSON object")
     return meta
 
 
 class _TornRecord(Exception):
-    """What follows is no whole record: the reason, for people."""
+    """The next bytes are not a complete record. The message states the reason."""

@@ -1,7 +1,7 @@
-"""States at a step: those where the segment begins, and the optimizer's steps done again, chunk by chunk.
+"""The replay of a segment: states at any step, from the states at its start and the logged gradients.
 
-A chunk of all states is stepped from the first step to the one that is wanted while it is in memory, so a state of any
-size takes the memory of a few chunks, and each stored byte is read once. Threads share what they have computed.
+A chunk of all states goes through all steps while it is in memory. So a state of any size takes the memory of a few
+chunks, and each stored byte is read once. Threads share computed chunks.
 """
 
 import threading
@@ -30,19 +30,19 @@ from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment
 
 FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
-"""Bytes of chunks that are not computed again."""
+"""The maximum size of cached chunks in bytes."""
 
 States = dict[str, Array]
-"""A chunk of every state: float32 vectors of one size."""
+"""A chunk of every state, by name: each (n,) float32."""
 
 
 @dataclass(frozen=True)
 class StartState:
-    """The state from which steps are done again."""
+    """The state from which steps are replayed."""
 
     step: int
     parameters: Mapping[str, Parameter] | None
-    """None: the states that the segment itself holds, which begin it."""
+    """None: the states that the segment itself stores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,7 @@ class SegmentReplay:
 
     @cached_property
     def codec(self) -> Codec:
+        """The codec of the gradients. Raises `Unsupported` if it is unknown."""
         try:
             return gradient_codec(self.segment.layout.codec)
         except CodecError as error:
@@ -63,12 +64,12 @@ class SegmentReplay:
 
     @cached_property
     def states(self) -> tuple[str, ...]:
-        """The names of all states that are stepped, the weights first."""
+        """The names of all states that change in steps, the weights first."""
         return tuple(dict.fromkeys([WEIGHTS, *(name for names in self.states_of for name in names)]))
 
     @cached_property
     def states_of(self) -> tuple[tuple[str, ...], ...]:
-        """By optimizer, the names of the states that it steps, the weights first."""
+        """For each optimizer, the names of the states that it changes, the weights first."""
         recorded = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
         return tuple(self._names(number, recorded) for number in range(len(self.segment.layout.optimizers)))
 
@@ -83,7 +84,7 @@ class SegmentReplay:
 
     @cached_property
     def _first_updates(self) -> dict[int, LoggedUpdate]:
-        """By optimizer, what tells the names of its states: the first that is done again, else the first."""
+        """For each optimizer, an update that shows its states' names: the first replayed one, else the first one."""
         firsts: dict[int, LoggedUpdate] = {}
         for steps in self.segment.updates:
             for updates in steps:
@@ -94,7 +95,7 @@ class SegmentReplay:
         return firsts
 
     def counts(self, rank: int, step: int) -> Array:
-        """How many steps each vector of a rank has taken at a step: int64."""
+        """The number of steps that each vector of a rank has taken at a step: (vectors,) int64."""
         return self._counts[rank][step - self.segment.first]
 
     @cached_property
@@ -115,10 +116,10 @@ class SegmentReplay:
         return table
 
     def chunk(self, rank: int, index: int, reader: Reader) -> States:
-        """A chunk of all states of a rank, not to be changed. Raises `Corrupt`."""
-        return self._cache.get((rank, index), lambda: self._replayed(rank, index, reader))
+        """A chunk of all states of a rank, which the caller must not change. Raises `Corrupt`."""
+        return self._cache.get((rank, index), lambda: self._replay(rank, index, reader))
 
-    def _replayed(self, rank: int, index: int, reader: Reader) -> States:
+    def _replay(self, rank: int, index: int, reader: Reader) -> States:
         layout = self.segment.layout.ranks[rank]
         ranges = list(layout.ranges(index))
         begin, end = layout.chunk_bounds(index)
@@ -136,18 +137,18 @@ class SegmentReplay:
     def _apply(
         self, update: LoggedUpdate, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
     ) -> None:
-        """One call of an optimizer. Ranges that are stepped alike are stepped at once."""
+        """Apply one call of an optimizer. Adjacent ranges with equal group and count are stepped together."""
         vectors = self.segment.layout.ranks[rank].vectors
-        for group, count, whole, start, stop in _runs(update, ranges, vectors, counts):
+        for group, count, vectorized, start, stop in _runs(update, ranges, vectors, counts):
             step = self._step(update, group)
-            part = {name: states[name][start:stop] for name in step.states}
+            selected = {name: states[name][start:stop] for name in step.states}
             try:
-                step.apply(part, gradients[start:stop], count, whole)
+                step.apply(selected, gradients[start:stop], count, vectorized)
             except (CodecError, ArithmeticError) as error:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
     def _step(self, update: LoggedUpdate, group: int) -> OptimizerStep:
-        # Records with the same options share one list of them (`record.scan`), which lives as long as the segment.
+        # Records with the same options share one list (`record.scan`), which exists as long as the segment.
         key = (update.optimizer, id(update.record.meta["groups"]), group)
         if key not in self._steps:
             optimizer = self.segment.layout.optimizers[update.optimizer]
@@ -167,33 +168,33 @@ class SegmentReplay:
                     self._decode(record, rank, index, states[name], reader)
             return states
         for one in ranges:
-            parameter = self.parameter(one.piece.tensor)
-            optimizer = self.segment.layout.ranks[rank].vectors[one.piece.vector].optimizer
+            parameter = self.parameter(one.part.tensor)
+            optimizer = self.segment.layout.ranks[rank].vectors[one.part.vector].optimizer
             for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
                 if blob is None:
-                    self._check_fresh(rank, one.piece, name, parameter)
+                    self._check_fresh(rank, one.part, name, parameter)
                     continue
-                part = states[name][one.offset : one.offset + one.size]
-                low = one.piece.start + one.start
-                FlatRangeBlob(blob.crop(one.piece.box), low, low + one.size).read_into(part, reader)
+                target = states[name][one.offset : one.offset + one.size]
+                low = one.part.start + one.start
+                FlatRangeBlob(blob.crop(one.part.box), low, low + one.size).read_into(target, reader)
         return states
 
     def parameter(self, number: int) -> Parameter:
-        """A tensor of the layout as it is where the steps begin. Raises `Corrupt` if it is not there."""
+        """A tensor of the layout at the start of the replay. Raises `Corrupt` if the state does not have it."""
         assert self.start.parameters is not None
         tensor = self.segment.layout.tensors[number]
         parameter = self.start.parameters.get(tensor.name)
         if parameter is None or parameter.weight.shape != tensor.shape:
             raise Corrupt(
-                f"the log is of another model: the state at step {self.start.step} has no `{tensor.name}` of shape "
-                f"{list(tensor.shape)}",
+                f"the log belongs to another model: the state at step {self.start.step} has no `{tensor.name}` of "
+                f"shape {list(tensor.shape)}",
                 where=self.segment.folder,
             )
         return parameter
 
-    def _check_fresh(self, rank: int, piece: VectorPart, state: str, parameter: Parameter) -> None:
-        """A state may be missing at the start only where no step was done yet: it is zero then."""
-        count = int(self.counts(rank, self.start.step)[piece.vector])
+    def _check_fresh(self, rank: int, part: VectorPart, state: str, parameter: Parameter) -> None:
+        """Raise `Incomplete` unless the part has taken no step yet: only then may a state be missing, and is zero."""
+        count = int(self.counts(rank, self.start.step)[part.vector])
         if count:
             raise Incomplete(
                 f"`{parameter.name}` has no {state!r} at step {self.start.step}, after {count} of its steps",
@@ -201,10 +202,10 @@ class SegmentReplay:
             )
 
     def _decode(self, record: LogRecord, rank: int, index: int, out: Array, reader: Reader) -> bool:
-        """Fill `out` with a chunk's values. False if the record has none of it. Raises `Corrupt`."""
+        """Fill `out`, (n,) float32, from a chunk. Returns False if the record does not have it. Raises `Corrupt`."""
         path = self.segment.path(rank)
         if index >= record.count:
-            raise Corrupt(f"step {record.step}: it has no chunk {index}", where=path)
+            raise Corrupt(f"step {record.step}: its record has no chunk {index}", where=path)
         data, digest = record.read_chunk(path, index, out.nbytes + MAX_CHUNK_OVERHEAD, reader)
         if not data.size:
             return False
@@ -212,18 +213,19 @@ class SegmentReplay:
         try:
             codec.decode_into(data.data, out, None)
         except CodecError as error:
-            raise self._damaged(record, rank, index, str(error)) from None
+            raise self._damaged_error(record, rank, index, str(error)) from None
         if hash_values(out) != digest:
-            raise self._damaged(record, rank, index, "its values do not fit their hash")
+            raise self._damaged_error(record, rank, index, "its values do not fit their hash")
         return True
 
-    def _damaged(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
-        what = "the state where the log begins" if record.kind is Kind.STATE else f"the gradients of step {record.step}"
+    def _damaged_error(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
+        is_state = record.kind is Kind.STATE
+        content = "the state at the start of the log" if is_state else f"the gradients of step {record.step}"
         good = record.step - 1
         return Corrupt(
-            f"{what}: chunk {index} of rank {rank} cannot be decoded: {why}",
+            f"{content}: chunk {index} of rank {rank} cannot be decoded: {why}",
             where=self.segment.path(rank),
-            hint=None if record.kind is Kind.STATE else f"Step {good} does without it: `--step {good}`.",
+            hint=None if is_state else f"Step {good} does not need it: `--step {good}`.",
         )
 
     @cached_property
@@ -235,71 +237,71 @@ class SegmentReplay:
         }
 
     def _verify(self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange]) -> None:
-        """Compare a chunk with the fingerprint that the run made of it at this step. Raises `Corrupt`."""
+        """Compare a chunk with the fingerprint that the run recorded at this step. Raises `Corrupt`."""
         record = self._fingerprints.get((rank, step))
         if record is None or (step > self.start.step and not self.segment.is_exact):
             return
         digests = record.meta.get("digests")
         for name, values in states.items():
-            listed = digests.get(name) if isinstance(digests, dict) else None
-            if listed is None:
+            expected = digests.get(name) if isinstance(digests, dict) else None
+            if expected is None:
                 continue
-            if not isinstance(listed, list) or len(listed) != self.segment.layout.ranks[rank].chunk_count:
-                raise Corrupt(f"step {step}: a fingerprint of another layout", where=self.segment.path(rank))
-            if listed[index] != hash_values(values):
-                raise self._differs(step, name, ranges)
+            if not isinstance(expected, list) or len(expected) != self.segment.layout.ranks[rank].chunk_count:
+                raise Corrupt(f"step {step}: the fingerprint belongs to another layout", where=self.segment.path(rank))
+            if expected[index] != hash_values(values):
+                raise self._difference_error(step, name, ranges)
 
-    def _differs(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
-        names = dict.fromkeys(self.segment.layout.tensors[one.piece.tensor].name for one in ranges)
+    def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
+        names = dict.fromkeys(self.segment.layout.tensors[one.part.tensor].name for one in ranges)
         shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
         if step == self.start.step:
             return Corrupt(
-                f"the state at step {step} is not the one that the run had then: {state!r} of {shown} differs",
+                f"the state at step {step} is not the one that the run had: {state!r} of {shown} differs",
                 where=self.segment.folder,
-                hint="The log belongs to another state of this step: append that one, or record anew.",
+                hint="The log belongs to another state of this step: append that state, or record again.",
             )
         return Corrupt(
-            f"step {step}: {state!r} of {shown} is not what the run had: replaying its gradients gives other values",
+            f"step {step}: {state!r} of {shown} differs from the run: the replay of its gradients gives other values",
             where=self.segment.folder,
-            hint="Either the run's hardware computed wrongly between the last fingerprint and this one, or its "
-            "optimizer rounds otherwise than the recorder's probe found.",
+            hint="Either the hardware of the run computed wrong results after the last fingerprint, or its optimizer "
+            "rounds in another way than in the recorder's probe.",
         )
 
 
 def _runs(
     update: LoggedUpdate, ranges: list[ChunkRange], vectors: tuple[OptimizerVector, ...], counts: Array
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """(group, count, elements in whole SIMD vectors, start, stop) of what is stepped at once."""
+    """The ranges of a chunk to step together: group, count, elements in complete SIMD vectors, start, stop."""
     run: tuple[int, int, int, int, int] | None = None
     for one in ranges:
-        number = one.piece.vector
+        number = one.part.vector
         vector = vectors[number]
         in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
         if not in_update:
             continue
         group, count, stop = vector.group, int(counts[number]), one.offset + one.size
         if run is not None and run[:2] == (group, count) and run[4] == one.offset and run[2] == run[4] - run[3]:
-            run = (group, count, run[2] + one.whole, run[3], stop)
+            run = (group, count, run[2] + one.vectorized, run[3], stop)
             continue
         if run is not None:
             yield run
-        run = (group, count, one.whole, one.offset, stop)
+        run = (group, count, one.vectorized, one.offset, stop)
     if run is not None:
         yield run
 
 
 def _start_blobs(parameter: Parameter, states: tuple[str, ...]) -> dict[str, Blob | None]:
-    """The states of a parameter by the names that steps have for them; None where there is none."""
+    """The states of a parameter by the names that steps use; None for a missing state."""
     blobs: dict[str, Blob | None] = {name: parameter.states.get(name) for name in states}
     blobs[WEIGHTS] = parameter.states.get(MASTER, parameter.states.get(MODEL))
     for name, blob in blobs.items():
         if blob is not None and blob.dtype != FLOAT32:
-            raise Unsupported(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps are done in float32")
+            raise Unsupported(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps need float32")
     return blobs
 
 
 class _Cache:
-    """Chunks that were computed lately. Two threads never compute the same one."""
+    """A cache of the most recent chunks. Two threads never compute the same chunk."""
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
@@ -330,17 +332,17 @@ def _nbytes(states: States) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ParameterReplay:
-    """All states of one tensor at a step. `universal.replay` says what else has these members."""
+    """All states of one tensor at a step: a `StatesReplay` of `universal.replay`."""
 
     segment: SegmentReplay
     tensor: int
     shape: Shape
     form: Mapping[str, DType]
-    """The states by the names of the checkpoint, each float32."""
+    """The states by their names in the checkpoint, each float32."""
     aliases: Mapping[str, str]
-    """From those names to the names that steps have for them."""
-    pieces: tuple[tuple[int, int], ...]
-    """Who has parts of it: rank, and the number of the piece among the rank's."""
+    """The names that steps use, by those names."""
+    parts: tuple[tuple[int, int], ...]
+    """The parts of the tensor: each a rank, and the index of the part in its layout."""
 
     @property
     def chunk(self) -> Shape:
@@ -351,58 +353,58 @@ class ParameterReplay:
         return chunk_count(self.shape, self.chunk)
 
     def flat_range(self, index: int) -> tuple[int, int]:
-        """The elements that a chunk holds, counted in C order."""
+        """The start and stop of a chunk's elements, in C order."""
         return index * CHUNK, min((index + 1) * CHUNK, prod(self.shape))
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
-        """A chunk of all states. Raises `Corrupt`."""
+        """A chunk of all states, by name: each (n,) float32. Raises `Corrupt`."""
         start, stop = self.flat_range(index)
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
-        packed = reader.keep(key, lambda: self._gathered(start, stop, reader).reshape(-1))
+        packed = reader.keep(key, lambda: self._gather(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
-        """The file ranges of the state where the log begins. (The log itself may still grow.)"""
+        """The file ranges of the state at the start of the log. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
             for blob in _start_blobs(self.segment.parameter(self.tensor), tuple(self.aliases.values())).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()
 
-    def _gathered(self, start: int, stop: int, reader: Reader) -> Array:
+    def _gather(self, start: int, stop: int, reader: Reader) -> Array:
         out = np.empty((len(self.form), stop - start), np.float32)
         wanted, at = [], 0
         for box in flat_boxes(self.shape, start, stop):
             wanted.append((box, at))
             at += box.size
-        for rank, number in self.pieces:
-            piece = self.segment.segment.layout.ranks[rank].pieces[number]
+        for rank, number in self.parts:
+            part = self.segment.segment.layout.ranks[rank].parts[number]
             for box, offset in wanted:
-                common = box & piece.box
+                common = box & part.box
                 if common is not None:
-                    self._copy(rank, number, piece, common, box, out[:, offset : offset + box.size], reader)
+                    self._copy(rank, number, part, common, box, out[:, offset : offset + box.size], reader)
         return out
 
     def _copy(
-        self, rank: int, number: int, piece: VectorPart, common: Box, box: Box, out: Array, reader: Reader
+        self, rank: int, number: int, part: VectorPart, common: Box, box: Box, out: Array, reader: Reader
     ) -> None:
-        """Fill of a block `box` what a piece has of the part `common`."""
-        layout, block = self.segment.segment.layout.ranks[rank], piece.box.shape
-        low, high = flat_ends(common.within(piece.box), block)
-        low, high = max(low, piece.start), min(high, piece.stop)
+        """Copy the elements of a part that are in `common` to `out`: (states, n) float32, the elements of `box`."""
+        layout, block = self.segment.segment.layout.ranks[rank], part.box.shape
+        low, high = flat_ends(common.within(part.box), block)
+        low, high = max(low, part.start), min(high, part.stop)
         begin = layout.starts[number]
         while low < high:
-            index = layout.chunk_of(begin + low - piece.start)
+            index = layout.chunk_of(begin + low - part.start)
             chunk_start, chunk_stop = layout.chunk_bounds(index)
-            end = min(high, piece.stop, chunk_stop - begin + piece.start)
+            end = min(high, part.stop, chunk_stop - begin + part.start)
             states = self.segment.chunk(rank, index, reader)
-            offset = begin + low - piece.start - chunk_start
-            for part in flat_boxes(block, low, end):
-                there = part.shift(piece.box.start)
+            offset = begin + low - part.start - chunk_start
+            for sub_box in flat_boxes(block, low, end):
+                there = sub_box.shift(part.box.start)
                 both = there & box
                 if both is not None:
                     for row, name in enumerate(self.aliases.values()):
-                        source = states[name][offset : offset + part.size].reshape(part.shape)
+                        source = states[name][offset : offset + sub_box.size].reshape(sub_box.shape)
                         target = out[row].reshape(box.shape)
                         target[both.within(box).index] = source[both.within(there).index]
-                offset += part.size
+                offset += sub_box.size
             low = end

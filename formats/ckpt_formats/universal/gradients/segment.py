@@ -1,4 +1,4 @@
-"""A segment of the log: the files of all ranks, and the steps that all of them have whole."""
+"""A segment of the log: the files of all ranks, and the steps that are complete in all of them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,41 +20,41 @@ from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, LogRec
 
 FOLDER = "gradients-{:010d}"
 LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
-"""Codecs that store gradients rounded."""
+"""The lossy codecs of gradients."""
 _MAX_LAYOUT = 1 << 30
 _MAX_RANDOM = 1 << 24
 
 
 def rank_file(rank: int) -> str:
-    """What the file of a rank is called."""
+    """The name of a rank's file."""
     return f"rank-{rank:05d}.ckg"
 
 
 @dataclass(frozen=True)
 class LoggedUpdate:
-    """What one rank recorded of one call of an optimizer."""
+    """One call of an optimizer, as one rank recorded it."""
 
     record: LogRecord
     optimizer: int
     vectors: frozenset[int] | None
-    """Which of the rank's had a gradient; None: all of that optimizer."""
+    """The vectors of the rank that had a gradient; None: all vectors of the optimizer."""
     groups: tuple[Mapping[str, Value], ...]
     """The options of that optimizer's groups."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The steps after `layout.first`."""
+    """A segment with the steps after `layout.first`."""
 
     folder: Path
     layout: SegmentLayout
     logs: tuple[RankLog, ...]
     limit: int | None = None
-    """The last step that counts, where the chain states one: later ones were dropped."""
+    """The last valid step, if the chain states one: later steps were dropped."""
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[LoggedUpdate, ...], ...], ...]:
-        """By rank and by step, from the one after the first: the updates of that step. Whole steps only."""
+        """The updates of each step, by rank and by step, from the step after `first` on. Only complete steps."""
         return tuple(tuple(self._steps(rank)) for rank in range(len(self.logs)))
 
     @property
@@ -63,13 +63,13 @@ class Segment:
 
     @cached_property
     def last(self) -> int:
-        """The last step that every rank has whole."""
+        """The last step that is complete in all ranks."""
         last = self.first + min(len(steps) for steps in self.updates)
         return last if self.limit is None else min(last, self.limit)
 
     @property
     def torn(self) -> dict[Path, str]:
-        """Why files do not end with a whole record, by file: what a killed writer or a dead machine leaves."""
+        """Why a file does not end with a complete record, by file. A killed writer can leave such a file."""
         return {log.path: log.torn for log in self.logs if log.torn is not None}
 
     @cached_property
@@ -79,18 +79,18 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Of all whole records."""
+        """The size of all complete records in bytes."""
         return sum(log.end for log in self.logs)
 
     @property
     def is_exact(self) -> bool:
-        """Do its steps, done again, give the bits of the run?"""
+        """Does a replay of its steps give the exact bits of the run?"""
         approximate = any(one.exactness == "approximate" for one in self.layout.optimizers)
         return not approximate and self.layout.codec not in LOSSY
 
     @cached_property
     def has_start(self) -> bool:
-        """Does every rank have the state where the segment begins? Its fingerprint follows when all of it is there."""
+        """Does every rank have the state at the start of the segment? Its fingerprint follows when it is complete."""
         return all(
             any(record.kind is Kind.STATE for record in log.records)
             and any(record.kind is Kind.FINGERPRINT and record.step == self.first for record in log.records)
@@ -98,19 +98,19 @@ class Segment:
         )
 
     def records(self, rank: int, kind: Kind) -> Iterator[LogRecord]:
-        """The records of a kind of a rank, in order."""
+        """The records of one kind of a rank, in order."""
         return (record for record in self.logs[rank].records if record.kind is kind)
 
     def path(self, rank: int) -> Path:
         return self.folder / rank_file(rank)
 
     def nbytes_upto(self, rank: int, step: int) -> int:
-        """How much of a rank's file is needed for the steps up to one."""
+        """The size in bytes of the start of a rank's file that has all steps up to `step`."""
         later = (record.begin for record in self.logs[rank].records if record.step > step)
         return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
 
     def notes(self, step: int, reader: Reader) -> dict[str, Value]:
-        """What was noted at a step; of rank 0 what several ranks noted alike."""
+        """The notes of a step, by name. All ranks have the same notes; these are those of rank 0."""
         notes: dict[str, Value] = {}
         for record in self.records(0, Kind.NOTES):
             if record.step == step:
@@ -118,26 +118,26 @@ class Segment:
         return notes
 
     def group_options(self, step: int) -> dict[int, tuple[Mapping[str, Value], ...]]:
-        """The options of all groups as they were after a step, by optimizer: those that a schedule set for the next."""
+        """The options of all groups after a step, by optimizer: those that a schedule set for the next step."""
         options: dict[int, tuple[Mapping[str, Value], ...]] = {}
         steps = self.updates[0]
         for updates in steps[: step - self.first]:
             options.update((update.optimizer, update.groups) for update in updates)
         noted = [record for record in self.records(0, Kind.NOTES) if record.step == step]
         if not noted:
-            # Not noted: what the next step was done with is nearer than what the last was.
+            # Without notes, the options of the next step are closer than those of this step.
             for updates in steps[step - self.first : step - self.first + 1]:
                 options.update((update.optimizer, update.groups) for update in updates)
         for record in noted:
             groups = record.meta.get("groups", [])
             if not isinstance(groups, list):
                 raise Corrupt(f"step {step}: its notes are damaged", where=self.path(0))
-            for number, of_one in enumerate(groups):
-                options[number] = self._options(of_one, number, record, self.path(0))
+            for number, group_options in enumerate(groups):
+                options[number] = self._options(group_options, number, record, self.path(0))
         return options
 
     def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
-        """The states of random number generators at a step, by rank: arrays of bytes or words, by generator."""
+        """The states of random number generators at a step, by rank and by generator: arrays of bytes or words."""
         states = {}
         for rank, steps in enumerate(self.updates):
             if step > self.first and steps[step - self.first - 1]:
@@ -147,7 +147,7 @@ class Segment:
         return states
 
     def _random(self, record: LogRecord, rank: int, reader: Reader) -> Value:
-        """What follows the chunks of gradients: typed JSON."""
+        """The typed JSON after the chunks of gradients, decoded."""
         path = self.path(rank)
         data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
         if hash_values(data) != digest:
@@ -155,7 +155,7 @@ class Segment:
         try:
             return decode(json.loads(data.tobytes()), path)
         except (ValueError, RecursionError):
-            raise Corrupt(f"step {record.step}: its random states are no JSON", where=path) from None
+            raise Corrupt(f"step {record.step}: its random states are not JSON", where=path) from None
 
     def _steps(self, rank: int) -> Iterator[tuple[LoggedUpdate, ...]]:
         log = self.logs[rank]
@@ -166,7 +166,7 @@ class Segment:
                 continue
             if record.step != step:
                 raise Corrupt(
-                    f"steps are missing: step {record.step} follows, where {step} was to come", where=log.path
+                    f"steps are missing: step {record.step} follows, but step {step} is expected", where=log.path
                 )
             part, count = self._part(record, log.path)
             if part != len(updates):
@@ -179,53 +179,52 @@ class Segment:
     def _part(self, record: LogRecord, where: Path) -> tuple[int, int]:
         part = record.meta.get("part", [0, 1])
         if not (isinstance(part, list) and len(part) == 2 and all(map(is_natural, part)) and part[0] < part[1]):
-            raise Corrupt(f"step {record.step}: which part of it a record is, is not stated", where=where)
+            raise Corrupt(f"step {record.step}: a record does not state which part of the step it is", where=where)
         return part[0], part[1]
 
     def _options(self, groups: Any, optimizer: int, record: LogRecord, where: Path) -> tuple[Mapping[str, Value], ...]:
-        """The options of all groups of an optimizer, as a record has them. Raises `Corrupt`."""
+        """The options of all groups of an optimizer, decoded from a record. Raises `Corrupt`."""
         if optimizer >= len(self.layout.optimizers):
-            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=where)
+            raise Corrupt(f"step {record.step}: its optimizer does not exist", where=where)
         count = len(self.layout.optimizers[optimizer].groups)
         options = decode(groups, where)
         if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
-            raise Corrupt(f"step {record.step}: it has not the options of {count} groups", where=where)
+            raise Corrupt(f"step {record.step}: it does not have the options of {count} groups", where=where)
         return tuple(options)
 
     def _update(self, record: LogRecord, number: int) -> LoggedUpdate:
         rank, log = self.layout.ranks[number], self.logs[number]
         optimizer = record.meta.get("optimizer", 0)
         if not is_natural(optimizer):
-            raise Corrupt(f"step {record.step}: of an optimizer that is not there", where=log.path)
+            raise Corrupt(f"step {record.step}: its optimizer does not exist", where=log.path)
         options = self._options(record.meta.get("groups"), optimizer, record, log.path)
         if not 0 <= record.count - rank.chunk_count <= 1:
-            raise Corrupt(f"step {record.step}: {record.count} chunks, not {rank.chunk_count}", where=log.path)
+            raise Corrupt(f"step {record.step}: it has {record.count} chunks, not {rank.chunk_count}", where=log.path)
         vectors = record.meta.get("vectors")
         if vectors is not None:
             if not (isinstance(vectors, list) and all(is_natural(v) and v < len(rank.vectors) for v in vectors)):
-                raise Corrupt(f"step {record.step}: gradients of a vector that is not there", where=log.path)
+                raise Corrupt(f"step {record.step}: it has gradients of a vector that does not exist", where=log.path)
             vectors = frozenset(vectors)
         return LoggedUpdate(record, optimizer, vectors, options)
 
 
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
-    """The segment in a folder, as far as it is whole now, and not past step `limit`.
+    """The segment in a folder with the records that are complete now, up to step `limit`.
 
-    With `check`, all chunks' bytes are read and checked.
-
-    Raises `NotFound` if there is none, `Incomplete` if a rank's file is missing, `Corrupt`.
+    With `check`, the bytes of all chunks are read and checked. Raises `NotFound` if there is no segment, `Incomplete`
+    if the file of a rank is missing, and `Corrupt`.
     """
     path = folder / layouts.NAME
     if not path.is_file():
-        raise NotFound("no log of gradients: it has no layout.json", where=folder)
-    with unrecorded():  # it grows while it is read
+        raise NotFound("not a log of gradients: it has no layout.json", where=folder)
+    with unrecorded():  # the file grows while it is read
         layout = layouts.load(path)
         name = layouts.identity(read_whole(path, _MAX_LAYOUT))
     world = len(layout.ranks)
     missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Incomplete(f"{missing[0]}{more} of {world} ranks is missing", where=folder)
+        raise Incomplete(f"of {world} files of ranks, {missing[0]}{more} is missing", where=folder)
     logs = tuple(
         scan(folder / rank_file(rank), FileHead(rank, world, layout.first, name), check) for rank in range(world)
     )

@@ -35,7 +35,7 @@ from ckpt_formats.universal.gradients.segment import LOSSY, Segment
 from ckpt_formats.universal.replay import DeltaBlob
 
 BUFFER_CHUNK = 1 << 20
-"""Bytes of a chunk of a buffer at most."""
+"""The maximum size of a chunk of a buffer in bytes."""
 _COUNT = "step"
 _ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
 
@@ -49,15 +49,15 @@ class Base:
 
 
 def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
-    """The state at a step, from a base at an earlier one; None: from the state that the segment itself holds.
+    """The state at a step, replayed from a base at an earlier step, or from the segment's own state if it is None.
 
-    Raises `NotFound` if not all ranks have that step, `Corrupt` if the log is of another run than the base.
+    Raises `NotFound` if not all ranks have that step, and `Corrupt` if the log belongs to another run than the base.
     """
     if not segment.first <= step <= segment.last:
         raise NotFound(
             f"the log has steps {segment.first + 1} to {segment.last}, not {step}",
             where=segment.folder,
-            hint="Of a run that goes on, later steps come as it writes them.",
+            hint="If the run continues, later steps appear when it writes them.",
         )
     replay = replay_to(segment, step, base)
     source = None if base is None else base.checkpoint
@@ -82,44 +82,44 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
         () if source is None else source.files,
         () if source is None else source.seals,
         (*(() if source is None else source.notices), *_notices(replay, source, noted)),
-        errors=_losses(replay, source, parameters),
-        original=_saved_as(source),
+        errors=_errors(replay, source, parameters),
+        original=_original(source),
     )
 
 
 def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
-    """What does the steps again, from a base or from the segment's own state. Raises `Incomplete` if it has none."""
+    """The replay up to a step, from a base or from the segment's own state. Raises `Incomplete` if it has none."""
     if base is None and not segment.has_start:
         raise Incomplete(
             f"the state at step {segment.first}, where the log begins, is missing",
             where=segment.folder,
-            hint="The log follows from a state of the chain that is no longer there: take it from a copy.",
+            hint="The log starts from a state that the chain no longer has: restore that state from a copy.",
         )
     start = StartState(segment.first, None) if base is None else StartState(base.step, base.checkpoint.parameters)
     return SegmentReplay(segment, step, start)
 
 
-def _saved_as(source: Checkpoint | None) -> OriginalForm | None:
-    """What the base was, without what it noted of its own file: the state is another."""
+def _original(source: Checkpoint | None) -> OriginalForm | None:
+    """The original form of the base without the details of its own file, because this is another state."""
     if source is None or source.original is None:
         return None
     return OriginalForm(source.original.format, source.original.file)
 
 
 def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
-    """The parameters that the optimizers step, by those of the base."""
+    """The parameters that the optimizers step. `parameters`: those of the base."""
     layout = replay.segment.layout
-    pieces: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
+    parts: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
-    for rank, of_rank in enumerate(layout.ranks):
+    for rank, rank_layout in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
-        for number, piece in enumerate(of_rank.pieces):
-            pieces[piece.tensor].append((rank, number))
-            counts[piece.tensor] = int(now[piece.vector])
-            optimizers[piece.tensor] = of_rank.vectors[piece.vector].optimizer
+        for number, part in enumerate(rank_layout.parts):
+            parts[part.tensor].append((rank, number))
+            counts[part.tensor] = int(now[part.vector])
+            optimizers[part.tensor] = rank_layout.vectors[part.vector].optimizer
     for number, tensor in enumerate(layout.tensors):
         yield _stepped_parameter(
-            *(replay, number, parameters.get(tensor.name), tuple(pieces[number])),
+            *(replay, number, parameters.get(tensor.name), tuple(parts[number])),
             *(optimizers[number], counts[number]),
         )
 
@@ -128,19 +128,19 @@ def _stepped_parameter(
     replay: SegmentReplay,
     number: int,
     before: Parameter | None,
-    pieces: tuple[tuple[int, int], ...],
+    parts: tuple[tuple[int, int], ...],
     optimizer: int,
     count: int,
 ) -> Parameter:
-    """One of them, after so many of its steps. Raises `Corrupt` or `Unsupported` if the base's does not fit."""
+    """One parameter after `count` of its steps. Raises `Corrupt` or `Unsupported` if the base does not fit."""
     tensor = replay.segment.layout.tensors[number]
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
     master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
     names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
-    counted = {name: _counted(state, count) for name, state in states.items() if _is_count(name, state)}
+    counted = {name: _count_tensor(state, count) for name, state in states.items() if _is_count(name, state)}
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
-    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, pieces)
+    one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, parts)
     stepped = {name: Tensor.of(DeltaBlob.whole(one, name)) for name in names} | counted
     if master == MASTER and (before is None or MODEL in states):
         dtype = model if before is None else states[MODEL].dtype
@@ -155,11 +155,11 @@ def _stepped_parameter(
 def _check_base(
     replay: SegmentReplay, tensor: LoggedTensor, before: Parameter, master: str, known: Collection[str]
 ) -> None:
-    """Can the base's parameter be stepped? Raises `Corrupt` or `Unsupported` if it cannot."""
+    """Raise `Corrupt` or `Unsupported` if the parameter of the base cannot be stepped."""
     name, step, where = printable(tensor.name), replay.start.step, replay.segment.folder
     if before.weight.shape != tensor.shape:
         raise Corrupt(
-            f"the log is of another model: `{name}` has shape {list(tensor.shape)} there, and "
+            f"the log belongs to another model: `{name}` has shape {list(tensor.shape)} there, and "
             f"{list(before.weight.shape)} in the state at step {step}",
             where=where,
         )
@@ -172,7 +172,7 @@ def _check_base(
 
 
 def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> Iterator[Parameter]:
-    """What a base has under the other names of stepped tensors: DCP has the weights twice."""
+    """The base's parameters under other names of stepped tensors: DCP stores such weights twice."""
     for alias, name in aliases.items():
         if alias in parameters and name in parameters:
             weight = parameters[name].weight
@@ -180,16 +180,16 @@ def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> It
 
 
 def _is_count(name: str, state: Tensor) -> bool:
-    """Is it the count of steps, which torch stores as a tensor of its own?"""
+    """Is it the step count, which torch stores as a tensor?"""
     return name == _COUNT and prod(state.shape) == 1
 
 
-def _counted(state: Tensor, count: int) -> Tensor:
+def _count_tensor(state: Tensor, count: int) -> Tensor:
     return Tensor.of(ArrayBlob(np.full(state.shape, count, state.dtype)))
 
 
 def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
-    """Does the optimizer keep a count for each tensor? If the base has states of it without one, it does not."""
+    """Does the optimizer store a step count for each tensor? It does not if the base has states without a count."""
     has_states = any(name not in (MODEL, MASTER) for name in states)
     return not has_states and optimizer.type.rpartition(".")[2] != "SGD"
 
@@ -210,7 +210,7 @@ def _origin(segment: Segment, step: int, base: Checkpoint | None) -> Origin:
 
 
 def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
-    """The groups of the base with the options of the step; those of the log if there is no base, or it has none."""
+    """The groups of the base with the options of the step; those of the log if the base is None or has no groups."""
     segment = replay.segment
     options = segment.group_options(replay.step)
     logged = [
@@ -227,19 +227,19 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
         yield Group({**group.options, **given}, group.names)
 
 
-def _losses(
+def _errors(
     replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
 ) -> dict[tuple[str, str], ErrorFigures]:
-    """Of all states that are stepped otherwise than in the run: what is known of how far they are off."""
-    losses, segment = {} if base is None else dict(base.errors), replay.segment
+    """The known error figures of all states whose replay is not exact."""
+    errors, segment = {} if base is None else dict(base.errors), replay.segment
     steps = replay.step - replay.start.step
     if steps:
         for optimizer in segment.layout.optimizers:
             if optimizer.exactness == "approximate" or segment.layout.codec in LOSSY:
-                loss = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
+                figures = {"replayed_steps": steps, "codec": segment.layout.codec, **optimizer.figures}
                 names = (name for group in optimizer.groups for name in group if name in parameters)
-                losses |= {(name, state): loss for name in names for state in parameters[name].states}
-    return losses
+                errors |= {(name, state): figures for name in names for state in parameters[name].states}
+    return errors
 
 
 def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str, Value]) -> Iterator[Notice]:
@@ -248,22 +248,24 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         return
     approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
     if approximate:
-        text = f"approximate: the steps of {approximate[0]} are done again with other rounding"
+        text = f"approximate: the replay of {approximate[0]} rounds in another way than the run"
         yield Notice(text, weight=Weight.LOST)
     if segment.layout.codec in LOSSY:
         yield Notice(f"approximate: the gradients were logged as {segment.layout.codec}", weight=Weight.LOST)
     same = [one.type for one in segment.layout.optimizers if one.exactness == "same library"]
     if same:
         versions = ", ".join(f"{name} {value}" for name, value in segment.layout.versions.items())
-        yield Notice(f"exact on a machine like the run's: {same[0]} itself does its steps again ({versions})")
+        yield Notice(f"exact on a machine like that of the run: {same[0]} itself replays its steps ({versions})")
     stale = [name for name in base.extras if name not in notes] if base is not None else []
     if stale:
-        yield Notice(f"of step {start}, since the run did not note them at step {step}: the extras", tuple(stale))
+        yield Notice(
+            f"the run did not note these extras at step {step}, so they are those of step {start}", tuple(stale)
+        )
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A tensor that no optimizer steps, as it was recorded."""
+    """A recorded tensor that no optimizer steps."""
 
     segment: Segment
     record: LogRecord
@@ -274,7 +276,7 @@ class _Buffer:
     dtype: DType
 
     def values(self, index: int, reader: Reader) -> Array:
-        """A chunk, as a vector. Raises `Corrupt`."""
+        """A chunk: (n,) of the dtype of the buffer. Raises `Corrupt`."""
         path = self.segment.path(0)
         data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
         each = self.each
@@ -318,7 +320,7 @@ class _BufferBlob:
 
 
 def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
-    """The last that was recorded of each tensor up to a step."""
+    """The records of each tensor up to a step, by name; a later one replaces an earlier one."""
     for record in segment.records(0, Kind.BUFFERS):
         if record.step > step:
             return
@@ -342,7 +344,7 @@ def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
 
 
 def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
-    """A parameter of the base with its recorded value, or a new one."""
+    """The parameter of the base with its recorded value, or a new parameter."""
     tensor = Tensor.of(_BufferBlob(buffer, Box.whole(buffer.shape)))
     if before is None:
         return Parameter(buffer.name, buffer.role, {MODEL: tensor})

@@ -8,25 +8,29 @@ write       a checkpoint -> all of it
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, FilePlan, Goal, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.deepspeed.folder import step_of
 from ckpt_formats.engines.deepspeed.universal.folder import LATEST, has_latest, is_universal, list_universal
 from ckpt_formats.engines.deepspeed.universal.read import read_universal
-from ckpt_formats.engines.deepspeed.universal.write import MODEL_FILE, parts, settle
+from ckpt_formats.engines.deepspeed.universal.write import MODEL_FILE, UniversalOptions, parts, resolve_universal
 
 
-class DeepSpeedUniversal(WritableFormat):
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedUniversal(UniversalOptions, WritableFormat):
+    """DeepSpeed's universal checkpoint, which `load_universal` reads."""
+
     name = "deepspeed-universal"
     summary = "DeepSpeed's universal checkpoint, for load_universal at ZeRO stages 1 to 3"
     even_states = True
-    degrees = ("dp", "tp", "zero")
 
     def detect(self, path: Path) -> bool:
         return is_universal(path) or has_latest(path)
@@ -36,19 +40,9 @@ class DeepSpeedUniversal(WritableFormat):
         with form_of("a universal checkpoint", folder.path):
             return read_universal(path, folder, options)
 
-    def plan(self, source: Checkpoint, goal: Goal) -> tuple[FilePlan, ...]:
-        return tuple(parts(settle(source, goal), goal))
-
-    def losses(self, source: Checkpoint, parts: Sequence[FilePlan]) -> tuple[str | Notice, ...]:
-        said, config = source.extras.get("ranks"), source.extras.get("ds_config")
-        gone = sorted(said) if isinstance(said, dict) else []
-        lost: list[str | Notice] = []
-        if gone:
-            lost.append(Notice("what only these ranks of the source had, such as RNG states", tuple(gone)))
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        if isinstance(zero, dict) and zero.get("round_robin_gradients"):
-            lost.append("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")
-        return tuple(lost)
+    def plan(self, source: Checkpoint) -> Plan:
+        files = tuple(parts(resolve_universal(source, self), self))
+        return Plan(files, tuple(_dropped(source)))
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
@@ -59,3 +53,13 @@ class DeepSpeedUniversal(WritableFormat):
         draft = folder / f"{LATEST}.tmp"
         draft.write_text(step)
         os.replace(draft, folder / LATEST)
+
+
+def _dropped(source: Checkpoint) -> Iterator[Notice]:
+    """What of the source has no place in the format."""
+    ranks, config = source.extras.get("ranks"), source.extras.get("ds_config")
+    if isinstance(ranks, dict) and ranks:
+        yield Notice("what only these ranks of the source had, such as RNG states", tuple(sorted(ranks)))
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        yield Notice("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")

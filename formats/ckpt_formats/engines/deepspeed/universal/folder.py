@@ -1,4 +1,4 @@
-"""Which files a universal folder has. Names only; nothing is opened."""
+"""List the files of a universal folder. Only names are read; no file is opened."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ckpt_formats.engines.deepspeed.folder import Folder, check_models, sort_fil
 LATEST = "latest_universal"
 OPTIMIZER = "zero/optimizer_state.pt"
 DIMENSIONS = "checkpoint_parallel_dimensions"
-"""Of the model's files: how the run was cut."""
+"""Key in the model's files: the parallel degrees of the run."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class UniversalFolder:
     models: Folder
     """Copies of the model files of the run."""
     spare: tuple[Path, ...]
-    """Model files for a load at stage 3, beside those of an earlier stage, which hold all of it."""
+    """Model files for a load at stage 3, next to those of an earlier stage, which contain the same and more."""
     optimizer: Path
     states: Mapping[str, Mapping[str, Path]]
-    """By parameter and state."""
+    """Files by parameter and state."""
 
 
 def is_universal(path: Path) -> bool:
@@ -38,7 +38,7 @@ def is_universal(path: Path) -> bool:
 
 
 def has_latest(path: Path) -> bool:
-    """Does this folder hold universal checkpoints? Where those of the run lie beside them, they come first."""
+    """Does this folder contain universal checkpoints? Not if it also has the run's own: those are read instead."""
     try:
         return (path / LATEST).is_file() and not (path / "latest").exists()
     except OSError:
@@ -46,16 +46,16 @@ def has_latest(path: Path) -> bool:
 
 
 def list_universal(path: Path) -> UniversalFolder:
-    """The files. Raises `Incomplete` if model files of some ranks, or all, are missing."""
-    found = sort_files(path)
-    if not found.model and not found.model3:
+    """The files of a universal folder. Raises `Incomplete` if model files of some or all ranks are missing."""
+    listed = sort_files(path)
+    if not listed.model and not listed.model3:
         raise Incomplete(
-            "the model files (*_model_states.pt) are missing, which tell how parameters are grouped",
+            "the model files (*_model_states.pt), which list the groups of parameters, are missing",
             where=path,
             hint="DeepSpeed's converter copies them last: convert again." if (path / "tmp").is_dir() else _COPY,
         )
-    spare = tuple(found.model3.values()) if found.model else ()
-    models = replace(found, model3={}, optim={}) if found.model else replace(found, optim={})
+    spare = tuple(listed.model3.values()) if listed.model else ()
+    models = replace(listed, model3={}, optim={}) if listed.model else replace(listed, optim={})
     check_models(models)
     return UniversalFolder(path, models, spare, path / OPTIMIZER, _states(path / "zero"))
 
@@ -64,16 +64,16 @@ _COPY = "Copy them from the checkpoint that was converted."
 
 
 def _states(zero: Path) -> dict[str, dict[str, Path]]:
-    """Every folder with files in it. A slash in a parameter's name makes folders in folders; links are not followed."""
-    found: dict[str, dict[str, Path]] = {}
+    """The files by parameter and state. Folders may be nested: names may contain slashes. Links are not followed."""
+    states: dict[str, dict[str, Path]] = {}
 
     def stop(error: OSError) -> None:
         raise unreadable(error, zero) from error
 
     for folder, inner, files in os.walk(zero, onerror=stop):
         inner.sort()
-        held = sorted(file for file in files if file.endswith(".pt"))
-        if held and Path(folder) != zero:
+        names = sorted(file for file in files if file.endswith(".pt"))
+        if names and Path(folder) != zero:
             name = Path(folder).relative_to(zero).as_posix()
-            found[name] = {file.removesuffix(".pt"): Path(folder, file) for file in held}
-    return found
+            states[name] = {file.removesuffix(".pt"): Path(folder, file) for file in names}
+    return states

@@ -1,8 +1,8 @@
-"""Do the masters round to the weights? DeepSpeed's converter mixes masters up, in one case, without a word.
+"""Check that the masters round to the weights: in one case, DeepSpeed's converter mixes masters up without an error.
 
-With `round_robin_gradients` it takes elements of one parameter for another's
-(`param_slice_mappings` have not the order of the data). The model files, which
-it copies, still hold the weights that the right masters round to.
+With `round_robin_gradients` it takes elements of one parameter for those of another,
+because `param_slice_mappings` do not have the order of the data. The model files, which
+it copies, contain the right weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,10 @@ _VALUES = 64
 
 
 def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where: Path) -> None:
-    """Raises `Corrupt` if the first values of masters do not round to those of the weights, though no bit is damaged.
+    """Raise `Corrupt` if the first values of masters do not round to those of the weights, and no checksum is wrong.
 
-    Without `round_robin` a few may differ, which is for `ckpt verify` to tell: then only a majority counts.
+    With `round_robin`, one wrong master is enough. Otherwise more than half of them must be wrong,
+    because `ckpt verify` reports single differences.
     """
     with Reader(check=False) as reader:
         pairs = list(_pairs(parameters))
@@ -32,13 +33,13 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         wrong = [name for name in wrong if _intact(parameters[name], reader)] if wrong else []
     if round_robin and not pairs:
         raise Corrupt(
-            f"{_MADE}, which mixes up the masters of such a run, and there are no weights here to tell by",
+            f"{_CONVERTED}, which mixes up the masters of such a run; there are no weights here to check it",
             where=where,
             hint=_INSTEAD,
         )
     if round_robin and wrong:
         raise Corrupt(
-            f"{_MADE}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
+            f"{_CONVERTED}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
             where=where,
             hint=_INSTEAD,
         )
@@ -50,12 +51,12 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         )
 
 
-_MADE = "made by DeepSpeed's converter from a run with round_robin_gradients"
-_INSTEAD = "Convert the original checkpoint instead: `ckpt convert` reads it right."
+_CONVERTED = "made by DeepSpeed's converter from a run with round_robin_gradients"
+_INSTEAD = "Convert the original checkpoint instead: `ckpt convert` reads it correctly."
 
 
 def _pairs(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The first values of a master, and of the stored weights at the same place."""
+    """Each parameter with the first values of its master and of its stored weights."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape or not copy.size:
@@ -75,7 +76,7 @@ def _agree(master: Tensor, copy: Tensor, reader: Reader) -> bool:
 
 
 def _intact(parameter: Parameter, reader: Reader) -> bool:
-    """Do the checksums hold? Damage is reported as such, by whoever reads all of it."""
+    """Are the checksums of the parameter right? If not, the reader of all values reports the damage."""
     raws = (raw for state in (MASTER, MODEL) for raw in parameter.states[state].sources())
     return all(seal_is_valid(seal, reader) for seal in {raw.seal for raw in raws if raw.seal is not None})
 

@@ -1,7 +1,7 @@
-"""A universal folder as a checkpoint: masters and moments from `zero`, everything else from the model's files.
+"""Read a universal folder: masters and moments from `zero`, everything else from the model's files.
 
-DeepSpeed's converter also makes "parameters" of buffers, frozen parameters and
-tied names, rounded and as floats. What the model's files hold of them counts.
+DeepSpeed's converter also writes folders of buffers, frozen parameters and tied names,
+converted to floats. We take their values from the model's files instead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +11,10 @@ from pathlib import Path
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.checkpoint import (
-    MASTER,
-    MODEL,
-    Checkpoint,
-    Group,
-    Origin,
-    Parameter,
-    ReadOptions,
-    Role,
-    SourceFile,
-)
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout
@@ -32,25 +23,25 @@ from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed import notices_of, origin_of, own_rules
-from ckpt_formats.engines.deepspeed.agreement import doubtful_steps
+from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin
 from ckpt_formats.engines.deepspeed.lookups import get
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
-from ckpt_formats.engines.deepspeed.optimizer_states import options_of, sort_state
+from ckpt_formats.engines.deepspeed.optimizer_states import options_of, split_state
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.rank import RankState
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, shards
+from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.engines.deepspeed.universal.master_check import check_masters
 from ckpt_formats.engines.deepspeed.universal.read_states import read_states
-from ckpt_formats.engines.deepspeed.weights import model_dtype, others_in, read_module, with_aliases
+from ckpt_formats.engines.deepspeed.weights import model_dtype, non_tensor_items, read_module, with_aliases
 from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
 
 def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) -> Checkpoint:
-    """The index of a universal checkpoint. Raises `CkptError` of the kind that fits."""
+    """The index of a universal checkpoint. Raises a subclass of `CkptError` if it cannot be read."""
     step, optimizer = open_step(folder.models), open_file(folder.optimizer)
     ranks = [_rank(step, optimizer, mp) for mp in range(step.tp * step.pp)]
     stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
@@ -66,12 +57,17 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
     }
     groups = merge_groups([rank.groups for rank in ranks], folder.path)
     _check_steps(parameters, groups, files, folder.path)
-    check_masters(parameters, _dealt(step, optimizer), folder.path)
+    check_masters(parameters, _is_round_robin_conversion(step, optimizer), folder.path)
     models = {rank_name(file.path): file for mp in range(folder.models.mp) for file in step.models(mp)}
-    beside = {file.path: others_in(file) for file in models.values()}
-    extras = collect_extras(models, {"optimizer_state": optimizer}, parameters, beside)
+    extra_items = {file.path: non_tensor_items(file) for file in models.values()}
+    extras = collect_extras(models, {"optimizer_state": optimizer}, parameters, extra_items)
     spare = [open_file(file) for file in folder.spare]
-    opened = (*step.files.values(), *spare, optimizer, *(file for held in files.values() for file in held.values()))
+    opened = (
+        *step.files.values(),
+        *spare,
+        optimizer,
+        *(file for by_state in files.values() for file in by_state.values()),
+    )
     return Checkpoint(
         path,
         _origin(step, [list(stage) for stage in stages]),
@@ -79,18 +75,18 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
         groups,
         extras,
         aliases,
-        (*shards(step), *_shards(spare, optimizer, files)),
+        (*source_files(step), *_source_files(spare, optimizer, files)),
         tuple(seal for file in opened for seal in file.seals()),
         (
             *notices_of(tied),
-            *doubtful_steps(list(models.values())),
+            *step_notices(list(models.values())),
             *_notices(step, shadows, parameters, groups),
         ),
     )
 
 
 def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
-    """What a model-parallel rank's own files hold; the empty shape of a trained parameter where they hold no values."""
+    """The state of a model-parallel rank from its model files. A trained parameter may have a shape, but no values."""
     model = step.models(mp)[0]
     weights = read_module(step.models(mp), step.stage3)
     tensors = with_aliases(weights)
@@ -106,7 +102,9 @@ def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
         elif name in weights.aliases:
             continue
         else:
-            raise Corrupt(f"`{name}` is in the model, but neither trained nor frozen nor a buffer", where=model.path)
+            raise Corrupt(
+                f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer", where=model.path
+            )
         if name in shapes and tensor.shape != shapes[name]:
             raise Corrupt(
                 f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
@@ -125,7 +123,7 @@ def _groups(step: OpenedStep, optimizer: TorchFile, mp: int, shapes: Sequence[Ma
         return
     if mp == 0 and len(listed) != len(shapes):
         raise Corrupt(
-            f"the optimizer has {len(listed)} groups, the model's file lists {len(shapes)}",
+            f"the optimizer has {len(listed)} groups, but the model's file lists {len(shapes)}",
             where=optimizer.path,
             hint="Files of several runs may be mixed.",
         )
@@ -142,27 +140,27 @@ def _round_robin(step: OpenedStep) -> bool:
 
 
 def _ranks(optimizer: TorchFile, g: int) -> int:
-    """Over how many ranks DeepSpeed's converter found a group cut; 1 in a folder that it did not make."""
+    """The number of ranks over which a group was split, if DeepSpeed's converter recorded it; otherwise 1."""
     counts = optimizer.root.get("partition_count")
     count = counts[g] if isinstance(counts, list) and g < len(counts) else 1
     return int(count) if is_natural(count) and count else 1
 
 
-def _dealt(step: OpenedStep, optimizer: TorchFile) -> bool:
-    """Was it made by DeepSpeed's converter of a run that dealt its parameters out to the ranks in turn?"""
+def _is_round_robin_conversion(step: OpenedStep, optimizer: TorchFile) -> bool:
+    """Was the folder written by DeepSpeed's converter, from a run with `round_robin_gradients` on several ranks?"""
     counts = optimizer.root.get("partition_count")
     groups = range(len(counts)) if isinstance(counts, list) else ()
     return _round_robin(step) and any(_ranks(optimizer, g) > 1 for g in groups)
 
 
 def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str, dict[str, TorchFile]]:
-    """The files of the trained parameters."""
+    """The opened files of the trained parameters, by parameter and state."""
     for name, parameter in trained.items():
         if name not in folder.states and parameter.weight.size:
             raise Incomplete(
                 f"parameter `{printable(name)}` has no folder under `zero`",
                 where=folder.path,
-                hint="The conversion did not finish, or files were lost: convert again.",
+                hint="The conversion did not finish, or files were deleted: convert again.",
             )
     paths = [path for name in trained for path in folder.states.get(name, {}).values()]
     opened = dict(zip(paths, in_threads(open_file, paths), strict=True))
@@ -191,7 +189,7 @@ def _check_steps(
     files: Mapping[str, Mapping[str, TorchFile]],
     where: Path,
 ) -> None:
-    """Raises `Corrupt` if parameters of one group, which ZeRO steps together, are at different steps."""
+    """Raise `Corrupt` if parameters of one group are at different steps. ZeRO updates them together."""
     with Reader(check=False) as reader:
         for number, group in enumerate(groups):
             statements = []
@@ -209,25 +207,25 @@ def _check_steps(
 
 
 def _steps_of_sub_groups(step: OpenedStep, optimizer: TorchFile) -> dict[str, dict[str, Value]]:
-    """Stage 3: the scalars of each parameter's sub-group, which its folder lacks."""
+    """At stage 3: the scalars of each parameter's sub-group, which are not in the parameter's folder."""
     inner = optimizer.root.get("optimizer_state_dict")
     if not step.stage3 or not isinstance(inner, dict):
         return {}
     states = get(inner, "state", dict, optimizer.path)
-    found: dict[str, dict[str, Value]] = {}
+    by_name: dict[str, dict[str, Value]] = {}
     for s, shapes in enumerate(stated_shapes(step.first)):
-        kept = sort_state([states.get(s, {})], [optimizer])
-        found |= {name: {**kept.scalars, **kept.values} for name in shapes}
-    return found
+        state = split_state([states.get(s, {})], [optimizer])
+        by_name |= {name: {**state.scalars, **state.values} for name in shapes}
+    return by_name
 
 
 def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: Mapping[str, str]) -> list[str]:
-    """What has a folder, though the optimizer never knew it. Raises `Corrupt` for what nobody knows."""
+    """Names that have a folder, but no optimizer states. Raises `Corrupt` if the model's files do not have a name."""
     names = [name for name in folder.states if name not in merged or merged[name].role != "parameter"]
     for name in names:
         if name not in merged and name not in aliases:
             raise Corrupt(
-                f"`zero` has a folder `{printable(name)}`, but the model's files know no such parameter",
+                f"`zero` has a folder `{printable(name)}`, but the model's files have no such parameter",
                 where=folder.path,
                 hint="Files of several runs may be mixed.",
             )
@@ -235,7 +233,7 @@ def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: 
 
 
 def _origin(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
-    """The stages of a pipeline are known only of a folder that we wrote."""
+    """The origin. The stages of a pipeline are known only if we wrote the folder."""
     origin, dimensions = origin_of(step, by_stage), step.first.root.get(DIMENSIONS)
     pipeline = pipeline_of(dimensions.get("pipeline")) if isinstance(dimensions, dict) else None
     if pipeline is None:
@@ -243,12 +241,12 @@ def _origin(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
     return replace(origin, layout={**origin.layout, "pp": max(len(pipeline.stages), 1), "pipeline": pipeline.to_json()})
 
 
-def _shards(
+def _source_files(
     spare: Sequence[TorchFile], optimizer: TorchFile, files: Mapping[str, Mapping[str, TorchFile]]
 ) -> Iterator[SourceFile]:
     for file in spare:
         yield SourceFile(file.path, file.path.stat().st_size, "model")
-    for file in (optimizer, *(file for held in files.values() for file in held.values())):
+    for file in (optimizer, *(file for by_state in files.values() for file in by_state.values())):
         yield SourceFile(file.path, file.path.stat().st_size, "optimizer")
 
 
@@ -260,18 +258,18 @@ def _notices(
 ) -> Iterator[Notice]:
     if shadows:
         yield Notice(
-            "the model file's own values count, not the rounded or widened copies under zero/ of these buffers, "
-            "frozen parameters or tied names",
+            "the values of these buffers, frozen parameters or tied names are taken from the model file, "
+            "not from the rounded or widened copies under zero/",
             tuple(shadows),
         )
     if any(group.options.get("amsgrad") for group in groups) and not any(
         "max_exp_avg_sq" in p.states for p in parameters.values()
     ):
-        text = "the optimizer is AMSGrad, but its max_exp_avg_sq was lost when DeepSpeed made this folder"
+        text = "the optimizer is AMSGrad, but DeepSpeed did not write its max_exp_avg_sq into this folder"
         yield Notice(text, weight=Weight.LOST)
     if not step.stage3 and not step.first.root.get("module"):
         text = (
-            "weights of pipeline layers are not in a universal folder: they are the masters, rounded; "
+            "a universal folder has no weights of pipeline layers: they are computed from the masters; "
             "buffers and frozen parameters, if the layers have any, are missing"
         )
         yield Notice(text, weight=Weight.LOST)

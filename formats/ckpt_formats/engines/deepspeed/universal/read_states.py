@@ -1,8 +1,8 @@
-"""One parameter's files: its master and its optimizer's states, whole.
+"""Read one parameter's files: its master and its optimizer states, each a complete tensor.
 
-A file holds a mapping with the tensor as `param`, or, from stage 3 without
-tensor parallelism, the bare tensor, flattened: its shape is then told by the
-model's files. `step.pt` holds a number or a tensor of shape [].
+A file contains a mapping with the tensor as `param`. From stage 3 without tensor
+parallelism, it contains only the flattened tensor; the model's files state its shape.
+`step.pt` contains a number or a tensor of shape [].
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, ten
 
 
 def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tuple[dict[str, Tensor], dict[str, Value]]:
-    """States and plain values of a parameter of this shape.
+    """The states and plain values of a parameter of this shape. `files` are by state.
 
     Raises `Incomplete` if there is no master, `Corrupt` if the files contradict the shape.
     """
@@ -28,31 +28,31 @@ def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tupl
     states: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
     for state, file in files.items():
-        held = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
-        if not is_tensor(held):
-            if state != "step" or not isinstance(held, (int, float)):
-                raise Corrupt(f"expected a tensor, found {kind_of(held)}", where=file.path)
-            values[state] = held
+        value = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
+        if not is_tensor(value):
+            if state != "step" or not isinstance(value, (int, float)):
+                raise Corrupt(f"expected a tensor, found {kind_of(value)}", where=file.path)
+            values[state] = value
             continue
-        found = tensor(held, file.path)
-        if found.shape == (prod(shape),) != shape:
-            found = Tensor.of(vector(held, file.path).shaped(shape))
-        if found.shape != shape and (found.shape or state == MASTER):
+        stored = tensor(value, file.path)
+        if stored.shape == (prod(shape),) != shape:
+            stored = Tensor.of(vector(value, file.path).shaped(shape))
+        if stored.shape != shape and (stored.shape or state == MASTER):
             raise Corrupt(
-                f"`{name}` has the shape {list(found.shape)}, but {list(shape)} to the model's files",
+                f"`{name}` has the shape {list(stored.shape)}, but {list(shape)} in the model's files",
                 where=file.path,
                 hint="Files of several runs may be mixed.",
             )
-        states[state] = found
+        states[state] = stored
     return states, values
 
 
 def _expert_shape(file: TorchFile) -> Shape | None:
-    """The shape of all experts together; the model's files have that of one rank's."""
+    """The shape of a tensor of all experts, None for other tensors. The model's files have the shape of one rank."""
     if not isinstance(file.root, dict) or not file.root.get("is_expert_param"):
         return None
     shape = tensor(file.root.get("param"), file.path).shape
     count = shape_of([file.root.get("ep_num_experts")], file.path)
     if shape[:1] != count:
-        raise Corrupt(f"a tensor of shape {list(shape)} is said to hold {count[0]} experts", where=file.path)
+        raise Corrupt(f"a tensor of shape {list(shape)} should contain {count[0]} experts", where=file.path)
     return shape

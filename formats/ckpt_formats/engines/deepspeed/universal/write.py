@@ -6,13 +6,15 @@ they are rules in its own words.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, FilePlan, Goal, Parameter
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
@@ -20,14 +22,14 @@ from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, OPTIMIZER
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout, layout_at
-from ckpt_formats.engines.deepspeed.write_model import locals_of, model_file
+from ckpt_formats.engines.deepspeed.write_model import model_file, shards_of_ranks
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     ds_version,
     param_groups,
     scaler_items,
     state_of,
     vectors_of,
-    with_others,
+    with_source_items,
 )
 
 MODEL_FILE = "_model_states.pt"
@@ -36,14 +38,30 @@ _STAGE3 = {MASTER, "exp_avg", "exp_avg_sq"}
 _MOST_NAME = 255
 
 
-def settle(source: Checkpoint, goal: Goal) -> WriteLayout:
+@dataclass(frozen=True, kw_only=True)
+class UniversalOptions:
+    """For which ranks the files of the model are written. None: as the source has them."""
+
+    dp: int | None = None
+    """Data-parallel ranks; only stated, since nothing is sharded over them."""
+    tp: int | None = None
+    """Tensor-parallel ranks."""
+    zero: int | None = None
+    """The ZeRO stage that is to load it, 1 to 3."""
+    vocab_rows: int | None = None
+    """Rows of the vocabulary's tables with their padding."""
+    rules: tuple[Rule, ...] = ()
+    """The user's, before those of the source."""
+
+
+def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
-    if goal.degrees.zero == 0:
+    if options.zero == 0:
         raise Unsupported("DeepSpeed loads no universal checkpoint at ZeRO stage 0", hint="Say --zero 1, 2 or 3.")
     said: Value = source.origin.layout.get("zero_stage")
-    stage = goal.degrees.zero or (int(said) if said in (1, 2, 3) else 1)
+    stage = options.zero or (int(said) if said in (1, 2, 3) else 1)
     # One rank each, whatever is asked: nothing is cut, and no order of a flat buffer depends on it.
-    target = layout_at(source, goal, stage, 1, goal.degrees.tp or 1)
+    target = layout_at(source, options.rules, options.vocab_rows, stage, 1, options.tp or 1)
     for name in target.parameters:
         _check_name(name)
     if any(group.options.get("use_muon") for group in source.groups) and not target.own_bf16:
@@ -54,16 +72,16 @@ def settle(source: Checkpoint, goal: Goal) -> WriteLayout:
     return target
 
 
-def parts(target: WriteLayout, goal: Goal) -> Iterator[FilePlan]:
+def parts(target: WriteLayout, options: UniversalOptions) -> Iterator[FilePlan]:
     """The model's files, the optimizer's, and those of every trained parameter."""
     reason = _not_for_stage3(target)
-    if reason and goal.degrees.zero == 3:
+    if reason and options.zero == 3:
         raise Unsupported(f"DeepSpeed could not load it at ZeRO stage 3: {reason}", hint="Say --zero 1 or 2.")
     step = target.source.origin.step
     folder = f"global_step{0 if step is None else step}_universal"
-    for tp_rank, local in enumerate(locals_of(target)):
+    for tp_rank, local in enumerate(shards_of_ranks(target)):
         mp, where = f"mp_rank_{tp_rank:02}", {"tp": tp_rank}
-        tree = {**model_file(target, local, mp), "dp_world_size": _dp(target, goal)}
+        tree = {**model_file(target, local, mp), "dp_world_size": _dp(target, options)}
         tree[DIMENSIONS] = {**tree[DIMENSIONS], **_pipeline(target)}
         yield tree_part(f"{folder}/{mp}{MODEL_FILE}", tree, local.values(), "model", where)
         if not reason:  # a load at stage 3 looks for another name, and takes no weights
@@ -77,10 +95,10 @@ def parts(target: WriteLayout, goal: Goal) -> Iterator[FilePlan]:
                 yield tree_part(f"{folder}/zero/{name}/{state}.pt", held, (parameter,), "optimizer")
 
 
-def _dp(target: WriteLayout, goal: Goal) -> int:
+def _dp(target: WriteLayout, options: UniversalOptions) -> int:
     """For whoever reads the folder: DeepSpeed, when loading it, does not care."""
     said: Value = target.source.origin.layout.get("dp")
-    return goal.degrees.dp or (int(said) if is_natural(said) and said else 1)
+    return options.dp or (int(said) if is_natural(said) and said else 1)
 
 
 def _pipeline(target: WriteLayout) -> dict[str, Value]:
@@ -144,7 +162,7 @@ def _optimizer_file(target: WriteLayout, stage3: bool) -> dict[str, Value]:
         }
         shared = [{**common, "params": group["params"]} for group in groups]
         items["optimizer_state_dict"] = {"state": dict(enumerate(steps)), "param_groups": shared}
-    return with_others(target, items, "optimizer_state")
+    return with_source_items(target, items, "optimizer_state")
 
 
 def _equal(one: Value, other: Value) -> bool:

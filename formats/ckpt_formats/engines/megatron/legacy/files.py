@@ -1,4 +1,4 @@
-"""The opened files of one legacy iteration, each with the ranks whose tensors it holds."""
+"""Open the files of one legacy iteration, and find the rank that wrote each."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,13 +45,13 @@ _SAME = (
     "transformer_impl",
     "consumed_train_samples",
 )
-"""Arguments that decide how files are read, and a counter: the same on all ranks."""
+"""Arguments that must be equal on all ranks: those that determine how files are read, and a counter."""
 _CHUNK = re.compile(r"model\d*")
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved, and which rank it is in each group."""
+    """The files of one rank, and its coordinates."""
 
     name: str
     model: TorchFile
@@ -63,25 +63,25 @@ class RankFile:
 
     @property
     def root(self) -> Mapping[str, Value]:
-        found: Mapping[str, Value] = self.model.root
-        return found
+        root: Mapping[str, Value] = self.model.root
+        return root
 
     def chunks(self) -> list[Value]:
-        """The state dicts of the model chunks: several with a virtual pipeline."""
+        """The state dicts of the model chunks: several if there is a virtual pipeline."""
         if "model" in self.root:
             return [self.root["model"]]
         names = (f"model{i}" for i in count())
-        found: list[Value] = []
+        chunks: list[Value] = []
         for name in names:
             if name not in self.root:
                 break
-            found.append(self.root[name])
-        return found
+            chunks.append(self.root[name])
+        return chunks
 
 
 @dataclass(frozen=True)
 class LegacyFiles:
-    """All ranks' files, and what their arguments say."""
+    """The files of all ranks, and the arguments."""
 
     path: Path
     args: Arguments
@@ -110,17 +110,17 @@ class LegacyFiles:
 
 
 def open_legacy(path: Path) -> LegacyFiles:
-    """Open all files. Raises `Incomplete` if a rank is missing, `Corrupt` if they are not of one iteration."""
+    """Open all files. Raises `Incomplete` if a rank is missing, `Corrupt` if files are of different iterations."""
     folders = rank_folders(path)
     for folder in folders:
         if not folder.model.is_file():
             raise Incomplete(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
     models = in_threads(open_file, [folder.model for folder in folders])
-    found = [folder.optimizer for folder in folders]
-    optimizers = in_threads(lambda file: None if file is None else open_file(file), found)
+    optimizer_files = [folder.optimizer for folder in folders]
+    optimizers = in_threads(lambda file: None if file is None else open_file(file), optimizer_files)
     for file in models:
         if not isinstance(file.root, dict):
-            raise Corrupt("a file of a Megatron checkpoint holds a mapping", where=file.path)
+            raise Corrupt("it does not contain a mapping, as files of Megatron checkpoints do", where=file.path)
     args = arguments_of(models[0].root, models[0].path)
     parallel = parallel_of(args)
     _check_one_iteration(models, path)
@@ -141,38 +141,43 @@ def _ranks(
     parallel: Parallel,
     path: Path,
 ) -> tuple[RankFile, ...]:
-    """Every rank that should be there, in the order of stages, tensor- and expert-parallel ranks."""
+    """Every rank that the arguments imply, in the order of stages, tensor- and expert-parallel ranks.
+
+    Raises: Incomplete if a folder is missing, Corrupt if there is a folder of no such rank.
+    """
     files = {f.numbers: (f.path.name, m, o) for f, m, o in zip(folders, models, optimizers, strict=True)}
-    made = []
+    ranks = []
     for numbers, tp, pp, ep, etp in saving_ranks(parallel):
         if numbers not in files:
             name = folder_name(numbers)
             raise Incomplete(
-                f"{name} is missing: the run had tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, "
-                f"{len(files)} folders are here",
+                f"{name} is missing: the run has tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, "
+                f"but {len(files)} folders are present",
                 where=path,
                 hint=_ALL,
             )
-        made.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
+        ranks.append(RankFile(*files.pop(numbers), tp, pp, ep, etp))
     if files:
         name = folder_name(next(iter(files)))
-        what = f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}: there is no rank of {name}"
-        raise Corrupt(what, where=path, hint=_MIXED)
-    if missing := set(range(parallel.tp)) - {rank.tp for rank in made}:
+        message = (
+            f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, so there is no rank {name}"
+        )
+        raise Corrupt(message, where=path, hint=_MIXED)
+    if missing := set(range(parallel.tp)) - {rank.tp for rank in ranks}:
         raise Incomplete(
-            f"Megatron saved nothing of tensor-parallel rank {min(missing)}: it saves one rank of each set of experts, "
-            f"and with etp {parallel.etp} and ep {parallel.ep} these are not all",
+            f"Megatron did not save tensor-parallel rank {min(missing)}: it saves one rank for each set of experts, "
+            f"and with etp {parallel.etp} and ep {parallel.ep} these do not include all ranks",
             where=path,
             hint="Save with --ckpt-format torch_dist.",
         )
-    return tuple(made)
+    return tuple(ranks)
 
 
 def saving_ranks(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
     """(numbers in the folder's name, tp, pp, ep, etp) of every rank that saves.
 
-    Within a stage ranks are counted by tp first; those that save hold the first
-    copy of each set of experts. If etp is tp, they are a grid.
+    In a stage, ranks are numbered by tp first. The ranks that save are those with the first copy of each set of
+    experts. If etp equals tp, they are a grid of tp and ep.
     """
     for pp in range(parallel.pp):
         for rank in range(parallel.etp * parallel.ep):
@@ -182,6 +187,7 @@ def saving_ranks(parallel: Parallel) -> Iterator[tuple[tuple[int, ...], int, int
 
 
 def folder_name(numbers: Sequence[int]) -> str:
+    """The name of a rank's folder: `mp_rank_00_001` for (0, 1)."""
     return "_".join([f"mp_rank_{numbers[0]:02}", *(f"{number:03}" for number in numbers[1:])])
 
 
@@ -190,49 +196,48 @@ def _check_one_iteration(models: Sequence[TorchFile], path: Path) -> None:
     for file in models:
         name, args = file.path.parent.name, arguments_of(file.root, file.path).record
         for key in ("iteration", "checkpoint_version"):
-            statements.append(Statement(f"`{key}`", name, _told(file.root.get(key))))
+            statements.append(Statement(f"`{key}`", name, _comparable(file.root.get(key))))
         for key in _SAME:
-            statements.append(Statement(f"`{key}`", name, _told(args.get(key))))
+            statements.append(Statement(f"`{key}`", name, _comparable(args.get(key))))
     check_agreement((*statements, step_in_name(path, ITERATION_FOLDER, "`iteration`")), path, _MIXED)
 
 
-def _told(value: Value) -> Value:
-    """A number, text or flag as it is; nothing else can be compared. None is a value as well: not set."""
+def _comparable(value: Value) -> Value:
+    """A number, text or flag as it is, `not set` for None. Other values cannot be compared: None."""
     return value if isinstance(value, (bool, int, float, str)) else "not set" if value is None else None
 
 
 def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel, path: Path) -> None:
-    """Every rank holds as many model chunks as the arguments state, and no other model beside them."""
+    """Raise `Corrupt` unless every rank has the number of model chunks that the arguments state, and no others."""
     for rank in ranks:
         count = len(rank.chunks())
         known = {"model"} if "model" in rank.root else {f"model{i}" for i in range(count)}
         if odd := sorted(str(key) for key in rank.root if _CHUNK.fullmatch(str(key)) and key not in known):
             raise Corrupt(
-                f"{rank.name} holds the model chunks {', '.join(sorted(known)) or 'none'}, and {printable(odd[0])} "
-                "besides",
+                f"{rank.name} has the model chunks {', '.join(sorted(known)) or 'none'}, and also {printable(odd[0])}",
                 where=rank.model.path,
-                hint="A chunk between them was lost, or two checkpoints were put into one.",
+                hint="A chunk between them is missing, or two checkpoints were merged into one.",
             )
     chunks = {len(rank.chunks()) for rank in ranks}
     if len(chunks) != 1 or 0 in chunks:
-        raise Corrupt(f"ranks hold {sorted(chunks)} model chunks: as many on each were expected", where=path)
-    said = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
-    if said and said not in chunks:
+        raise Corrupt(f"ranks have {sorted(chunks)} model chunks: the number should be equal and not 0", where=path)
+    stated = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
+    if stated and stated not in chunks:
         raise Corrupt(
-            f"`virtual_pipeline_model_parallel_size` is {said}, but each rank holds {max(chunks)} model chunks",
+            f"`virtual_pipeline_model_parallel_size` is {stated}, but each rank has {max(chunks)} model chunks",
             where=path,
             hint=_MIXED,
         )
 
 
 def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel) -> None:
-    """Each file's `rank` is the one of its folder's place. (Converters save that of one rank in all files.)"""
-    found = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
+    """Raise `Corrupt` if the `rank` in a file is not that of its folder. Converters write one rank in all files."""
+    numbers = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
     world = args.optional("world_size")
-    if None in found or len(set(found)) == 1 or not world or world % parallel.pp:
+    if None in numbers or len(set(numbers)) == 1 or not world or world % parallel.pp:
         return
     per_stage = world // parallel.pp
-    for number, rank in zip(found, ranks, strict=True):
+    for number, rank in zip(numbers, ranks, strict=True):
         assert number is not None
         places = [("tensor", rank.tp, number % parallel.tp)]
         if not args.flag("use_tp_pp_dp_mapping"):
@@ -243,18 +248,18 @@ def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Paralle
                 raise Corrupt(
                     f"{rank.name} was written by rank {number}, which is {kind}-parallel rank {stated}, not {place}",
                     where=rank.model.path,
-                    hint="Was a folder renamed, or copied over another rank's?",
+                    hint="Was a folder renamed, or copied over that of another rank?",
                 )
 
 
 def _check_optimizers(ranks: Sequence[RankFile], path: Path) -> None:
-    """All ranks saved an optimizer, or none did."""
+    """Raise `Incomplete` if only some ranks have an optimizer."""
     without = [rank.name for rank in ranks if rank.root.get("optimizer") is None]
     if without and len(without) < len(ranks):
         raise Incomplete(f"there is no optimizer in {without[0]}, but other ranks have one", where=path, hint=_ALL)
     if without and (extra := next((rank.name for rank in ranks if rank.optimizer is not None), None)):
         raise Incomplete(
-            f"{extra} has a distrib_optim.pt, but its model_optim_rng.pt lacks the optimizer's groups",
+            f"{extra} has a distrib_optim.pt, but its model_optim_rng.pt has no groups of the optimizer",
             where=path,
             hint=_ALL,
         )

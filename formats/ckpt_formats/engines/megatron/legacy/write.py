@@ -1,11 +1,13 @@
-"""Writing the legacy layout: a folder for each rank, with its model and its optimizer."""
+"""Write the legacy layout: a folder for each rank, with its model and its optimizer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
-from ckpt_formats.core.checkpoint import FilePlan, Parameter
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import FilePlan, Plan
+from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.legacy.files import folder_name, saving_ranks
 from ckpt_formats.engines.megatron.shared.folder import MODEL_FILE, OPTIMIZER_FILE, folder_of
@@ -20,18 +22,17 @@ from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimize
 _CONTAINER: Mapping[str, Value] = {"ckpt_format": "torch", "use_dist_ckpt": False}
 
 
-def parts(target: WriteLayout) -> Sequence[FilePlan]:
+def plan(target: WriteLayout) -> Plan:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_grid(target)
     optimizer = optimizer_of(target)
-    made = list(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
-    remarks = tuple(_remarks(target, optimizer))
-    return [replace(made[0], what={**made[0].what, "remarks": remarks}), *made[1:]]
+    files = tuple(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
+    return Plan(files, notes=unsure(_remarks(target, optimizer)))
 
 
 @dataclass(frozen=True)
 class _SharedContent:
-    """What every file of a target holds."""
+    """The data of a target that all its files share."""
 
     target: WriteLayout
     ranks: RankShards
@@ -39,17 +40,18 @@ class _SharedContent:
     optimizer: WrittenOptimizer | None
 
     def all(self) -> Iterator[FilePlan]:
+        """The files of every rank that saves."""
         run = folder_of(self.target.source.origin.step)
         for numbers, place in _places(self.target):
             folder = f"{run}/{folder_name(numbers)}"
             chunks = [as_saved(self.target, chunk) for chunk in self.ranks.chunks(place)]
-            held = [_parameter(one) for chunk in chunks for one in chunk]
+            parameters = [_parameter(parameter) for chunk in chunks for parameter in chunk]
             parallel = self.target.parallel
             rank = {"tp": place.tp, "pp": place.pp} | ({"ep": place.ep} if parallel.ep > 1 else {})
-            yield tree_part(f"{folder}/{MODEL_FILE}", self._model(place, chunks), held, "model", rank)
+            yield tree_part(f"{folder}/{MODEL_FILE}", self._model(place, chunks), parameters, "model", rank)
             if self.optimizer is not None and self.target.distributed:
                 tree = self._buffers(place, chunks)
-                yield tree_part(f"{folder}/{OPTIMIZER_FILE}", tree, held, "optimizer", rank)
+                yield tree_part(f"{folder}/{OPTIMIZER_FILE}", tree, parameters, "optimizer", rank)
 
     def _model(self, place: RankCoords, chunks: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
         items = self.items.of(place)
@@ -71,14 +73,14 @@ class _SharedContent:
         parallel = self.target.parallel
         if parallel.ep == 1:
             return buffers_file(self.target, trained, place.pp, None)
-        # The dense parameters' optimizer is shared by more ranks than an expert's: the first of them saves.
+        # More ranks share the dense parameters' optimizer than an expert's: the first of these ranks saves it.
         saves = place.ep * parallel.etp + place.etp < parallel.tp
         dense = buffers_file(self.target, trained, place.pp, False) if saves else None
         return [dense, buffers_file(self.target, trained, place.pp, True)]
 
 
 def _args(record: Record) -> Record:
-    """Arguments that name this layout, if any of them names one."""
+    """The arguments, with this layout's values for those that name a layout."""
     state = dict(record.state)
     return replace(record, state=state | {name: value for name, value in _CONTAINER.items() if name in state})
 
@@ -88,18 +90,18 @@ def _places(target: WriteLayout) -> Iterator[tuple[tuple[int, ...], RankCoords]]
         yield numbers, RankCoords(tp, pp, ep, etp)
 
 
-def _parameter(one: LocalParameter) -> Parameter:
-    return Parameter(one.name, one.parameter.role, one.states, one.values)
+def _parameter(parameter: LocalParameter) -> Parameter:
+    return Parameter(parameter.name, parameter.model_parameter.role, parameter.states, parameter.values)
 
 
 def _check_grid(target: WriteLayout) -> None:
-    """A folder is saved by the first rank with its experts. Raises `Unsupported` if these ranks have not all shards."""
+    """Raise `Unsupported` if the ranks that save (the first of each set of experts) do not have all shards."""
     tp, ep, etp = target.parallel.tp, target.parallel.ep, target.parallel.etp
     if etp > tp or (ep * etp) % tp:
         raise Unsupported(
-            f"Megatron's legacy layout cannot hold tp {tp} with ep {ep} and etp {etp}: "
-            "the ranks that save do not have all of the model",
-            hint="Say --to megatron for torch_dist, or --etp as --tp.",
+            f"Megatron's legacy layout cannot store tp {tp} with ep {ep} and etp {etp}: "
+            "the ranks that save do not have all parts of the model",
+            hint="Use --to megatron for torch_dist, or make --etp equal to --tp.",
         )
 
 
@@ -107,8 +109,8 @@ def _remarks(target: WriteLayout, optimizer: WrittenOptimizer | None) -> Iterato
     items = RankExtras(target)
     places = [place for _, place in _places(target)]
     if "rng_state" not in target.source.extras:
-        yield "no random states came with the source: load with --no-load-rng"
+        yield "the source has no random states: load with --no-load-rng"
     elif new := sum(map(items.is_new, places)):
-        yield f"{new} of {len(places)} ranks have no random states of their own: they go on with another's"
+        yield f"{new} of {len(places)} ranks have no random states in the source: they get those of another rank"
     if optimizer is None:
-        yield "no optimizer came with the source: load with --no-load-optim, or --finetune"
+        yield "the source has no optimizer: load with --no-load-optim, or --finetune"

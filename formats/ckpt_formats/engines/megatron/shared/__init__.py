@@ -1,1 +1,1 @@
-"""What both of Megatron's containers have in common: one model, its ranks, its optimizer."""
+"""Code that both of Megatron's layouts share: the model, its ranks and its optimizer."""

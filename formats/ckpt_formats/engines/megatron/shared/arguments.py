@@ -1,7 +1,7 @@
 """The arguments of a Megatron run: degrees of parallelism, and the sizes of the model.
 
-They are an `argparse.Namespace` in every file, input from strangers like the rest.
-Names that other versions have used are tried in turn.
+Every file stores them as an `argparse.Namespace`. They are untrusted input, like the rest of the file.
+If versions of Megatron use different names for one argument, each name is tried in turn.
 """
 
 from dataclasses import dataclass
@@ -20,24 +20,30 @@ class Arguments:
     where: Path
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first that is set of several names of one number. Raises `Corrupt` if it is no whole number."""
-        found = self.optional(*names)
-        if found is None:
+        """The value of the first of these names that is set, else `default`.
+
+        Raises `Corrupt` if the value is not a whole number, `Incomplete` if there is neither a value nor a default.
+        """
+        value = self.optional(*names)
+        if value is None:
             if default is None:
                 raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where)
             return default
-        return found
+        return value
 
     def optional(self, *names: str) -> int | None:
+        """The value of the first of these names that is set, or None. Raises `Corrupt` if it is not a whole number."""
         value = next((v for v in map(self.record.get, names) if v is not None), None)
         if value is not None and not is_natural(value):
             raise Corrupt(f"the argument `{names[0]}` is {str(value)[:40]!r}, not a whole number", where=self.where)
         return value
 
     def flag(self, *names: str) -> bool:
+        """True if any of these names is set to a true value."""
         return any(bool(self.record.get(name)) for name in names)
 
     def text(self, name: str) -> str | None:
+        """The value of this name if it is a string, else None."""
         value = self.record.get(name)
         return value if isinstance(value, str) else None
 
@@ -51,25 +57,25 @@ class Parallel:
     ep: int = 1
     etp: int = 1
     dp: int = 1
-    """Ranks that share the dense parameters' optimizer: data- and context-parallel ones."""
+    """The number of ranks that share the optimizer of the dense parameters: data-parallel x context-parallel."""
     expert_dp: int = 1
-    """Ranks that share the experts' optimizer."""
+    """The number of ranks that share the optimizer of the experts."""
 
 
 def arguments_of(root: Value, where: Path) -> Arguments:
     """The arguments in a file. Raises `Incomplete` if there are none."""
-    found = root.get("args") if isinstance(root, dict) else None
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
+    args = root.get("args") if isinstance(root, dict) else None
+    if not isinstance(args, Record) or not isinstance(args.state, dict):
         raise Incomplete(
-            "the file holds no arguments (`args`), so nothing says how the model was cut",
+            "the file has no arguments (`args`), so it is not known how the model was split",
             where=where,
             hint="Was it saved by Megatron's own save_checkpoint?",
         )
-    return Arguments(found, where)
+    return Arguments(args, where)
 
 
 def parallel_of(args: Arguments) -> Parallel:
-    """The degrees that the arguments state. Raises `Corrupt` if they contradict themselves."""
+    """The degrees that the arguments state. Raises `Corrupt` if the degrees contradict each other."""
     tp = args.number("tensor_model_parallel_size", "model_parallel_size")
     pp = args.number("pipeline_model_parallel_size", default=1)
     ep = args.number("expert_model_parallel_size", default=1)
@@ -80,27 +86,32 @@ def parallel_of(args: Arguments) -> Parallel:
     dp = args.number("data_parallel_size", default=1)
     world = args.number("world_size", default=tp * pp * cp * dp)
     if world % (tp * pp * cp):
-        raise Corrupt(f"{world} ranks do not divide by tp {tp} x pp {pp} x cp {cp}", where=args.where)
+        raise Corrupt(f"{world} ranks are not divisible by tp {tp} x pp {pp} x cp {cp}", where=args.where)
     if not args.optional("num_experts"):
         ep, etp = 1, tp
     if world % (etp * ep * pp):
-        raise Corrupt(f"{world} ranks do not divide by etp {etp} x ep {ep} x pp {pp}", where=args.where)
+        raise Corrupt(f"{world} ranks are not divisible by etp {etp} x ep {ep} x pp {pp}", where=args.where)
     instances = args.number("num_distributed_optimizer_instances", default=1) or 1
     return Parallel(tp, pp, ep, etp, world // (tp * pp * instances), world // (etp * ep * pp * instances))
 
 
 def decayed_norms(args: Arguments) -> bool:
-    """Does weight decay apply to the norms of queries and keys?"""
+    """True if weight decay applies to the norms of queries and keys."""
     return args.flag("apply_wd_to_qk_layernorm")
 
 
 def sizes_of(args: Arguments, version: Value = 3.0) -> dict[str, int]:
-    """The model's sizes, by the names that the formulas of rules use; a flag is 0 or 1. None is made up.
+    """The model's sizes, by the names that the formulas of rules use. A flag is 0 or 1.
 
-    `version` is the `checkpoint_version` beside the arguments: before 1.0, q, k and v of a rank were three pieces.
+    A size that the arguments do not state is left out. `version` is the `checkpoint_version` that is stored next to
+    the arguments: before 1.0, a rank stored all its queries, then all its keys, then all its values.
+
+    Raises: Unsupported if gate and up projections are interleaved, Corrupt for values that contradict each other.
     """
     if args.optional("moe_mlp_glu_interleave_size"):
-        raise Unsupported("gate and up are interleaved in blocks (moe_mlp_glu_interleave_size)", where=args.where)
+        raise Unsupported(
+            "gate and up projections are interleaved in blocks (moe_mlp_glu_interleave_size)", where=args.where
+        )
     sizes: dict[str, int] = {}
 
     def put(name: str, *names: str) -> None:
@@ -136,7 +147,7 @@ def _attention(args: Arguments, sizes: dict[str, int]) -> None:
     grouped = args.flag("group_query_attention")
     groups = (args.optional("num_query_groups") if grouped else None) or heads
     if heads % groups:
-        raise Corrupt(f"{heads} attention heads do not divide into {groups} query groups", where=args.where)
+        raise Corrupt(f"{heads} attention heads cannot be divided into {groups} query groups", where=args.where)
     queries = heads * dim * (2 if args.flag("attention_output_gate") else 1)
     sizes |= {"head_dim": dim, "groups": groups, "qkv_rows": queries + 2 * groups * dim, "attention_out": heads * dim}
     if sizes["latent"]:
@@ -154,8 +165,8 @@ def _mamba(args: Arguments, sizes: dict[str, int]) -> None:
 
 def _delta_net(args: Arguments, sizes: dict[str, int]) -> None:
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
-    found = [args.optional(f"linear_{name}") for name in names]
-    if all(found):
-        key_heads, key_dim, value_heads, value_dim = (n or 0 for n in found)
+    sizes_stated = [args.optional(f"linear_{name}") for name in names]
+    if all(sizes_stated):
+        key_heads, key_dim, value_heads, value_dim = (n or 0 for n in sizes_stated)
         sizes |= {"delta_keys": key_heads * key_dim, "delta_values": value_heads * value_dim}
         sizes["delta_heads"] = value_heads

@@ -1,11 +1,10 @@
-"""Where the parameters lie in the distributed optimizer's flat buffers. Arithmetic only.
+"""The offsets of parameters in the flat buffers of the distributed optimizer. Arithmetic only, all in elements.
 
-Megatron keeps the optimizer's states in buffers without names. Parameters lie in
-them in the reverse of the module's order, since that is the order in which
-gradients come. A buffer is cut into buckets: one ends when it is large enough, or
-around a parameter that must have its own. Each parameter begins at a multiple of
-64 elements (not before core 0.8). Buckets are padded, too, but files leave
-that padding out. Source: Megatron core, `_ParamAndGradBuffer`.
+Megatron stores the optimizer's states in buffers without names. The parameters are in the reverse order of the
+module, because gradients become ready in that order. A buffer is divided into buckets: a bucket ends when it is large
+enough, and before and after a parameter that must have a bucket of its own. Each parameter begins at a multiple of
+64 elements (before core 0.8: directly after the previous one). Megatron pads buckets in memory, but not in files.
+Source: Megatron core, `_ParamAndGradBuffer`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from math import prod
 from ckpt_formats.core.geometry import Shape
 
 ALIGNMENTS = (64, 1)
-"""Of the beginning of a parameter, the newer first."""
+"""The alignments of a parameter's first element that versions of Megatron use, the newest first."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,8 @@ class BufferItem:
 
     name: str
     shape: Shape
-    alone: bool = False
-    """It has a bucket of its own: a table shared by the first and last stage."""
+    own_bucket: bool = False
+    """True if the parameter has a bucket of its own: a table that the first and the last stage share."""
 
     @property
     def numel(self) -> int:
@@ -34,7 +33,7 @@ class BufferItem:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Where a parameter lies: its bucket, and its first element there."""
+    """The position of a parameter: its bucket, and its first element in the bucket."""
 
     bucket: int
     start: int
@@ -42,30 +41,33 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A buffer: where each parameter lies, and how long each bucket is."""
+    """The slot of each parameter in a buffer, and the length of each bucket in elements."""
 
     places: dict[str, BufferSlot]
     buckets: tuple[int, ...]
 
     def flat(self) -> dict[str, int]:
-        """Each parameter's first element, in buckets laid end to end."""
+        """The first element of each parameter in the concatenated buckets."""
         starts = [sum(self.buckets[:i]) for i in range(len(self.buckets))]
         return {name: starts[place.bucket] + place.start for name, place in self.places.items()}
 
 
-def fill(items: Sequence[BufferItem], most: int | None, alignment: int) -> BufferLayout:
-    """Lay parameters, in the module's order, into buckets that end once they have `most` elements."""
+def fill(items: Sequence[BufferItem], max_bucket: int | None, alignment: int) -> BufferLayout:
+    """The layout of parameters in buckets that end when they have at least `max_bucket` elements.
+
+    `items` are in the module's order. If `max_bucket` is None, only an item that is `alone` ends a bucket.
+    """
     places: dict[str, BufferSlot] = {}
     buckets: list[int] = []
     at, count = 0, 0
     for item in reversed(items):
         at = _up(at, alignment)
-        if item.alone and count:
+        if item.own_bucket and count:
             buckets.append(at)
             at, count = 0, 0
         places[item.name] = BufferSlot(len(buckets), at)
         at, count = at + item.numel, count + 1
-        if item.alone or (most is not None and at >= most):
+        if item.own_bucket or (max_bucket is not None and at >= max_bucket):
             buckets.append(at)
             at, count = 0, 0
     if count:
@@ -74,7 +76,7 @@ def fill(items: Sequence[BufferItem], most: int | None, alignment: int) -> Buffe
 
 
 def fit(items: Sequence[BufferItem], buckets: Sequence[int], alignment: int) -> BufferLayout | None:
-    """Lay parameters into buckets of these lengths; None if they do not fit them exactly."""
+    """The layout of parameters in buckets of these lengths; None if the parameters do not fill them exactly."""
     places: dict[str, BufferSlot] = {}
     bucket, at = 0, 0
     for item in reversed(items):
@@ -87,17 +89,17 @@ def fit(items: Sequence[BufferItem], buckets: Sequence[int], alignment: int) -> 
             return None
         places[item.name] = BufferSlot(bucket, start)
         at = start + item.numel
-    whole = bucket == len(buckets) - 1 and _ends(at, buckets[bucket], alignment)
-    return BufferLayout(places, tuple(buckets)) if whole or (not items and not buckets) else None
+    complete = bucket == len(buckets) - 1 and _ends(at, buckets[bucket], alignment)
+    return BufferLayout(places, tuple(buckets)) if complete or (not items and not buckets) else None
 
 
-def most_in_bucket(dp: int) -> int:
-    """The number of elements that ends a bucket, where the user says none."""
+def default_bucket_size(dp: int) -> int:
+    """The size in elements at which a bucket ends if the user sets none; `dp` is the number of data-parallel ranks."""
     return max(40_000_000, 1_000_000 * dp)
 
 
 def _ends(at: int, length: int, alignment: int) -> bool:
-    """May a bucket that is filled so far have this length? It may end where the next parameter would begin."""
+    """True if a bucket filled up to `at` may have this length: it may be padded up to the next parameter's start."""
     return 0 < at <= length <= _up(at, alignment)
 
 

@@ -1,7 +1,7 @@
-"""What a Megatron checkpoint holds beside tensors and optimizer states: arguments, schedulers, random states, counters.
+"""The extras of a Megatron checkpoint: arguments, schedulers, random states, counters.
 
-All of it is carried: that of the first rank by its own keys, and under `ranks`
-what others have differently, by `label`.
+These are all values that are neither tensors of the model nor optimizer states. The first rank's values are stored
+under their own keys. Values of another rank that differ are stored under `ranks`, by the rank's `label`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 EXTRA_STATE = "extra_state"
-"""The extra of the modules' own extra states, by name."""
+"""The key of the extra that has the modules' own extra states, by name."""
 
 _KNOWN = (
     "optimizer",
@@ -26,22 +26,22 @@ _KNOWN = (
     "per_bucket_numel",
     "per_bucket_numel_unpadded",
 )
-"""What states and groups are in, and how they are kept."""
+"""Keys of an optimizer's states and groups, and of the description of their form: they are not extras."""
 
 
 def label(tp: int, pp: int, other: int | None = None) -> str:
-    """What a rank is called among the extras: `tp0_pp1`, and its expert- or data-parallel rank if that counts."""
+    """The name of a rank among the extras: `tp0_pp1`, followed by its expert- or data-parallel rank if there is one."""
     return f"tp{tp}_pp{pp}" + ("" if other is None else f"_{other}")
 
 
 def collect_extras(
     ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]
 ) -> dict[str, Value]:
-    """The extras of all ranks; tensors among them are added to `parameters`."""
-    (_, first), *others = ranks
+    """The extras of all ranks, given as (label, items). Tensors in them are added to `parameters`."""
+    (_, first), *further = ranks
     extras = {key: names_for_tensors(value, key, parameters) for key, value in first.items()}
     differing: dict[str, Value] = {}
-    for rank, items in others:
+    for rank, items in further:
         own = {}
         for key, value in items.items():
             if key in first:
@@ -55,23 +55,26 @@ def collect_extras(
 
 
 def optimizer_items(saved: Value) -> Value:
-    """What an optimizer saves beside states and groups: the loss scaler. Of several a list."""
+    """The items of an optimizer that are neither states nor groups, such as the loss scaler.
+
+    For several optimizers it is a list.
+    """
     if isinstance(saved, dict) and saved and all(type(key) is int for key in saved):
         saved = [saved[number] for number in sorted(saved)]
     if isinstance(saved, (list, tuple)):
-        found = [optimizer_items(one) for one in saved]
-        return found if any(found) else None
+        parts = [optimizer_items(item) for item in saved]
+        return parts if any(parts) else None
     if not isinstance(saved, dict):
         return None
-    kept = {str(key): value for key, value in saved.items() if key not in _KNOWN}
+    extras = {str(key): value for key, value in saved.items() if key not in _KNOWN}
     inner = saved.get("optimizer")
-    if isinstance(inner, dict) and (rest := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
-        kept["optimizer"] = rest
-    return kept
+    if isinstance(inner, dict) and (inner_extras := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
+        extras["optimizer"] = inner_extras
+    return extras
 
 
 def _difference(value: Value, first: Value) -> Value:
-    """What of a value the first rank's does not say: of arguments and mappings, only the entries that differ."""
+    """The part of a value that differs from the first rank's: only the differing entries of arguments and mappings."""
     namespaces = isinstance(value, Record) and isinstance(first, Record) and value.cls == first.cls
     if namespaces and isinstance(value.state, dict) and isinstance(first.state, dict):
         return Record(value.cls, state=_difference(value.state, first.state))

@@ -1,11 +1,11 @@
-"""Which files a Megatron checkpoint has. Names only; nothing is opened.
+"""The files of a Megatron checkpoint, by their names.
 
     RUN/latest_checkpointed_iteration.txt      `1000`, or `release`
     RUN/iter_0001000/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt [, distrib_optim.pt]     legacy `torch`
     RUN/iter_0001000/.metadata, common.pt, metadata.json, __0_0.distcp, ...             `torch_dist`
 
-PPP is there only with more than one pipeline stage, EEE only with more than one
-expert-parallel rank, so what a single number after TT means only the arguments tell.
+PPP is in the name only if there are several pipeline stages, EEE only if there are several expert-parallel ranks. So
+only the arguments tell what a single number after TT means.
 """
 
 import os
@@ -27,7 +27,7 @@ COMMON_FILE = "common.pt"
 CONTAINER_FILE = "metadata.json"
 ITERATION_FOLDER = re.compile(r"iter_(\d{1,18})")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
-_MOST_POINTER = 4096
+_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankFolder:
 
 
 def is_legacy(path: Path) -> bool:
-    """Does this folder hold one folder for each rank?"""
+    """True if this folder has a folder for each rank. Never raises."""
     try:
         return path.is_dir() and any(
             _RANK.fullmatch(entry.name) and (entry / MODEL_FILE).is_file() for entry in path.iterdir()
@@ -58,26 +58,27 @@ def is_legacy(path: Path) -> bool:
 
 
 def is_dist(path: Path) -> bool:
-    """Is this folder a distributed checkpoint with Megatron's own files beside?"""
+    """True if this folder is a distributed checkpoint that includes Megatron's own files. Never raises."""
     try:
         return all((path / name).is_file() for name in (METADATA, COMMON_FILE, CONTAINER_FILE))
     except OSError:
         return False
 
 
-def lost_of_dist(path: Path) -> list[str]:
-    """The files that a distributed checkpoint of Megatron's lacks, if others of its own show that it is one."""
-    there = {name for name in (METADATA, COMMON_FILE, CONTAINER_FILE) if (path / name).is_file()}
-    lost = sorted({METADATA, COMMON_FILE, CONTAINER_FILE} - there)
-    return lost if there - {METADATA} else []
+def missing_dist_files(path: Path) -> list[str]:
+    """The files that a distributed checkpoint of Megatron lacks; [] if it has none of Megatron's own files."""
+    present = {name for name in (METADATA, COMMON_FILE, CONTAINER_FILE) if (path / name).is_file()}
+    missing = sorted({METADATA, COMMON_FILE, CONTAINER_FILE} - present)
+    return missing if present - {METADATA} else []
 
 
 def is_iteration(path: Path) -> bool:
+    """True if this folder is the checkpoint of one iteration."""
     return is_legacy(path) or is_dist(path)
 
 
 def is_of_kind(path: Path, kind: Callable[[Path], bool]) -> bool:
-    """Is this an iteration of this kind, or a folder of several, the latest of which is?"""
+    """True if the folder, or the iteration that its pointer names, satisfies `kind`. Never raises."""
     try:
         return kind(path) or ((path / POINTER).is_file() and kind(path / _latest(path)))
     except Exception:  # detection never raises
@@ -85,32 +86,35 @@ def is_of_kind(path: Path, kind: Callable[[Path], bool]) -> bool:
 
 
 def is_broken_run(path: Path) -> bool:
-    """Does the run's pointer name a distributed checkpoint that lacks some of Megatron's own files?"""
+    """True if the run's pointer names a distributed checkpoint without some of Megatron's own files. Never raises."""
     try:
-        return (path / POINTER).is_file() and bool(lost_of_dist(path / _latest(path)))
+        return (path / POINTER).is_file() and bool(missing_dist_files(path / _latest(path)))
     except Exception:  # detection never raises
         return False
 
 
 def iteration_of(path: Path) -> Path:
-    """The folder of one iteration: the path itself, or the one that the run's pointer names."""
+    """The folder of one iteration: the path itself, or the folder that the run's pointer names.
+
+    Raises: Incomplete if files of Megatron's are missing, NotFound if the pointer names no checkpoint.
+    """
     if is_iteration(path):
         return path
-    found = path / _latest(path)
-    if not is_iteration(found) and (lost := lost_of_dist(found)):
+    folder = path / _latest(path)
+    if not is_iteration(folder) and (missing := missing_dist_files(folder)):
         raise Incomplete(
-            f"an incomplete checkpoint of Megatron core: {' and '.join(lost)} missing",
-            where=found,
-            hint="Copy all files of the iteration's folder, also those whose names begin with a dot.",
+            f"an incomplete checkpoint of Megatron core: {' and '.join(missing)} missing",
+            where=folder,
+            hint="Copy all files of the iteration's folder, including those whose names begin with a dot.",
         )
-    if not is_iteration(found):
-        raise NotFound(f"`{POINTER}` names {found.name!r}, which is no checkpoint", where=path / POINTER)
-    return found
+    if not is_iteration(folder):
+        raise NotFound(f"`{POINTER}` names {folder.name!r}, which is not a checkpoint", where=path / POINTER)
+    return folder
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """The ranks' folders, sorted by their numbers. Raises `Corrupt` if two claim the same ones."""
-    found: dict[tuple[int, ...], RankFolder] = {}
+    """The ranks' folders, sorted by their numbers. Raises `Corrupt` if two folders have the same numbers."""
+    folders: dict[tuple[int, ...], RankFolder] = {}
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -118,10 +122,10 @@ def rank_folders(path: Path) -> list[RankFolder]:
     for name in names:
         if (match := _RANK.fullmatch(name)) and (path / name).is_dir():
             numbers = tuple(int(part) for part in match.groups() if part is not None)
-            if numbers in found:
-                raise Corrupt(f"{found[numbers].path.name} and {name} are both of one rank", where=path)
-            found[numbers] = RankFolder(path / name, numbers)
-    return [found[numbers] for numbers in sorted(found)]
+            if numbers in folders:
+                raise Corrupt(f"{folders[numbers].path.name} and {name} are of the same rank", where=path)
+            folders[numbers] = RankFolder(path / name, numbers)
+    return [folders[numbers] for numbers in sorted(folders)]
 
 
 def _latest(path: Path) -> str:
@@ -129,23 +133,25 @@ def _latest(path: Path) -> str:
     pointer = path / POINTER
     try:
         with unrecorded(), open_regular(pointer) as file:
-            said = file.read(_MOST_POINTER + 1).decode("utf-8", "replace").strip()
+            text = file.read(_MAX_POINTER_BYTES + 1).decode("utf-8", "replace").strip()
     except OSError as error:
         raise unreadable(error, pointer) from error
-    if said == "release":
-        return said
-    if not said.isascii() or not said.isdecimal() or len(said) > 18:
-        raise Corrupt(f"`{POINTER}` holds {printable(said[:60])!r}, not the number of an iteration", where=pointer)
-    return f"iter_{int(said):07d}"
+    if text == "release":
+        return text
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise Corrupt(
+            f"`{POINTER}` contains {printable(text[:60])!r}, which is not the number of an iteration", where=pointer
+        )
+    return f"iter_{int(text):07d}"
 
 
 def folder_of(iteration: int | None) -> str:
-    """The name of an iteration's folder; without a number it is a release."""
+    """The name of the folder of an iteration; `release` for None."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 def point_to(run: Path, folder: str) -> None:
-    """Write the run's pointer, which makes its folder a checkpoint."""
+    """Write the run's pointer. It is written last, because it makes the run's folder a complete checkpoint."""
     draft = run / f"{POINTER}.tmp"
     draft.write_text(folder if folder == "release" else str(int(folder.removeprefix("iter_"))))
     os.replace(draft, run / POINTER)

@@ -1,9 +1,9 @@
-"""Are the optimizer's states those of the weights? Masters round to weights; a few values of each tell.
+"""Check that optimizer states belong to the weights: a few values of each master must round to the weights.
 
-The flat buffers of the distributed optimizer have no names, and every release of
-Megatron core up to 0.19 can save `fully_reshardable` states shifted against the
-weights: it takes them from a buffer without padding at places counted with it. Both show
-here, since Megatron rounds masters to weights in every step.
+Megatron rounds masters to weights in every step, so the check finds two errors. The flat buffers of the distributed
+optimizer have no names, so parameters may be assigned in a wrong order. And every release of Megatron core up to 0.19
+can save `fully_reshardable` states shifted against the weights: it reads them from an unpadded buffer, at offsets that
+include padding.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _PARAMETERS = 4096
 
 
 def suspicions_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What is to be said if masters are not those of the weights."""
+    """A suspicion if masters do not round to the weights, else an empty tuple. Reads a few values of each parameter."""
     compared, differing = 0, []
     with Reader(check=False) as reader:
         for parameter in _sample(checkpoint):
@@ -36,20 +36,20 @@ def suspicions_of(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     names = ", ".join(f"`{printable(name)}`" for name in differing[:3])
     return (
-        f"the optimizer's masters of {len(differing)} of {compared} parameters are not those of the weights, "
-        f"among them {names}: the optimizer states are shifted, or of another iteration. "
-        "Megatron core up to 0.19 saves them so, as fully_reshardable with several buckets",
+        f"the optimizer's masters of {len(differing)} of {compared} parameters do not round to the weights, "
+        f"among them {names}: the optimizer states are shifted, or from another iteration. "
+        "Megatron core up to 0.19 can save shifted states: as fully_reshardable with several buckets",
     )
 
 
 def _sample(checkpoint: Checkpoint) -> list[Parameter]:
-    """Parameters with masters, evenly spread if there are very many: a shift is of all that follow."""
-    found = [parameter for parameter in checkpoint.parameters.values() if MASTER in parameter.states]
-    return found[:: -(-len(found) // _PARAMETERS) or 1]
+    """Parameters with masters, at most 4096, evenly spaced: a shift affects all parameters that follow."""
+    with_master = [parameter for parameter in checkpoint.parameters.values() if MASTER in parameter.states]
+    return with_master[:: -(-len(with_master) // _PARAMETERS) or 1]
 
 
 def _agrees(parameter: Parameter, reader: Reader) -> bool | None:
-    """None if there is nothing to compare."""
+    """True if the compared values of master and weight agree; None if there is nothing to compare."""
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
     if master is None or copy is None or not master.size:
         return None
@@ -59,7 +59,7 @@ def _agrees(parameter: Parameter, reader: Reader) -> bool | None:
 
 
 def _ends(tensor: Tensor) -> Iterator[Box]:
-    """A few values at the beginning and at the end of the first stored blocks."""
+    """Boxes of at most 64 values at the beginning and at the end of each of the first 8 stored blocks."""
     for fragment in tensor.fragments[:_BLOCKS]:
         first = next(slabs(fragment.box.shape, _VALUES))
         yield first.shift(fragment.box.start)

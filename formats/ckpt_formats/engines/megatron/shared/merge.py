@@ -1,4 +1,4 @@
-"""From what each rank holds to whole parameters: copies compared, shards joined by rule, experts side by side."""
+"""Merge the ranks' parameters: copies of a shard become replicas, and shards are joined by the layout's rules."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,33 +13,34 @@ from ckpt_formats.engines.megatron.shared.names import is_buffer
 
 @dataclass
 class LocalCopy:
-    """What one rank holds of one parameter, in its local shape."""
+    """The states and values of one parameter on one rank, in its local shape."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
 
-def copies(name: str, held: Sequence[LocalCopy]) -> LocalCopy:
-    """What several ranks hold of the same shard. Not all of them save the optimizer's states of it."""
+def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
+    """The same shard from several ranks as one, with replicas. Some ranks may not save its optimizer states.
+
+    Raises `Corrupt` if the copies have different shapes or values.
+    """
     states: dict[str, list[Tensor]] = {}
     values: dict[str, Value] = {}
-    for one in held:
-        for state, tensor in one.states.items():
+    for copy in copies:
+        for state, tensor in copy.states.items():
             states.setdefault(state, []).append(tensor)
-        for key, value in one.values.items():
+        for key, value in copy.values.items():
             if values.setdefault(key, value) != value:
                 raise Corrupt(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
     return LocalCopy({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
 
 
-def whole(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
-    """A parameter of all ranks that cut it, in their order. Raises `BadRules`, `Corrupt`."""
+def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
+    """The full parameter from its shards, in the order of ranks. Raises `BadRules` or `Corrupt`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.states.keys() != first.states.keys():
-            raise Corrupt(
-                f"tensor `{name}` has other states on rank {rank} of those that cut it than on rank 0", hint=_MIXED
-            )
+            raise Corrupt(f"tensor `{name}` has other states in shard {rank} than in shard 0", hint=_MIXED)
         if shard.values != first.values:
             raise Corrupt(f"`{name}`: ranks disagree on {first.values} and {shard.values}", hint=_MIXED)
     scalars = {state for state, tensor in first.states.items() if tensor.shape == () and state != MODEL}
@@ -53,28 +54,31 @@ def whole(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
 
 
 def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tensor:
-    """One state; without a rule every rank has all of it."""
+    """One full state from its shards. Without a rule, each rank has the full state."""
     if rule is None:
         return shards[0] if len(shards) == 1 else merge(name, shards, Rule(".*", "replicated"))
     return merge(name, shards, rule)
 
 
-def everywhere(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
-    """What each rank holds of a parameter that all of them should have. Raises `Corrupt` if one lacks it."""
-    found = []
-    for rank, held in ranks:
-        if name not in held:
+def require_copies(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
+    """The copy of a parameter on each rank, given as (name of the rank, its parameters).
+
+    Raises `Corrupt` if a rank does not have the parameter.
+    """
+    copies = []
+    for rank, parameters in ranks:
+        if name not in parameters:
             raise Corrupt(f"tensor `{name}` is on other ranks of the stage, but not in {rank}", hint=_MIXED)
-        found.append(held[name])
-    return found
+        copies.append(parameters[name])
+    return copies
 
 
 _MIXED = "Files of several iterations or runs were mixed: copy all files of one iteration again."
 
 
 def _same(name: str, state: str, tensors: Sequence[Tensor]) -> Tensor:
-    if any((one.shape, one.dtype) != (tensors[0].shape, tensors[0].dtype) for one in tensors):
+    if any((tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype) for tensor in tensors):
         raise Corrupt(
-            f"copies of `{name}` ({state}) have the shapes {[list(one.shape) for one in tensors]}", hint=_MIXED
+            f"copies of `{name}` ({state}) have the shapes {[list(tensor.shape) for tensor in tensors]}", hint=_MIXED
         )
     return with_replicas(tensors) if len(tensors) > 1 else tensors[0]

@@ -11,29 +11,29 @@ from ckpt_formats.state_dicts.leaves import between, named_leaves, tensor_leaf
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A model chunk as its rank holds it."""
+    """The tensors and the extra states of a model chunk on one rank, by local names."""
 
     tensors: Mapping[str, Tensor]
     extra_states: Mapping[str, Value]
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
+        """The number of layers."""
         return len({layer for name in self.tensors if (layer := layer_of(name)) is not None})
 
     @property
     def numel(self) -> int:
-        """How many elements all its parameters have."""
+        """The number of elements of all trained parameters."""
         return sum(self.tensors[name].size for name in self.trained())
 
     def trained(self, *, experts: bool | None = None) -> list[str]:
-        """The parameters that an optimizer knows, in its order; only experts', or only others, if said."""
+        """The names of trained parameters, in the optimizer's order: of all, of experts (True) or of others (False)."""
         names = [name for name in self.tensors if not is_buffer(name)]
         return names if experts is None else [name for name in names if is_expert(name) == experts]
 
 
 def chunk_of(state_dict: Mapping[Value, Value]) -> ModelChunk:
-    """A model's state dict, flat or (before Megatron core) nested."""
+    """A model chunk from its state dict, which is flat, or nested before Megatron core."""
     tensors, extra = {}, {}
     for name, leaf in named_leaves(state_dict):
         if is_extra_state(name):
@@ -44,5 +44,5 @@ def chunk_of(state_dict: Mapping[Value, Value]) -> ModelChunk:
 
 
 def is_shared(name: str) -> bool:
-    """Is it one of the tables that the first and the last stage share, each with a copy, in a tied model?"""
+    """True if it is a table that the first and the last stage of a tied model share, each with its own copy."""
     return name in TIED or name in TIED.values()

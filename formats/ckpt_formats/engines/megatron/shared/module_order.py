@@ -1,8 +1,8 @@
-"""The order in which Megatron's modules register their parameters, where no file keeps it.
+"""The order in which Megatron's modules register their parameters, for checkpoints that do not store it.
 
-The distributed optimizer's buffers lie in it. Legacy files list the model's
-tensors in this order; distributed checkpoints do not. Source: the constructors in
-Megatron core. Whether it was right shows: masters must round to the weights.
+The distributed optimizer's buffers have this order. Legacy files list the model's tensors in it, distributed
+checkpoints do not. Source: the constructors in Megatron core. `master_check` finds a wrong order, because masters must
+round to the weights.
 """
 
 import re
@@ -50,15 +50,15 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(wei
 
 @dataclass(frozen=True)
 class ModuleOrder:
-    """What of the run's arguments decides the order."""
+    """The arguments of the run that determine the order."""
 
     fused_norms: bool = False
-    """Transformer Engine's layers hold the norm before the projection."""
+    """True if the norm is a part of the projection after it, as in Transformer Engine's layers."""
     grouped_experts: bool = False
-    """Experts are kept by projection, not one by one."""
+    """True if experts are stored by projection, not one after the other."""
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """The names in the order of the module. Raises `Unsupported` for one whose place is not known."""
+        """The names in the order of the module. Raises `Unsupported` if the place of a name is not known."""
         return sorted(names, key=self._place)
 
     def _place(self, name: str) -> tuple[int, int, int, tuple[int, ...]]:
@@ -79,10 +79,10 @@ class ModuleOrder:
                 if re.fullmatch(rf"{pattern}(?:\..*)?", match[1]):
                     return 1, layer, i, (self._within(match[1]),)
         raise Unsupported(
-            f"the optimizer's states have no names, and where `{name}` lies among them is not known",
+            f"the optimizer's states have no names, and the place of `{name}` among them is not known",
             hint="Save with --ckpt-format torch, or with --dist-ckpt-optim-fully-reshardable.",
         )
 
     def _within(self, name: str) -> int:
-        """Norms that were inside a projection come before it; a weight before its bias."""
+        """0 for a weight, 1 for a bias: a weight comes before its bias."""
         return int(name.endswith("bias"))

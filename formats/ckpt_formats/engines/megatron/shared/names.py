@@ -1,10 +1,9 @@
-"""Names of Megatron's parameters: from those of one model chunk to those of the whole model.
+"""Translate parameter names of one model chunk to names of the full model.
 
-Layers are numbered from 0 in each chunk, experts in each rank. Which class
-implements a layer shows in its names: Transformer Engine's fused layers keep the
-norm before a projection inside it, and experts come one by one, or grouped. All
-become the names of the plain (`local`) layers, with the whole model's numbers:
-the names that Megatron's own distributed checkpoints treat as the same, too.
+In the files, layers are numbered from 0 in each chunk, and experts from 0 in each rank. The names also depend on the
+class of the layer: Transformer Engine's fused layers have the norm inside the projection after it, and experts are
+stored one by one or grouped. Here all names become those of the plain (`local`) layers, with the numbers of the full
+model. Megatron's own distributed checkpoints treat these names as equal, too.
 
     layers.0.self_attention.linear_qkv.layer_norm_weight -> layers.12.input_layernorm.weight
     layers.0.mlp.experts.linear_fc1.weight1              -> layers.12.mlp.experts.local_experts.5.linear_fc1.weight
@@ -25,7 +24,7 @@ TIED = {
     "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
     "word_embeddings.weight": "language_model.embedding.word_embeddings.weight",
 }
-"""The names that the last stage gives its copy of a tied table."""
+"""The name of the last stage's copy of a tied table, and the name of the table."""
 
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.)(\d+)(\..*)")
 _STACKED_LAYER = re.compile(r"(?P<head>(?:decoder|encoder)\.layers\.)(?!\d+\.)(?P<rest>.*)")
@@ -40,52 +39,53 @@ _BUFFER = re.compile(r".*\.(expert_bias|local_tokens_per_expert|global_tokens_pe
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer in a name."""
+    """The number of the layer in a name, or None."""
     match = _LAYER.fullmatch(name)
     return int(match[2]) if match else None
 
 
 def in_layer(name: str, layer: int) -> str:
-    """The same name with another number of its layer."""
+    """The same name with the layer number `layer`."""
     return _LAYER.sub(lambda match: f"{match[1]}{layer}{match[3]}", name)
 
 
 def is_expert(name: str) -> bool:
-    """Is it a parameter of one expert, not of one that all tokens share?"""
+    """True if it is a parameter of a routed expert, not of a shared one."""
     return ".experts." in name
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter is of."""
+    """The number of the expert in a name, or None."""
     match = _EXPERT.fullmatch(name)
     return int(match[2]) if match else None
 
 
 def in_expert(name: str, expert: int) -> str:
-    """The same name with another number of its expert."""
+    """The same name with the expert number `expert`."""
     return _EXPERT.sub(lambda match: f"{match[1]}{expert}{match[3]}", name)
 
 
 def is_buffer(name: str) -> bool:
-    """Is it a tensor that the optimizer does not know?"""
+    """True if it is a buffer, which has no optimizer states."""
     return _BUFFER.fullmatch(name) is not None
 
 
 def is_extra_state(name: str) -> bool:
+    """True if it is the extra state of a module."""
     return name.endswith("_extra_state")
 
 
 @dataclass(frozen=True)
 class Naming:
-    """How the names of one chunk become those of the whole model."""
+    """The translation of one chunk's names to names of the full model."""
 
     first_layer: int = 0
     first_expert: int = 0
     experts: int = 0
-    """Of this rank."""
+    """The number of experts on this rank."""
 
     def plain(self, name: str) -> str:
-        """The name in the whole model of one chunk's tensor, or of its extra state."""
+        """The name in the full model of a chunk's tensor or extra state."""
         layer = layer_of(name)
         if layer is not None:
             name = in_layer(name, layer + self.first_layer)
@@ -100,21 +100,24 @@ class Naming:
         return name
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A tensor of one chunk under its names in the whole model: several, if it holds several experts."""
+        """The tensors of the full model that a chunk's tensor contains: several if it has several experts.
+
+        Raises: Corrupt if the shape does not fit the number of experts, Unsupported if it is not contiguous.
+        """
         name = self.plain(name)
         match = _JOINED.fullmatch(name)
         if match is None:
             yield name, tensor
             return
         if len(tensor.shape) != 2 or not self.experts:
-            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} does not hold {self.experts} experts")
+            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} does not contain {self.experts} experts")
         first = match[2] == "1"
-        # Whatever its nominal shape, the first is [expert, hidden, ffn] in memory, the second [expert, ffn, hidden].
+        # The nominal shape is not that in memory: the first is (expert, hidden, ffn), the second (expert, ffn, hidden).
         hidden, total = tensor.shape if first else tensor.shape[::-1]
         each = total // self.experts
         shape = (self.experts, hidden, each) if first else (self.experts, each, hidden)
         if each * self.experts != total:
-            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} does not divide into {self.experts} experts")
+            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} is not divisible by {self.experts} experts")
         flat = reshaped(_flat(tensor), 0, shape)
         for i in range(self.experts):
             expert = f"{match[1]}.local_experts.{self.first_expert + i}.linear_fc{match[2]}.weight"
@@ -122,7 +125,7 @@ class Naming:
 
 
 def unstack(name: str) -> tuple[str, bool]:
-    """A key of a distributed checkpoint as a name with the places `{layer}` and `{expert}`; is it by layer?
+    """A key of a distributed checkpoint as a name with `{layer}` and `{expert}`, and whether the key stacks layers.
 
     >>> unstack("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     ('decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight', True)
@@ -138,5 +141,5 @@ def unstack(name: str) -> tuple[str, bool]:
 def _flat(tensor: Tensor) -> Tensor:
     blob = tensor.fragments[0].blob if tensor.fragments else None
     if not isinstance(blob, FileBlob) or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
-        raise Unsupported("the weights of all experts in one tensor, which is not stored in one piece")
+        raise Unsupported("the weights of all experts are one tensor, but it is not stored contiguously")
     return Tensor.of(blob.shaped((tensor.size,)))

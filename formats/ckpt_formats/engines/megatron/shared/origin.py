@@ -1,4 +1,4 @@
-"""Who wrote a checkpoint of Megatron's, and how it was laid out."""
+"""The origin of a Megatron checkpoint: its engine, iteration and layout."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from ckpt_formats.engines.megatron.shared.stages import Stages
 def origin_of(
     args: Arguments, parallel: Parallel, stages: Stages | None, root: Mapping[str, Value], container: str
 ) -> Origin:
-    """`container` is `torch` or `torch_dist`. Megatron saves no version of itself."""
+    """The origin; `container` is `torch` or `torch_dist`. The version is None, because Megatron does not save it."""
     iteration = root.get("iteration")
     layout: dict[str, Value] = {
         "container": container,

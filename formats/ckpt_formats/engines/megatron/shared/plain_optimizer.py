@@ -1,10 +1,10 @@
-"""The plain optimizer in `model_optim_rng.pt`: PyTorch's state dict, by number.
+"""Read the plain optimizer in `model_optim_rng.pt`: PyTorch's state dict with numbered parameters.
 
     fp32      {'state': {0: {'exp_avg', 'exp_avg_sq', 'step'}}, 'param_groups': [{..., 'params': [0, ...]}]}
     bf16/fp16 {'optimizer': that, 'fp32_from_fp16_params': [[master, ...] for each group], 'grad_scaler'?}
 
-Numbers count through the groups; inside a group parameters are in the module's
-order, over all chunks. Masters are there for low-precision parameters only.
+The numbers continue from group to group. Inside a group, parameters are in the module's order, over all chunks. Only
+low-precision parameters have masters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,17 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params")
 def read_plain(
     saved: Value, chunks: Sequence[ModelChunk], experts: bool | None, where: Path, decayed_norms: bool = False
 ) -> OptimizerStates:
-    """The states of one optimizer: that of all parameters, of experts, or of all others."""
+    """The states of one optimizer.
+
+    `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
+    all parameters. Raises `Corrupt` or `Unsupported` if states and parameters do not match.
+    """
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
-    named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
-    found = OptimizerStates()
+    keyed_shapes = [
+        ((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)
+    ]
+    optimizer = OptimizerStates()
     listed_numbers = {place for group in groups for place in group["params"]}
     if odd := [number for number in inner["state"] if number not in listed_numbers]:
         raise Corrupt(
@@ -44,43 +50,44 @@ def read_plain(
         )
     listed = next((saved[key] for key in _MASTERS if key in saved), None)
     for number, (group, keys) in enumerate(
-        zip(groups, members(groups, named, experts, where, decayed_norms), strict=True)
+        zip(groups, members(groups, keyed_shapes, experts, where, decayed_norms), strict=True)
     ):
         if len(group["params"]) != len(keys):
             raise Corrupt(
-                f"group {number} of the optimizer has {len(group['params'])} parameters, the model {len(keys)} for it",
+                f"group {number} of the optimizer has {len(group['params'])} parameters, "
+                f"but the model has {len(keys)} for it",
                 where=where,
-                hint="Files of several runs may be mixed, or parameters frozen.",
+                hint="Files of several runs may be mixed, or parameters may be frozen.",
             )
-        said = options_of(group, where)
-        found.groups.append(OptimizerGroup(said, tuple(keys)))
+        options = options_of(group, where)
+        optimizer.groups.append(OptimizerGroup(options, tuple(keys)))
         for key, place in zip(keys, group["params"], strict=True):
-            _put(found, key, inner["state"].get(place, {}), chunks, where)
-            found.add_step(key, said.get("step"))
+            _put(optimizer, key, inner["state"].get(place, {}), chunks, where)
+            optimizer.add_step(key, options.get("step"))
         if listed is not None:
             if len(listed) != len(groups):
                 raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
-            _masters(found, keys, listed[number], chunks, where)
-    return found
+            _masters(optimizer, keys, listed[number], chunks, where)
+    return optimizer
 
 
 def _put(
-    found: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
+    optimizer: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
-    found.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
-    found.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
+    optimizer.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
+    optimizer.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
     shape = chunks[key[0]].tensors[key[1]].shape
-    for name, tensor in found.states[key].items():
+    for name, tensor in optimizer.states[key].items():
         if tensor.shape not in (shape, ()):
             raise Corrupt(
-                f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, the parameter {list(shape)}",
+                f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, but the parameter {list(shape)}",
                 where=where,
                 hint="Files of several runs may be mixed.",
             )
 
 
 def _masters(
-    found: OptimizerStates, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[ModelChunk], where: Path
+    optimizer: OptimizerStates, keys: Sequence[Key], listed: Sequence[Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
     low = [key for key in keys if chunks[key[0]].tensors[key[1]].dtype != DTYPES["float32"]]
     if len(listed) != len(low):
@@ -89,4 +96,4 @@ def _masters(
         tensor = tensor_leaf(master)
         if tensor.shape != chunks[key[0]].tensors[key[1]].shape:
             raise Corrupt(f"the master for `{key[1]}` has shape {list(tensor.shape)}", where=where)
-        found.states[key] = {MASTER: tensor, **found.states[key]}
+        optimizer.states[key] = {MASTER: tensor, **optimizer.states[key]}

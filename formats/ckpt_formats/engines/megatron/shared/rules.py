@@ -1,4 +1,4 @@
-"""The rules of Megatron's models, after those of the user."""
+"""The layout rules of Megatron's models."""
 
 from functools import cache
 
@@ -9,16 +9,16 @@ from ckpt_formats.core.values import Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, sizes_of
 
 SETS = ("megatron-core", "megatron-moe", "megatron-mla", "megatron-mamba", "megatron-legacy")
-"""Their patterns are of different names, so all hold at once."""
+"""Rule sets of all kinds of models. They match different names, so all can be used together."""
 
 
 def rules_for(own: tuple[Rule, ...] = ()) -> tuple[Rule, ...]:
-    """The user's rules, then the shipped ones."""
+    """The user's rules, followed by the shipped ones: the first that matches applies."""
     return (*own, *_shipped())
 
 
 def layout_of(checkpoint: Checkpoint, own: tuple[Rule, ...] = ()) -> Layout:
-    """How a model of Megatron's is cut, whatever format it is kept in now. Its arguments came along as an extra."""
+    """The layout of a Megatron model, from the arguments in its extras. The checkpoint may have any format."""
     args = checkpoint.extras.get("args")
     version = checkpoint.extras.get("checkpoint_version", 0)
     sizes = sizes_of(Arguments(args, checkpoint.path), version) if isinstance(args, Record) else {}

@@ -1,4 +1,4 @@
-"""What each rank holds of a model, under the names of its own chunks: the inverse of `whole` and `names`."""
+"""Split a model into the ranks' parameters, under local names: the inverse of `merge` and `names`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, witho
 
 @dataclass(frozen=True)
 class RankCoords:
-    """One rank, by its number in each group of ranks."""
+    """The coordinates of a rank: its number in each parallel group."""
 
     tp: int
     pp: int
@@ -28,21 +28,21 @@ class LocalParameter:
     """A rank's shard of a parameter."""
 
     name: str
-    """In the whole model. A tied copy on the last stage has the head's name."""
+    """The name in the full model. A tied copy on the last stage has the head's name."""
     local: str
-    """In its model chunk."""
-    parameter: Parameter
-    """Of the whole model."""
+    """The name in its model chunk."""
+    model_parameter: Parameter
+    """The parameter of the full model."""
     states: Mapping[str, Tensor]
 
     @property
     def values(self) -> Mapping[str, Value]:
-        return self.parameter.values
+        return self.model_parameter.values
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """All ranks of a target, and what each holds. Lazy: shards are made once for all ranks, no data is read."""
+    """The parameters of each rank of a target. Shards are computed once for all ranks; no data is read."""
 
     target: WriteLayout
 
@@ -56,11 +56,11 @@ class RankShards:
         own = range(place.ep * target.experts, (place.ep + 1) * target.experts)
         last = place.pp == target.parallel.pp - 1 and chunk == target.stages.chunks - 1
         names = [n for n in self._by_chunk[(place.pp, chunk)] if not is_expert(n) or expert_of(n) in own]
-        made = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
+        parameters = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
         if last and target.parallel.pp > 1 and target.shared_table is not None:
             head, table = target.shared_table
-            made.append(LocalParameter(head, head, *self._shard(table, place)))
-        return made
+            parameters.append(LocalParameter(head, head, *self._shard(table, place)))
+        return parameters
 
     def _shard(self, name: str, place: RankCoords) -> tuple[Parameter, dict[str, Tensor]]:
         rank = place.etp if is_expert(name) else place.tp
@@ -68,7 +68,7 @@ class RankShards:
 
     @cached_property
     def shards(self) -> dict[str, dict[str, list[Tensor]]]:
-        """Of each parameter's states: the shard of each rank that cuts it."""
+        """The shards of each state, by parameter and state, in the order of the tensor-parallel ranks."""
         return {name: self._cut(parameter) for name, parameter in self._parameters.items()}
 
     def _cut(self, parameter: Parameter) -> dict[str, list[Tensor]]:
@@ -76,13 +76,13 @@ class RankShards:
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         known = bool(target.layout.matching(name))
         rule = target.layout.rule(name) if known or degree > 1 else None
-        made = {}
+        shards = {}
         for state, tensor in parameter.states.items():
             if rule is None or tensor.shape != shape:
-                made[state] = [tensor] * degree
+                shards[state] = [tensor] * degree
                 continue
-            made[state] = split(name, without_padding(target, name, tensor), rule, degree, target.rows)
-        return made
+            shards[state] = split(name, without_padding(target, name, tensor), rule, degree, target.rows)
+        return shards
 
     @cached_property
     def _parameters(self) -> dict[str, Parameter]:
@@ -90,20 +90,20 @@ class RankShards:
 
     @cached_property
     def _by_chunk(self) -> dict[tuple[int, int], list[str]]:
-        """The names in each chunk of each stage, in the order of its module."""
+        """The names in each (stage, chunk), in the order of the module."""
         target = self.target
-        made: dict[tuple[int, int], list[str]] = {
+        names_by_chunk: dict[tuple[int, int], list[str]] = {
             (pp, v): [] for pp in range(target.parallel.pp) for v in range(target.stages.chunks)
         }
-        of_layer = {layer: place for place in made for layer in target.stages.layers(*place)}
+        of_layer = {layer: place for place in names_by_chunk for layer in target.stages.layers(*place)}
         for name in self._parameters:
             layer = layer_of(name)
-            made[home(target, name) if layer is None else of_layer[layer]].append(name)
-        return {place: _ordered(target, names) for place, names in made.items()}
+            names_by_chunk[home(target, name) if layer is None else of_layer[layer]].append(name)
+        return {place: _ordered(target, names) for place, names in names_by_chunk.items()}
 
 
 def home(target: WriteLayout, name: str) -> tuple[int, int]:
-    """The stage, and the model chunk there, of what is in no layer."""
+    """The (stage, chunk) of a parameter that is not in a layer."""
     return (0, 0) if _is_first(name) else (target.parallel.pp - 1, target.stages.chunks - 1)
 
 
@@ -112,7 +112,10 @@ def _is_first(name: str) -> bool:
 
 
 def _ordered(target: WriteLayout, names: list[str]) -> list[str]:
-    """In the order in which Megatron's modules register them, which files of the legacy layout keep."""
+    """The names in the order in which Megatron's modules register them.
+
+    If that is not known, a source in the legacy layout gives the order within a layer.
+    """
     try:
         return target.modules.ordered(names)
     except Unsupported:
@@ -129,7 +132,7 @@ def _by_layer(name: str) -> tuple[int, int]:
 
 
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
-    """A name of the whole model, with the numbers that layer and expert have on their rank.
+    """The local name for a name of the full model: with the numbers of layer and expert on their rank.
 
     >>> local_name("decoder.layers.12.mlp.experts.local_experts.5.linear_fc1.weight", 12, 4)
     'decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight'

@@ -1,8 +1,7 @@
-"""Which layers each pipeline stage has: contiguous, interleaved, uneven, or drawn by a layout string.
+"""The layers of each pipeline stage: contiguous, interleaved, uneven, or given by a layout string.
 
-Stage p of P has V model chunks; chunk v of stage p comes in the model's order at
-place v * P + p. Source: Megatron core, `get_num_layers_to_build` and
-`get_transformer_layer_offset`.
+Each of P stages has V model chunks. Chunk v of stage p is number v * P + p in the model's order. Source: Megatron
+core, `get_num_layers_to_build` and `get_transformer_layer_offset`.
 """
 
 import re
@@ -14,32 +13,32 @@ from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments
 
-_MOST_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 _TOKEN = re.compile(r"(\((?P<group>[^()]*)\)|(?P<letter>[A-Za-z|]))(?:\*(?P<times>\d+))?")
-"""`t*3`, `(tt|)*29`, `|`: of a layout string, without its commas."""
+"""A token of a layout string without commas: `t*3`, `(tt|)*29` or `|`."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How many layers each model chunk has, by place in the model's order."""
+    """The number of layers of each model chunk, in the model's order."""
 
     counts: tuple[int, ...]
     pp: int
 
     @property
     def chunks(self) -> int:
-        """Model chunks of one stage."""
+        """The number of model chunks of a stage."""
         return len(self.counts) // self.pp
 
     def layers(self, stage: int, chunk: int) -> range:
-        """The layers of a chunk, by their numbers in the whole model."""
+        """The layers of a chunk, by their numbers in the full model."""
         place = chunk * self.pp + stage
         first = list(accumulate(self.counts, initial=0))[place]
         return range(first, first + self.counts[place])
 
 
 def stages_of(args: Arguments, pp: int) -> Stages:
-    """The stages that the run's arguments say. Raises `Unsupported` if they do not divide."""
+    """The stages that the run's arguments state. Raises `Unsupported` if the layers cannot be divided so."""
     layers = args.number("num_layers", "encoder_num_layers")
     drawing = args.record.get("pipeline_model_parallel_layout")
     drawing = drawing.get("input_data") if isinstance(drawing, Record) else drawing
@@ -47,28 +46,29 @@ def stages_of(args: Arguments, pp: int) -> Stages:
         stages = from_layout_string(drawing, pp)
         if sum(stages.counts) != layers:
             raise Unsupported(
-                f"the pipeline layout has {sum(stages.counts)} layers, the model {layers}", where=args.where
+                f"the pipeline layout has {sum(stages.counts)} layers, but the model has {layers}", where=args.where
             )
         return stages
     chunks = (args.optional("virtual_pipeline_model_parallel_size") if pp > 1 else None) or 1
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if pp > 1 and (first is not None or last is not None):
-        return uneven(layers, pp, chunks, first, last)
-    embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
-    return even(layers, pp, chunks, embedding=embedding and pp > 1, loss=loss and pp > 1)
+        return uneven_stages(layers, pp, chunks, first, last)
+    embedding, loss = (args.flag(f"account_for_{module}_in_pipeline_split") for module in ("embedding", "loss"))
+    return even_stages(layers, pp, chunks, embedding=embedding and pp > 1, loss=loss and pp > 1)
 
 
-def even(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss: bool = False) -> Stages:
-    """As many layers on each chunk; embedding and loss may count as a layer on the first and last.
+def even_stages(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss: bool = False) -> Stages:
+    """Stages with the same number of layers in each chunk.
 
-    Raises `Unsupported` if they do not divide.
+    If `embedding`, the embedding counts as a layer of the first chunk; if `loss`, the loss as a layer of the last.
+    Raises `Unsupported` if the number of layers is not divisible.
     """
     places = pp * chunks
     counted = layers + embedding + loss
     if places < 1 or counted % places or counted // places < embedding + (loss and places == 1):
         raise Unsupported(
-            f"{counted} layers do not divide over {pp} pipeline stages of {chunks} model chunks",
-            hint="Choose degrees that divide them, or uneven stages.",
+            f"{counted} layers cannot be divided evenly over {pp} pipeline stages of {chunks} model chunks",
+            hint="Choose degrees that divide the number of layers, or uneven stages.",
         )
     counts = [counted // places] * places
     counts[0] -= embedding
@@ -76,27 +76,35 @@ def even(layers: int, pp: int, chunks: int = 1, *, embedding: bool = False, loss
     return Stages(tuple(counts), pp)
 
 
-def uneven(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Stages:
-    """The first and the last stage have so many layers; the rest share the others alike."""
+def uneven_stages(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Stages:
+    """Stages with `first` and `last` layers on the first and the last stage; the others share the rest evenly.
+
+    Raises `Unsupported` if the remaining layers are not divisible.
+    """
     middle = pp - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if rest < 0 or middle < 0 or (rest % (middle * chunks) if middle else rest):
-        raise Unsupported(f"{layers} layers, {first} on the first and {last} on the last of {pp} stages, do not divide")
-    stages = [rest // middle if middle else 0] * pp
+    remaining = layers - (first or 0) - (last or 0)
+    if remaining < 0 or middle < 0 or (remaining % (middle * chunks) if middle else remaining):
+        raise Unsupported(
+            f"{layers} layers, with {first} on the first and {last} on the last of {pp} stages, cannot be divided"
+        )
+    stages = [remaining // middle if middle else 0] * pp
     if first is not None:
         stages[0] = first
     if last is not None:
         stages[-1] = last
     if any(count % chunks for count in stages):
-        raise Unsupported(f"stages of {stages} layers do not divide into {chunks} model chunks each")
+        raise Unsupported(f"stages of {stages} layers cannot be divided into {chunks} model chunks each")
     return Stages(tuple(count // chunks for _ in range(chunks) for count in stages), pp)
 
 
 def from_layout_string(layout: str | Sequence[Sequence[str]], pp: int) -> Stages:
-    """What `--pipeline-model-parallel-layout` says: `Et*3|(tt|)*2,m|L`, or a list of names of layers for each chunk."""
+    """The stages of a `--pipeline-model-parallel-layout`.
+
+    The layout is a string such as `Et*3|(tt|)*2,m|L`, or for each chunk a list of the kinds of its layers.
+    """
     places = _parsed(layout) if isinstance(layout, str) else [list(map(str, place)) for place in layout]
     if pp < 1 or len(places) % pp:
-        raise Unsupported(f"a pipeline layout of {len(places)} chunks does not divide over {pp} stages")
+        raise Unsupported(f"a pipeline layout of {len(places)} chunks cannot be divided over {pp} stages")
     return Stages(tuple(sum(kind in ("t", "decoder") for kind in place) for place in places), pp)
 
 
@@ -106,15 +114,15 @@ def _parsed(layout: str) -> list[list[str]]:
 
 
 def _expanded(text: str) -> str:
-    made, at = [], 0
+    parts, at = [], 0
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise Unsupported(f"a pipeline layout that is not understood, from {text[at : at + 20]!r} on")
+            raise Unsupported(f"the pipeline layout has an unknown part, from {text[at : at + 20]!r} on")
         times = int(match["times"] or 1)
         inner = match["letter"] or _expanded(match["group"])
-        if times * len(inner) > _MOST_LAYERS:
-            raise Unsupported("a pipeline layout of too many layers")
-        made.append(inner * times)
+        if times * len(inner) > _MAX_LAYERS:
+            raise Unsupported("the pipeline layout has too many layers")
+        parts.append(inner * times)
         at = match.end()
-    return "".join(made)
+    return "".join(parts)

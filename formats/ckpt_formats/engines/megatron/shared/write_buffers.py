@@ -1,4 +1,4 @@
-"""`distrib_optim.pt` of a new layout: the distributed optimizer's buffers. The inverse of `distributed_optimizer`."""
+"""Write `distrib_optim.pt`: the distributed optimizer's buffers in a new layout. Inverse of `distributed_optimizer`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from ckpt_formats.engines.megatron.shared.split import LocalParameter
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-"""What the distributed optimizer keeps, and so all that a file of it can hold."""
+"""The states of the distributed optimizer: a file can have no others."""
 _FLOAT = DTYPES["float32"]
 
 Chunks = Sequence[Sequence[LocalParameter]]
@@ -24,33 +24,37 @@ Chunks = Sequence[Sequence[LocalParameter]]
 
 
 def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool | None) -> dict[Value, Value]:
-    """The buffers of one optimizer of a rank: of all parameters, of experts', or of all others'."""
-    modules = [ModelChunk({one.local: one.states[MODEL] for one in chunk}, {}) for chunk in chunks]
+    """The content of the file for one optimizer of a rank.
+
+    `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
+    all parameters. Raises `Unsupported` if a state is missing or is not float32.
+    """
+    modules = [ModelChunk({parameter.local: parameter.states[MODEL] for parameter in chunk}, {}) for chunk in chunks]
     dp = target.parallel.expert_dp if experts else target.parallel.dp
     buckets = buckets_of(target.args, target.parallel, stage, dp, sum(module.numel for module in modules))
-    held = [{one.local: one for one in chunk} for chunk in chunks]
-    made: dict[Value, Value] = {"buckets_coalesced": True}
+    by_name = [{parameter.local: parameter for parameter in chunk} for chunk in chunks]
+    buffers: dict[Value, Value] = {"buckets_coalesced": True}
     for number, buffer in enumerate(buffers_of(modules, buckets.tied, experts)):
-        filled = fill(buffer.items, buckets.most(buffer.chunk)[0], ALIGNMENTS[0])
-        states = {state: _flat(held[buffer.chunk], buffer, filled, state) for state in STATES}
-        kept = held[buffer.chunk][buffer.items[0].name].states[MODEL].dtype.name
-        dtypes = (Global("torch", kept), Global("torch", _gradients(target, kept)))
-        made[number] = {dtypes: {**states, "numel_unpadded": sum(filled.buckets)}}
-    return made
+        filled = fill(buffer.items, buckets.limits(buffer.chunk)[0], ALIGNMENTS[0])
+        states = {state: _flat(by_name[buffer.chunk], buffer, filled, state) for state in STATES}
+        dtype = by_name[buffer.chunk][buffer.items[0].name].states[MODEL].dtype.name
+        dtypes = (Global("torch", dtype), Global("torch", _gradients(target, dtype)))
+        buffers[number] = {dtypes: {**states, "numel_unpadded": sum(filled.buckets)}}
+    return buffers
 
 
 def _gradients(target: WriteLayout, dtype: str) -> str:
-    """The type of the buffer's gradients, by which Megatron looks it up: with bf16 fp32, unless said otherwise."""
-    said = target.args.record.get("accumulate_allreduce_grads_in_fp32")
-    return "float32" if said or (said is None and dtype == "bfloat16") else dtype
+    """The name of the gradients' dtype, a part of the buffer's key. For bfloat16 weights the default is float32."""
+    in_fp32 = target.args.record.get("accumulate_allreduce_grads_in_fp32")
+    return "float32" if in_fp32 or (in_fp32 is None and dtype == "bfloat16") else dtype
 
 
-def _flat(held: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
-    """One state of all parameters of a buffer, bucket behind bucket, with zeros where no parameter is."""
+def _flat(by_name: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
+    """One state of all parameters of a buffer: (n,) float32, the concatenated buckets, with zeros as padding."""
     fragments, at, end = [], 0, sum(filled.buckets)
     starts = filled.flat()
     for name, start in sorted(starts.items(), key=lambda item: item[1]):
-        tensor = _state(held[name], state)
+        tensor = _state(by_name[name], state)
         if at < start:
             fragments.append(Fragment(Box((at,), (start,)), ZeroBlob((start - at,), _FLOAT)))
         at = start + tensor.size
@@ -61,13 +65,16 @@ def _flat(held: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayo
     return Tensor((end,), _FLOAT, tuple(fragments))
 
 
-def _state(one: LocalParameter, state: str) -> Tensor:
-    """The master of a parameter that is fp32 itself is the parameter."""
-    tensor = one.states.get(MASTER, one.states[MODEL]) if state == "param" else one.states.get(state)
-    if tensor is None or tensor.shape != one.states[MODEL].shape or tensor.dtype != _FLOAT:
-        found = "is not there" if tensor is None else f"is {tensor.dtype.name} of shape {list(tensor.shape)}"
+def _state(parameter: LocalParameter, state: str) -> Tensor:
+    """A state of a parameter, float32. The master of a float32 parameter is the parameter itself.
+
+    Raises `Unsupported` if the state is missing, or has another shape or dtype.
+    """
+    tensor = parameter.states.get(MASTER, parameter.states[MODEL]) if state == "param" else parameter.states.get(state)
+    if tensor is None or tensor.shape != parameter.states[MODEL].shape or tensor.dtype != _FLOAT:
+        actual = "is missing" if tensor is None else f"has dtype {tensor.dtype.name} and shape {list(tensor.shape)}"
         raise Unsupported(
-            f"the state `{MASTER if state == 'param' else state}` of `{printable(one.name)}` {found}",
-            hint="Megatron's distributed optimizer keeps Adam's moments and masters in fp32: try --zero 0.",
+            f"the state `{MASTER if state == 'param' else state}` of `{printable(parameter.name)}` {actual}",
+            hint="Megatron's distributed optimizer stores Adam's moments and masters in fp32: try --zero 0.",
         )
     return tensor

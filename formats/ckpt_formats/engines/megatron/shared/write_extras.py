@@ -1,7 +1,7 @@
-"""What each rank of a new layout keeps beside tensors and optimizer states: the inverse of `carried`.
+"""The extras of each rank of a new layout: the inverse of `extras`.
 
-A rank that was there before has its own again. Another has what the nearest one had, since nobody else
-has anything for it.
+A rank that also exists in the source gets its own values. A new rank gets the values of a rank of the source: its
+coordinates modulo the source's degrees.
 """
 
 from collections.abc import Mapping
@@ -16,28 +16,28 @@ from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _ELSEWHERE = ("args", "optimizer", "ranks", "content_metadata", EXTRA_STATE)
-"""What is written in another place, or only `torch_dist` has."""
+"""Extras that are written by other code, or only in `torch_dist`."""
 
 
 @dataclass(frozen=True)
 class RankExtras:
-    """The items of every rank of a target."""
+    """The extras of every rank of a target."""
 
     target: WriteLayout
 
     def of(self, place: RankCoords) -> dict[str, Value]:
-        """Scheduler, random states, counters and whatever else was saved, without arguments and optimizer."""
+        """The extras of a rank (scheduler, random states, counters, ...), without arguments and optimizer."""
         source = self.target.source
-        found: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
-        found |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
-        found |= {key: _merged(found.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
-        found = {key: tensors_for_names(value, source.parameters) for key, value in found.items()}
-        if "rng_state" in found:
-            found["rng_state"] = self._random(found["rng_state"])
-        return found
+        items: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
+        items |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
+        items |= {key: _merged(items.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
+        items = {key: tensors_for_names(value, source.parameters) for key, value in items.items()}
+        if "rng_state" in items:
+            items["rng_state"] = self._random(items["rng_state"])
+        return items
 
     def optimizer(self, place: RankCoords) -> Value:
-        """What the optimizer kept beside states and groups, such as a loss scaler."""
+        """The items of the optimizer that are neither states nor groups, such as a loss scaler."""
         own = self._own(place)
         return own["optimizer"] if "optimizer" in own else self.target.source.extras.get("optimizer")
 
@@ -52,7 +52,7 @@ class RankExtras:
         return replace(record, state=state)
 
     def rank(self, place: RankCoords) -> int:
-        """The number of a rank that saves, among all. Tensor-parallel ranks are counted first, stages last."""
+        """The global number of a rank that saves. Tensor-parallel ranks are counted first, stages last."""
         parallel, args = self.target.parallel, self.target.args
         inside = place.ep * parallel.etp + place.etp
         if args.flag("use_tp_pp_dp_mapping"):
@@ -60,51 +60,51 @@ class RankExtras:
         return place.pp * parallel.tp * parallel.dp + inside
 
     def extra_states(self, place: RankCoords) -> Mapping[str, Value]:
-        """The modules' extra states of the whole model, as far as any rank had them: this rank's own first."""
+        """The extra states of all modules. This rank's own take precedence over those of other ranks."""
         return {**self._extra_states, **_extra_states_of(self._own(place))}
 
     @cached_property
     def _extra_states(self) -> Mapping[str, Value]:
-        """Those of the first rank, then of the first that has others."""
-        made: dict[str, Value] = {}
+        """The extra states of all ranks; those of the first rank take precedence."""
+        states: dict[str, Value] = {}
         for own in reversed((self.target.source.extras, *self._ranks.values())):
-            made |= _extra_states_of(own)
-        return made
+            states |= _extra_states_of(own)
+        return states
 
     def is_new(self, place: RankCoords) -> bool:
-        """Had the source no rank at this place?"""
+        """True if the source has no rank with these coordinates."""
         tp, pp, ep = self._degrees
         return place.tp >= tp or place.pp >= pp or place.ep >= ep
 
     @property
     def count(self) -> int:
-        """How many tensor-parallel ranks all stages of the source have."""
+        """The number of tensor-parallel ranks of the source, over all stages."""
         tp, pp, _ = self._degrees
         return tp * pp
 
     def _own(self, place: RankCoords) -> Mapping[str, Value]:
-        """What the rank at this place had otherwise than the first; for a new one, the rank that stands in for it."""
+        """The items in which a rank differs from the first; for a new rank, those of its substitute in the source."""
         tp, pp, ep = self._degrees
-        thirds = any(name.count("_") == 2 for name in self._ranks)
-        found = self._ranks.get(label(place.tp % tp, place.pp % pp, place.ep % ep if thirds else None))
-        return found if isinstance(found, dict) else {}
+        three_numbers = any(name.count("_") == 2 for name in self._ranks)
+        items = self._ranks.get(label(place.tp % tp, place.pp % pp, place.ep % ep if three_numbers else None))
+        return items if isinstance(items, dict) else {}
 
     @cached_property
     def _ranks(self) -> Mapping[str, Mapping[str, Value]]:
-        found = self.target.source.extras.get("ranks")
-        return found if isinstance(found, dict) and self.target.source.origin.engine == "megatron" else {}
+        ranks = self.target.source.extras.get("ranks")
+        return ranks if isinstance(ranks, dict) and self.target.source.origin.engine == "megatron" else {}
 
     @cached_property
     def _degrees(self) -> tuple[int, int, int]:
-        """Of the source."""
-        said = self.target.source.origin.layout if self.target.source.origin.engine == "megatron" else {}
-        # In distributed checkpoints the third number of a rank counts data-parallel ranks, experts' among them.
-        names = ("tp", "pp", "dp" if said.get("container") == "torch_dist" else "ep")
-        tp, pp, ep = (degree if is_natural(degree := said.get(name)) and degree else 1 for name in names)
+        """The source's tp, pp, and the third number in the labels of its ranks."""
+        layout = self.target.source.origin.layout if self.target.source.origin.engine == "megatron" else {}
+        # In distributed checkpoints the third number of a label is the data-parallel rank, which includes ep.
+        names = ("tp", "pp", "dp" if layout.get("container") == "torch_dist" else "ep")
+        tp, pp, ep = (degree if is_natural(degree := layout.get(name)) and degree else 1 for name in names)
         return tp, pp, ep
 
     def _random(self, states: Value) -> Value:
-        """Random states: one for all data-parallel ranks, or one for each."""
+        """Random states for the new number of data-parallel ranks. One state for all ranks stays as it is."""
         count = self.target.parallel.dp
         if not isinstance(states, list) or len(states) < 2 or len(states) == count:
             return states
@@ -117,7 +117,7 @@ def _extra_states_of(items: Mapping[str, Value]) -> Mapping[str, Value]:
 
 
 def _merged(first: Value, own: Value) -> Value:
-    """A value of the first rank with what another had otherwise in it."""
+    """A value of the first rank, updated with the entries in which another rank differs."""
     if isinstance(first, Record) and isinstance(own, Record):
         return replace(first, state=_merged(first.state, own.state))
     return {**first, **own} if isinstance(first, dict) and isinstance(own, dict) else own

@@ -6,10 +6,10 @@ from functools import cached_property
 from math import lcm
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.checkpoint import Checkpoint, Goal, ParallelDegrees
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import slab
-from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
@@ -18,7 +18,7 @@ from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
-from ckpt_formats.engines.megatron.shared.stages import Stages, even, stages_of
+from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
 from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
 
 
@@ -62,7 +62,38 @@ class WriteLayout:
         return self.args.number("num_experts", default=0) // self.parallel.ep
 
 
-def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """How a checkpoint is laid out over ranks. None: as the source is."""
+
+    dp: int | None = None
+    """Data-parallel ranks."""
+    tp: int | None = None
+    """Tensor-parallel ranks."""
+    pp: int | None = None
+    """Pipeline stages."""
+    vpp: int | None = None
+    """Model chunks of each pipeline stage."""
+    stages: tuple[int, ...] | None = None
+    """The first layer of each pipeline stage, or of each model chunk."""
+    ep: int | None = None
+    """Expert-parallel ranks."""
+    etp: int | None = None
+    """Tensor-parallel ranks of each expert."""
+    zero: int | None = None
+    """1 is Megatron's distributed optimizer, 0 the plain one."""
+    vocab_rows: int | None = None
+    """Rows of the vocabulary's tables with their padding."""
+    rules: tuple[Rule, ...] = ()
+    """The user's, before those of the source."""
+
+    @property
+    def stage_count(self) -> int | None:
+        """Pipeline stages, also where only their first layers are given."""
+        return len(self.stages) // (self.vpp or 1) if self.stages and self.pp is None else self.pp
+
+
+def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
     found = source.extras.get("args")
     if not isinstance(found, Record) or not isinstance(found.state, dict):
@@ -72,14 +103,14 @@ def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
             hint="Only what came from Megatron, or a model that has a table of names, can be written for it.",
         )
     args = Arguments(found, source.path)
-    parallel = _parallel(source, args, goal.degrees)
-    stages = _stages(source, args, parallel, goal.degrees)
-    layout = layout_of(source, goal.rules)
+    parallel = _parallel(source, args, options)
+    stages = _stages(source, args, parallel, options)
+    layout = layout_of(source, options.rules)
     for name, parameter in source.parameters.items():
         if parameter.role != "extra":
             layout.check(name, parameter.weight.shape)
-    rows = _rows(source, args, parallel, goal)
-    distributed = _distributed(args, goal.degrees)
+    rows = _rows(source, args, parallel, options)
+    distributed = _distributed(args, options)
     changed: dict[str, Value] = {"use_distributed_optimizer": distributed}
     table = source.parameters.get(WORD_TABLE)
     if rows is not None or table is not None:
@@ -90,7 +121,7 @@ def resolve_layout(source: Checkpoint, goal: Goal) -> WriteLayout:
     )
 
 
-def _parallel(source: Checkpoint, args: Arguments, degrees: ParallelDegrees) -> Parallel:
+def _parallel(source: Checkpoint, args: Arguments, degrees: LayoutOptions) -> Parallel:
     """The new degrees: as the user says, else as the source has them."""
     said = source.origin.layout if source.origin.engine == "megatron" else {}
 
@@ -98,7 +129,7 @@ def _parallel(source: Checkpoint, args: Arguments, degrees: ParallelDegrees) -> 
         kept = said.get(name)
         return asked if asked is not None else kept if is_natural(kept) and kept else 1
 
-    tp, pp, ep = degree(degrees.tp, "tp"), degree(degrees.pp, "pp"), degree(degrees.ep, "ep")
+    tp, pp, ep = degree(degrees.tp, "tp"), degree(degrees.stage_count, "pp"), degree(degrees.ep, "ep")
     old_tp, old_etp = degree(None, "tp"), degree(None, "etp")
     experts = args.optional("num_experts") or 0
     # Unless said otherwise, Megatron cuts an expert over as many ranks as all else.
@@ -118,7 +149,7 @@ def _parallel(source: Checkpoint, args: Arguments, degrees: ParallelDegrees) -> 
     return Parallel(tp, pp, ep, etp, dp, tp * dp // (etp * ep))
 
 
-def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: ParallelDegrees) -> Stages:
+def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: LayoutOptions) -> Stages:
     """Which layers each model chunk has: as the user says; as before, if there are as many; else alike."""
     layers = 1 + max((n for name in source.parameters if (n := layer_of(name)) is not None), default=-1)
     pp, old = parallel.pp, source.origin.layout
@@ -135,9 +166,9 @@ def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: Pa
             pass
     embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") and pp > 1 for what in ("embedding", "loss"))
     try:
-        return even(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
+        return even_stages(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
     except Unsupported:
-        return even(layers, pp, degrees.vpp or 1)
+        return even_stages(layers, pp, degrees.vpp or 1)
 
 
 def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
@@ -152,14 +183,14 @@ def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
     return Stages(counts, pp)
 
 
-def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, goal: Goal) -> int | None:
+def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, options: LayoutOptions) -> int | None:
     """Rows of the vocabulary's tables: as the user says; else as Megatron pads them for this degree, where that shows.
 
     It pads the true vocabulary to a multiple of `make_vocab_size_divisible_by` x tp. What `vocab_size` says is
     believed only if it explains the rows that are there.
     """
-    if goal.vocab_rows is not None:
-        return goal.vocab_rows
+    if options.vocab_rows is not None:
+        return options.vocab_rows
     table = source.parameters.get(WORD_TABLE)
     true, each = args.optional("vocab_size"), args.optional("make_vocab_size_divisible_by")
     old = source.origin.layout.get("tp")
@@ -172,7 +203,7 @@ def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, goal: Goal) -
     return padded(parallel.tp) if table.weight.shape[0] == padded(old) else None
 
 
-def _distributed(args: Arguments, degrees: ParallelDegrees) -> bool:
+def _distributed(args: Arguments, degrees: LayoutOptions) -> bool:
     if degrees.zero not in (None, 0, 1):
         raise Unsupported(
             f"Megatron has no ZeRO stage {degrees.zero}",

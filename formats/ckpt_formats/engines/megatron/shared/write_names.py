@@ -1,7 +1,7 @@
-"""What a run's own layers call their parameters: the inverse of `names`.
+"""Translate parameter names to those of the run's own layers: the inverse of `names`.
 
-Megatron core's plain layers have the names that are used here. Transformer Engine's keep the norm before a
-projection inside it; grouped experts have a tensor for each expert of a projection, or one for all of them.
+Megatron core's plain layers have the names that are used here. Transformer Engine's layers have the norm inside the
+projection after it. Grouped experts have a tensor for each expert of a projection, or one tensor for all experts.
 """
 
 import re
@@ -24,26 +24,26 @@ _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.local_experts\.(?P<expert>\d+)\.(
 _INSIDE = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 
 
-def experts_of(target: WriteLayout) -> Experts:
-    """How the run's layers keep experts."""
+def expert_storage(target: WriteLayout) -> Experts:
+    """The form of experts in the run's layers: single, grouped by projection, or joined in one tensor."""
     if not target.args.flag("moe_grouped_gemm"):
         return "single"
     return "grouped" if target.fused_norms and not target.args.flag("moe_use_legacy_grouped_gemm") else "joined"
 
 
 def as_saved(target: WriteLayout, chunk: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """A model chunk's parameters under the names that its module gives them, in its order."""
+    """The parameters of a model chunk under the names of the run's modules, in their order."""
     if target.fused_norms:
-        held = {one.local for one in chunk}
-        chunk = [replace(one, local=_with_norms_inside(one.local, held)) for one in chunk]
-    kept = experts_of(target)
-    if kept == "grouped":
-        return [replace(one, local=grouped(one.local)) for one in chunk]
-    return list(_joined(chunk)) if kept == "joined" else list(chunk)
+        local_names = {parameter.local for parameter in chunk}
+        chunk = [replace(parameter, local=_with_norms_inside(parameter.local, local_names)) for parameter in chunk]
+    storage = expert_storage(target)
+    if storage == "grouped":
+        return [replace(parameter, local=grouped(parameter.local)) for parameter in chunk]
+    return list(_joined(chunk)) if storage == "joined" else list(chunk)
 
 
 def grouped(name: str) -> str:
-    """The name of an expert's tensor among grouped ones.
+    """The name of an expert's tensor if experts are grouped.
 
     >>> grouped("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight")
     'decoder.layers.0.mlp.experts.linear_fc2.weight1'
@@ -52,27 +52,33 @@ def grouped(name: str) -> str:
     return f"{match['layer']}.{match['part']}.{match['kind']}{match['expert']}" if match else name
 
 
-def _with_norms_inside(name: str, held: set[str]) -> str:
-    """Only a dense layer's norm is inside `linear_fc1`, and latent attention begins with several projections."""
+def _with_norms_inside(name: str, local_names: set[str]) -> str:
+    """The name of a norm inside the projection after it, if there is such a projection.
+
+    A norm before experts stays outside, and so does a norm before latent attention, which has several projections.
+    """
     match = _NORM.fullmatch(name)
     if match is None:
         return name
     inside = f"{match[1]}{_INSIDE[match[2]]}"
-    return f"{inside}.layer_norm_{match[3]}" if f"{inside}.weight" in held else name
+    return f"{inside}.layer_norm_{match[3]}" if f"{inside}.weight" in local_names else name
 
 
 def _joined(chunk: Sequence[LocalParameter]) -> Iterable[LocalParameter]:
-    """With all experts of a rank in one tensor for each projection."""
+    """The parameters of a chunk, with one tensor of all experts for each projection.
+
+    Raises `Unsupported` if experts have biases or different states.
+    """
     experts: dict[str, list[LocalParameter]] = {}
-    for one in chunk:
-        if match := _EXPERT.fullmatch(one.local):
+    for parameter in chunk:
+        if match := _EXPERT.fullmatch(parameter.local):
             if match["kind"] != "weight":
-                raise Unsupported(f"`{one.name}`: experts that are kept in one tensor have no biases")
-            experts.setdefault(_joined_name(match), []).append(one)
-    for one in chunk:
-        match = _EXPERT.fullmatch(one.local)
+                raise Unsupported(f"`{parameter.name}`: experts that are joined in one tensor cannot have biases")
+            experts.setdefault(_joined_name(match), []).append(parameter)
+    for parameter in chunk:
+        match = _EXPERT.fullmatch(parameter.local)
         if match is None:
-            yield one
+            yield parameter
         elif all_of := experts.pop(_joined_name(match), None):
             first = all_of[0]
             states = {s: _side_by_side([e.states[s] for e in all_of], match["part"]) for s in _shared(all_of)}
@@ -84,23 +90,25 @@ def _joined_name(match: re.Match[str]) -> str:
 
 
 def _shared(experts: Sequence[LocalParameter]) -> list[str]:
-    """The states of several experts, which one tensor is to hold. Raises `Unsupported` if they differ."""
+    """The names of the states of several experts. Raises `Unsupported` if experts have different states or values."""
     first = experts[0]
-    for one in experts:
-        if one.states.keys() != first.states.keys() or dict(one.values) != dict(first.values):
-            raise Unsupported(f"`{one.name}` and `{first.name}` go into one tensor, but have other optimizer states")
+    for expert in experts:
+        if expert.states.keys() != first.states.keys() or dict(expert.values) != dict(first.values):
+            raise Unsupported(
+                f"`{expert.name}` and `{first.name}` must be joined in one tensor, but have different optimizer states"
+            )
     return list(first.states)
 
 
 def _side_by_side(experts: Sequence[Tensor], part: str) -> Tensor:
-    """One tensor of several experts: each is transposed in memory, one behind the other, whatever the shape says."""
+    """One tensor of several experts: their transposed matrices concatenated in memory, which differs from its shape."""
     first = experts[0]
     if len(first.shape) != 2:
         return first
     rows, columns = first.shape[::-1]
     shape = (rows, len(experts) * columns) if part == "linear_fc1" else (len(experts) * rows, columns)
     runs = (
-        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(one), 0, first.size))
-        for i, one in enumerate(experts)
+        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(expert), 0, first.size))
+        for i, expert in enumerate(experts)
     )
     return reshaped(Tensor((len(experts) * first.size,), first.dtype, tuple(runs)), 0, shape)

@@ -1,4 +1,4 @@
-"""The optimizer in `model_optim_rng.pt` of a new layout: the inverse of `plain_optimizer` and of `members`."""
+"""Write the optimizer in `model_optim_rng.pt` in a new layout: the inverse of `plain_optimizer` and `members`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _FLOAT = DTYPES["float32"]
 _EXPERTS = "is_expert_parallel"
-_TELLING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_lr": False}
-"""Options by which Megatron finds a group again, and what they are by default."""
+_IDENTIFYING: Mapping[str, Value] = {"lr_mult": 1.0, _EXPERTS: False, "is_decoupled_lr": False}
+"""Options by which Megatron identifies a group when it loads, with their default values."""
 
 
 @dataclass(frozen=True)
 class WrittenGroup:
-    """A parameter group of the new run: its options, and the names in the whole model."""
+    """A parameter group of the new run: its options, its names in the full model, and whether they are of experts."""
 
     options: Mapping[str, Value]
     names: frozenset[str]
@@ -37,46 +37,49 @@ class WrittenGroup:
 
 @dataclass(frozen=True)
 class WrittenOptimizer:
-    """The optimizer of a target: its groups, what else it keeps, and what each rank has of it."""
+    """The optimizer of a target: its groups and other items, and each rank's part of it."""
 
     target: WriteLayout
 
     @property
-    def apart(self) -> bool:
-        """Have experts an optimizer of their own? So it is where they lie on several ranks."""
+    def separate_experts(self) -> bool:
+        """True if experts have an optimizer of their own, as they do if they are distributed over several ranks."""
         return self.target.parallel.ep > 1
 
     @cached_property
     def trained(self) -> dict[str, Parameter]:
-        """What is in a group. A frozen parameter is in none."""
+        """The parameters that are in a group. Frozen parameters are in none."""
         grouped = {name for group in self.target.source.groups for name in group.names}
         return {name: p for name, p in self.target.source.parameters.items() if name in grouped}
 
     @cached_property
     def groups(self) -> list[WrittenGroup]:
-        """Those of the source, experts apart where they have an optimizer of their own; alike ones are one."""
-        found: list[tuple[dict[str, Value], bool, list[str]]] = []
+        """The source's groups. Groups with equal options are merged.
+
+        If experts have an optimizer of their own, each group is divided into experts and others.
+        """
+        groups: list[tuple[dict[str, Value], bool, list[str]]] = []
         for group in self.target.source.groups:
-            known = {} if self.target.source.origin.engine == "megatron" else _telling(group.options)
-            for experts in (False, True) if self.apart else (None,):
+            known = {} if self.target.source.origin.engine == "megatron" else _identifying(group.options)
+            for experts in (False, True) if self.separate_experts else (None,):
                 names = [name for name in group.names if experts is None or is_expert(name) == experts]
                 if not names and (group.names or experts):
                     continue
                 options = {**known, **group.options}
                 if _EXPERTS in options:
                     options[_EXPERTS] = bool(experts)
-                same = next((old for old in found if old[:2] == (options, bool(experts))), None)
+                same = next((old for old in groups if old[:2] == (options, bool(experts))), None)
                 if same is None:
-                    found.append((options, bool(experts), names))
+                    groups.append((options, bool(experts), names))
                 else:
                     same[2].extend(names)
-        ordered = sorted(found, key=lambda one: one[1])
+        ordered = sorted(groups, key=lambda entry: entry[1])
         return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
-        """Raises `Unsupported` unless every trained parameter is in one group and has all that the others have.
+        """Raise `Unsupported` unless every trained parameter is in one group, and all have the same states.
 
-        `frozen` says that there may be parameters in no group, of which the optimizer knows nothing.
+        `frozen` allows parameters that are in no group and have no optimizer states.
         """
         grouped = [name for group in self.target.source.groups for name in group.names]
         parameters = self.target.source.parameters.values()
@@ -88,29 +91,32 @@ class WrittenOptimizer:
             self._check_states(parameter, trained[0])
 
     def _check_states(self, parameter: Parameter, first: Parameter) -> None:
-        ours, theirs = _kept(parameter), _kept(first)
-        if ours != theirs:
-            odd = sorted(ours ^ theirs)[0]
-            lacks, has = (first, parameter) if odd in ours else (parameter, first)
+        names, first_names = _state_names(parameter), _state_names(first)
+        if names != first_names:
+            odd = sorted(names ^ first_names)[0]
+            lacks, has = (first, parameter) if odd in names else (parameter, first)
             raise Unsupported(
                 f"`{printable(lacks.name)}` has no optimizer state `{printable(odd)}`, but `{printable(has.name)}` has",
-                hint="Megatron keeps the same of every trained parameter. --model-only writes the weights alone.",
+                hint="Megatron stores the same states for all parameters. --model-only writes only the weights.",
             )
         if MODEL not in parameter.states:
-            raise Unsupported(f"`{printable(parameter.name)}` has a master, but not the model's own values")
+            raise Unsupported(f"`{printable(parameter.name)}` has a master, but no weights of the model")
         if MASTER not in parameter.states and parameter.states[MODEL].dtype != _FLOAT:
             raise Unsupported(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
-        if self.target.distributed and (other := ours - {*STATES, "step"}):
+        if self.target.distributed and (other := names - {*STATES, "step"}):
             raise Unsupported(
                 f"Megatron's distributed optimizer has no place for `{printable(sorted(other)[0])}`",
                 hint="Try --zero 0.",
             )
 
     def entry(self, chunks: Sequence[Sequence[LocalParameter]], own: Value) -> Value:
-        """What a rank saves; `own` is what its optimizer kept beside states and groups."""
-        if not self.apart:
+        """The optimizer entry of a rank's file; `own` are the optimizer's items that are neither states nor groups."""
+        if not self.separate_experts:
             return self._of_rank(chunks, False, of_one(own, 0))
-        return [self._of_rank(_those(chunks, experts), experts, of_one(own, int(experts))) for experts in (False, True)]
+        return [
+            self._of_rank(_parameters_of(chunks, experts), experts, of_one(own, int(experts)))
+            for experts in (False, True)
+        ]
 
     def _of_rank(self, chunks: Sequence[Sequence[LocalParameter]], experts: bool, own: Mapping[str, Value]) -> Value:
         items = {
@@ -118,118 +124,135 @@ class WrittenOptimizer:
             for key, value in own.items()
             if key != "optimizer"
         }
-        rest = own.get("optimizer")
+        inner_extras = own.get("optimizer")
         groups = [group for group in self.groups if group.experts == experts]
-        members = [[one for chunk in chunks for one in chunk if one.parameter.name in g.names] for g in groups]
+        members = [
+            [parameter for chunk in chunks for parameter in chunk if parameter.model_parameter.name in g.names]
+            for g in groups
+        ]
         if self.target.distributed:
             step = {} if self.step is None else {"step": self.step}
             inner: dict[str, Value] = {"param_groups": [{**group.options, **step} for group in groups]}
         else:
             inner = _by_number(groups, members)
-        if isinstance(rest, dict):
-            inner |= {key: tensors_for_names(value, self.target.source.parameters) for key, value in rest.items()}
+        if isinstance(inner_extras, dict):
+            inner |= {
+                key: tensors_for_names(value, self.target.source.parameters) for key, value in inner_extras.items()
+            }
         if not self.target.distributed and not self.low_precision:
             return inner | items
-        masters = {} if self.target.distributed else {"fp32_from_fp16_params": [_masters(held) for held in members]}
+        masters = (
+            {}
+            if self.target.distributed
+            else {"fp32_from_fp16_params": [_masters(parameters) for parameters in members]}
+        )
         return {"optimizer": inner, **items, **masters}
 
     @cached_property
     def low_precision(self) -> bool:
-        """Does the run keep masters of its weights?"""
+        """True if the run has masters of its weights, because they are not float32."""
         low = any(parameter.weight.dtype != _FLOAT for parameter in self.trained.values())
         return low or self.target.args.flag("bf16", "fp16")
 
     @cached_property
     def step(self) -> Value:
-        """The step that the distributed optimizer keeps for all parameters. Raises `Unsupported` if they differ."""
-        found: dict[Value, str] = {}
+        """The step of all parameters. Raises `Unsupported` if parameters have different steps."""
+        names_by_step: dict[Value, str] = {}
         with Reader(check=False) as reader:
             for name, parameter in self.trained.items():
                 tensor = parameter.states.get("step")
                 step = parameter.values.get("step") if tensor is None else read(tensor, reader).item()
-                found.setdefault(step, name)
-        if len(found) > 1:
-            (a, first), (b, second) = list(found.items())[:2]
+                names_by_step.setdefault(step, name)
+        if len(names_by_step) > 1:
+            (a, first), (b, second) = list(names_by_step.items())[:2]
             raise Unsupported(
-                f"`{printable(first)}` has made {a} steps, `{printable(second)}` {b}: Megatron's distributed "
-                "optimizer keeps one",
+                f"`{printable(first)}` is at step {a}, but `{printable(second)}` at {b}: Megatron's distributed "
+                "optimizer stores one step",
                 hint="Try --zero 0 --to megatron-legacy.",
             )
-        return next(iter(found), None)
+        return next(iter(names_by_step), None)
 
 
 def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimizer | None:
-    """None if the source has none. Raises `Unsupported` for one that Megatron could not load."""
+    """The optimizer to write, or None if the source has none. Raises `Unsupported` if Megatron could not load it."""
     if target.source.groups:
-        found = WrittenOptimizer(target)
-        found.check(frozen=frozen)
-        return found
+        optimizer = WrittenOptimizer(target)
+        optimizer.check(frozen=frozen)
+        return optimizer
     parameters = target.source.parameters.values()
     if odd := next((p for p in parameters if p.role == "parameter" and p.states.keys() - {MODEL, MASTER}), None):
         raise Unsupported(
-            f"`{printable(odd.name)}` has optimizer states, but nothing says which parameter groups there are",
+            f"`{printable(odd.name)}` has optimizer states, but the source has no parameter groups",
             where=target.source.path,
-            hint="--model-only writes the weights alone.",
+            hint="--model-only writes only the weights.",
         )
     return None
 
 
 def trained_of(chunk: Iterable[LocalParameter]) -> list[LocalParameter]:
-    """What the optimizer knows of a chunk."""
-    return [one for one in chunk if one.parameter.role == "parameter"]
+    """The parameters of a chunk that an optimizer can have: all but buffers."""
+    return [parameter for parameter in chunk if parameter.model_parameter.role == "parameter"]
 
 
-def compared(one: LocalParameter, *, plain: bool) -> Tensor:
-    """What the model computes with. The plain optimizer has no masters of fp32 weights: they must be the weights."""
-    weight, master = one.states.get(MODEL), one.states.get(MASTER)
+def computed_weight(parameter: LocalParameter, *, plain: bool) -> Tensor:
+    """The weight to write as the model's. Bytes that must agree with it are added as a replica, to be compared.
+
+    The plain optimizer has no masters of float32 weights, so a master in the source must equal the weight.
+    """
+    weight, master = parameter.states.get(MODEL), parameter.states.get(MASTER)
     if weight is None:
-        return one.parameter.weight
+        return parameter.model_parameter.weight
     if not plain or master is None or weight.dtype != _FLOAT or master.shape != weight.shape:
         return weight
     return with_replicas([weight, replace(master, replicas=())])
 
 
-def _those(chunks: Sequence[Sequence[LocalParameter]], experts: bool) -> list[list[LocalParameter]]:
-    return [[one for one in chunk if is_expert(one.name) == experts] for chunk in chunks]
+def _parameters_of(chunks: Sequence[Sequence[LocalParameter]], experts: bool) -> list[list[LocalParameter]]:
+    return [[parameter for parameter in chunk if is_expert(parameter.name) == experts] for chunk in chunks]
 
 
-def _telling(options: Mapping[str, Value]) -> dict[str, Value]:
-    return {"wd_mult": 1.0 if options.get("weight_decay") else 0.0, **_TELLING}
+def _identifying(options: Mapping[str, Value]) -> dict[str, Value]:
+    return {"wd_mult": 1.0 if options.get("weight_decay") else 0.0, **_IDENTIFYING}
 
 
 def of_one(own: Value, number: int) -> Mapping[str, Value]:
-    """What one of several optimizers kept, whether the source had as many or one."""
+    """The items of optimizer `number`; the last one's if the source has fewer optimizers."""
     if isinstance(own, list):
         own = own[min(number, len(own) - 1)] if own else None
     return own if isinstance(own, dict) else {}
 
 
-def _kept(parameter: Parameter) -> set[str]:
-    """The optimizer's states; a step may be a plain number."""
+def _state_names(parameter: Parameter) -> set[str]:
+    """The names of the optimizer states of a parameter, including a step that is a plain number."""
     return set(parameter.states) - {MASTER, MODEL} | ({"step"} & parameter.values.keys())
 
 
 def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalParameter]]) -> dict[str, Value]:
-    """PyTorch's state dict. Fused optimizers count steps, as whole numbers, for a group; PyTorch's for a parameter."""
+    """PyTorch's state dict with numbered parameters.
+
+    Fused optimizers store an integer step for a group, PyTorch's own optimizers a float32 tensor for each parameter.
+    """
     state: dict[int, Value] = {}
     listed = []
     number = 0
-    for group, held in zip(groups, members, strict=True):
-        steps = {step for one in held if isinstance(step := one.values.get("step"), int)}
+    for group, parameters in zip(groups, members, strict=True):
+        steps = {step for parameter in parameters if isinstance(step := parameter.values.get("step"), int)}
         if len(steps) > 1:
-            raise Unsupported(f"parameters of one group have made {sorted(steps)} steps, but the optimizer keeps one")
-        numbers = range(number, number + len(held))
-        for one in held:
-            values = {key: value for key, value in one.values.items() if key != "step"}
-            step = one.values.get("step")
+            raise Unsupported(
+                f"parameters of one group are at the steps {sorted(steps)}, but the optimizer stores one step"
+            )
+        numbers = range(number, number + len(parameters))
+        for parameter in parameters:
+            values = {key: value for key, value in parameter.values.items() if key != "step"}
+            step = parameter.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
-            states = {s: t for s, t in one.states.items() if s not in (MASTER, MODEL)}
-            if kept := {**apart(states), **counted, **values}:
-                state[number] = kept
+            states = {s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
+            if entry := {**apart(states), **counted, **values}:
+                state[number] = entry
             number += 1
         listed.append({**group.options, **({"step": steps.pop()} if steps else {}), "params": list(numbers)})
     return {"state": state, "param_groups": listed}
 
 
-def _masters(held: Sequence[LocalParameter]) -> list[Tensor]:
-    return [one.states[MASTER] for one in held if one.states[MODEL].dtype != _FLOAT]
+def _masters(parameters: Sequence[LocalParameter]) -> list[Tensor]:
+    return [parameter.states[MASTER] for parameter in parameters if parameter.states[MODEL].dtype != _FLOAT]

@@ -1,8 +1,8 @@
-"""DeepSpeed's own words for how tensors are cut (`universal_checkpoint_info`), as our rules.
+"""Convert DeepSpeed's description of tensor parallelism (`universal_checkpoint_info`) to rules.
 
-Its patterns are regular expressions matched at the start of a name; tensors that
-no pattern names are cut along axis 0. `affine_map`, the newest form, lists the
-strided pieces of every rank and comes first.
+Its patterns are regular expressions that match at the start of a name. Tensors that
+match no pattern are split along axis 0. `affine_map`, the newest form, lists the
+strided pieces of every rank and has priority.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ORIGIN = "universal_checkpoint_info"
 
 
 def rules_of(info: Mapping[str, Value], where: Path) -> tuple[Rule, ...]:
-    """The rules, first match first. Raises `Corrupt` if the info is not of the known form."""
+    """The rules in order of priority. Raises `Corrupt` if the entry is not of the known form."""
     try:
         return tuple(_rules(info, where))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -38,11 +38,11 @@ def _rules(info: Mapping[str, Value], where: Path) -> Iterator[Rule]:
     true_rows = info.get("original_vocab_size")
     if vocabulary and not is_natural(true_rows):
         raise ValueError("vocabulary patterns without original_vocab_size")
-    whole: tuple[tuple[str, Partitioning], ...] = (
+    unsharded: tuple[tuple[str, Partitioning], ...] = (
         ("tp_replicated_parameter_patterns", "replicated"),
         ("parameter_to_average_patterns", "averaged"),
     )
-    for key, how in whole:
+    for key, how in unsharded:
         for pattern in info.get(key) or ():
             yield Rule(_prefix(pattern, origin), how, origin=origin)
     for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ():
@@ -73,15 +73,15 @@ def _prefix(pattern: Any, origin: str) -> str:
     return f"(?:{pattern}).*"
 
 
-def _fused(said: Any) -> int | tuple[int, ...]:
-    """Lengths of the pieces, or how many there are: (q, k, v), or 3, or the older (3, -1)."""
-    if is_natural(said) and said:
-        return int(said)
-    lengths = tuple(said)
+def _fused(value: Any) -> int | tuple[int, ...]:
+    """The lengths of the fused parts, such as (q, k, v), or their number, such as 3 or in the older form (3, -1)."""
+    if is_natural(value) and value:
+        return int(value)
+    lengths = tuple(value)
     if len(lengths) == 2 and lengths[1] == -1:
         return _fused(lengths[0])
     if not all(map(is_natural, lengths)) or not lengths:
-        raise ValueError(f"sub-parameters of lengths {said!r}")
+        raise ValueError(f"sub-parameters of lengths {value!r}")
     return lengths
 
 
@@ -91,7 +91,7 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
     if sorted(ranks) != list(range(len(ranks))):
         raise ValueError("affine_map: ranks are not numbered from 0")
     blocks = [
-        tuple(_placed(piece, _shape(ranks[r]["shard_shape"]), shape) for piece in ranks[r]["pieces"])
+        tuple(_shard_block(piece, _shape(ranks[r]["shard_shape"]), shape) for piece in ranks[r]["pieces"])
         for r in range(len(ranks))
     ]
     if all(block == (ShardBlock(Box.whole(shape), Box.whole(shape)),) for block in blocks):
@@ -99,15 +99,15 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
     return Rule(pattern, "blocks", shape=shape, blocks=tuple(blocks), origin=f"{origin}.affine_map")
 
 
-def _placed(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> ShardBlock:
+def _shard_block(piece: Mapping[str, Any], shard: Shape, full: Shape) -> ShardBlock:
     if piece.get("scale", 1) != 1:
         raise Unsupported("affine_map: a piece is scaled, which optimizer states cannot follow")
     size = _shape(piece["shape"])
-    return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], whole))
+    return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], full))
 
 
 def _box(size: Shape, view: Any, tensor: Shape) -> Box:
-    """The block that a strided view of a C-ordered tensor is, if it is one."""
+    """The block of a C-ordered tensor that a strided view covers. Raises `Unsupported` if it is not a block."""
     offset, strides = view
     expected = c_strides(tensor, 1)
     if (
@@ -126,8 +126,8 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
     return box
 
 
-def _shape(said: Any) -> Shape:
-    shape = tuple(said)
+def _shape(value: Any) -> Shape:
+    shape = tuple(value)
     if not all(map(is_natural, shape)) or len(shape) > 64:
-        raise ValueError(f"shape {said!r:.60}")
+        raise ValueError(f"shape {value!r:.60}")
     return shape

@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt.executors import run_tasks
 from ckpt.interrupts import interruptible
+from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
@@ -21,9 +22,12 @@ from ckpt_formats.core.identity import changes
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import flat
+from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
 
-Kind = Literal["coverage", "checksum", "values", "replicas", "copy", "doubt", "unreadable", "changed", "log", "replay"]
+Kind = Literal[
+    "coverage", "checksum", "values", "replicas", "copy", "suspicious", "unreadable", "changed", "log", "replay"
+]
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ def nbytes_to_read(checkpoint: Checkpoint) -> int:
     return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
 
 
-def find_problems(checkpoint: Checkpoint, effort: Resources, moved: CountBytes = lambda nbytes: None) -> list[Finding]:
+def find_problems(
+    checkpoint: Checkpoint, resources: Resources, moved: CountBytes = lambda nbytes: None
+) -> list[Finding]:
     """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
     with interruptible(moved) as count:
-        return _examine(checkpoint, effort, count)
+        return _examine(checkpoint, resources, count)
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:
@@ -54,25 +60,25 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, effort: Resources, moved: CountBytes) -> list[Finding]:
+def _examine(checkpoint: Checkpoint, resources: Resources, moved: CountBytes) -> list[Finding]:
     findings = list(_coverage(checkpoint))
-    findings += [Finding("doubt", doubt, str(checkpoint.path)) for doubt in checkpoint.suspicions]
+    findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
         partial(_seal, seal, touched.get(seal, ()), moved) for seal in checkpoint.seals
     ]
     work += [
-        partial(_agreement, parameter, effort.slab, moved)
+        partial(_agreement, parameter, resources.slab, moved)
         for parameter in checkpoint.parameters.values()
         if _compared(parameter) and (parameter.name,) not in damaged
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], digests, effort.slab, moved)
+        partial(_values, checkpoint.parameters[name], digests, resources.slab, moved)
         for name, digests in _together(checkpoint)
     ]
-    with ThreadPoolExecutor(effort.workers, "ckpt") as pool:
-        found = [f for fs in run_tasks(pool, _call, work, 2 * effort.workers) for f in fs]
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        found = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
     broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
     # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
     findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
@@ -210,3 +216,14 @@ def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> It
         files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
         what = f"{differing:,} of {copy.size:,} weights are not their masters, rounded"
         yield Finding("copy", what, ", ".join(files), (name,))
+
+
+def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:
+    """Everything that is wrong with a checkpoint; empty if nothing is. Reads all of it.
+
+    Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile.
+    """
+    if uses_codecs(source):
+        load_kernels()
+    moved = count_to(nbytes_to_read(source), progress)
+    return [*find_problems(source, resources or Resources(), moved), *changed(source)]

@@ -1,10 +1,10 @@
-"""The tensors of a `torch_dist` checkpoint of a new layout: the key of each, and the blocks that each rank writes.
+"""Write the tensors of a `torch_dist` checkpoint: the key of each, and the blocks that each rank writes.
 
     model                      <key>
     plain optimizer            optimizer.state.{fp32_param,exp_avg,exp_avg_sq,...}.<key>
     distributed optimizer      optimizer.state.{param,exp_avg,exp_avg_sq}.<key>     (`fully_reshardable`)
 
-Some tensors are stored in pieces, each under a key of its own.
+Some tensors are stored in parts, each under its own key.
 """
 
 import re
@@ -14,22 +14,22 @@ from functools import cached_property
 from itertools import accumulate
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
-from ckpt_formats.engines.dcp.entries import Entry
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box, slab
 from ckpt_formats.core.layout import Rule, cuts, split
-from ckpt_formats.engines.megatron.shared.arguments import Parallel
-from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
-from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, compared
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
-from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import LayersBlob
+from ckpt_formats.engines.dcp.entries import Entry
+from ckpt_formats.engines.megatron.shared.arguments import Parallel
+from ckpt_formats.engines.megatron.shared.names import expert_of, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, is_padded, without_padding
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, computed_weight
+from ckpt_formats.engines.megatron.torch_dist.keys import Key, Keys
 
-_PIECES = {
+_PART_NAMES = {
     r".*\.mixer\.in_proj\.weight": ("z", "x", "B", "C", "dt"),
     r".*\.mixer\.conv1d\.(?:weight|bias)": ("x", "B", "C"),
     r".*\.self_attention\.in_proj\.weight": ("query", "key", "value", "z", "beta", "alpha"),
@@ -40,7 +40,7 @@ _FLOAT = DTYPES["float32"]
 
 @dataclass(frozen=True)
 class KeyedShards:
-    """A whole tensor under its key, and the blocks of it that each of the ranks that cut it writes."""
+    """A full tensor, its key, and the blocks that each rank writes, in the order of the ranks that split it."""
 
     key: Key
     tensor: Tensor
@@ -49,13 +49,14 @@ class KeyedShards:
 
 @dataclass
 class _Stack:
-    """What a key stacks: the tensor at each place."""
+    """The stack of a key: the tensor at each place."""
 
     key: Key
     tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @cached_property
-    def whole(self) -> Tensor:
+    def tensor(self) -> Tensor:
+        """The stacked tensor. Raises `Unsupported` if layers have different shapes or dtypes."""
         first = next(iter(self.tensors.values()))
         if odd := next((t for t in self.tensors.values() if (t.shape, t.dtype) != (first.shape, first.dtype)), None):
             raise Unsupported(
@@ -74,9 +75,9 @@ class KeyedTensors:
     optimizer: WrittenOptimizer | None
 
     def entries(self) -> Iterator[tuple[RankCoords, Parameter, Entry]]:
-        """Every block, the rank that writes it, and the parameter that it is of."""
+        """Every block as (the rank that writes it, its parameter, its entry)."""
         stacks: dict[str, _Stack] = {}
-        held: list[tuple[str, Parameter, KeyedShards]] = []
+        keyed: list[tuple[str, Parameter, KeyedShards]] = []
         for parameter in self.target.source.parameters.values():
             if parameter.role == "extra":
                 continue
@@ -84,20 +85,20 @@ class KeyedTensors:
                 for shards in self._shards(parameter.name, tensor):
                     text = f"{prefix}{shards.key.text}"
                     stacks.setdefault(text, _Stack(shards.key)).tensors[shards.key.place] = shards.tensor
-                    held.append((text, parameter, shards))
+                    keyed.append((text, parameter, shards))
         chunks = dict.fromkeys(stacks, 0)
         numbers = {text: number for number, text in enumerate(stacks)}
-        for text, parameter, shards in held:
-            whole, place = stacks[text].whole, shards.key.place
+        for text, parameter, shards in keyed:
+            tensor, place = stacks[text].tensor, shards.key.place
             for rank, boxes in enumerate(shards.blocks):
                 writer = self.writer(parameter.name, rank)
                 for box in boxes:
                     at = Box((*place, *box.start), (*(i + 1 for i in place), *box.stop))
-                    yield writer, parameter, Entry(text, (text,), numbers[text], whole, at, chunks[text])
+                    yield writer, parameter, Entry(text, (text,), numbers[text], tensor, at, chunks[text])
                     chunks[text] += 1
 
     def _states(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
-        """What is stored of a parameter, and what comes before its key."""
+        """The tensors to store for a parameter, each with the prefix of its key."""
         yield "", self._weight(parameter)
         if self.optimizer is None or parameter.name not in self.optimizer.trained:
             return
@@ -112,36 +113,38 @@ class KeyedTensors:
 
     def _weight(self, parameter: Parameter) -> Tensor:
         plain = self.optimizer is not None and not self.target.distributed
-        return compared(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
+        return computed_weight(LocalParameter(parameter.name, parameter.name, parameter, parameter.states), plain=plain)
 
     def _shards(self, name: str, tensor: Tensor) -> Iterator[KeyedShards]:
         target = self.target
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         rule = target.layout.rule(name) if target.layout.matching(name) or degree > 1 else Rule(".*", "replicated")
         key, tensor = self.keys.of(name), _padded(target, name, tensor, rule, degree)
-        blocks = [tuple(placed.whole for placed in one) for one in cuts(name, tensor.shape, rule, degree)]
+        blocks = [tuple(placed.whole for placed in boxes) for boxes in cuts(name, tensor.shape, rule, degree)]
         if rule.how not in ("sharded", "blocks"):
-            blocks = blocks[:1]  # all ranks hold the same: the first writes it
-        names = next((names for pattern, names in _PIECES.items() if re.fullmatch(pattern, name)), None)
+            blocks = blocks[:1]  # all ranks have the same tensor: the first rank writes it
+        names = next((names for pattern, names in _PART_NAMES.items() if re.fullmatch(pattern, name)), None)
         if names is None:
             yield KeyedShards(key, tensor, tuple(blocks))
             return
         if not isinstance(rule.fused, tuple) or len(rule.fused) != len(names):
-            raise Unsupported(f"`{printable(name)}` is stored in the pieces {', '.join(names)}, but its rule is: {rule}")
+            raise Unsupported(f"`{printable(name)}` is stored in the parts {', '.join(names)}, but its rule is: {rule}")
         lengths = [int(length) for length in rule.fused]
-        for piece, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
+        for part, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
             within = slab(tensor.shape, rule.axis, at, at + length)
-            cut = (tuple(common.within(within) for box in one if (common := box & within)) for one in blocks)
-            yield KeyedShards(replace(key, text=f"{key.text}.{piece}"), tensor.crop(within), tuple(cut))
+            part_blocks = (
+                tuple(common.within(within) for box in boxes if (common := box & within)) for boxes in blocks
+            )
+            yield KeyedShards(replace(key, text=f"{key.text}.{part}"), tensor.crop(within), tuple(part_blocks))
 
     def writer(self, name: str, rank: int = 0) -> RankCoords:
-        """The one of the ranks that cut a parameter, with the same shard on others, that writes it."""
+        """The rank that writes shard `rank` of a parameter: the first of those that have it."""
         parallel, expert = self.target.parallel, expert_of(name)
         first = 0 if expert is None else expert // self.target.experts * parallel.etp
         return place_of(parallel, self.stage_of(name), first + rank)
 
     def stage_of(self, name: str) -> int:
-        """The pipeline stage that has a parameter, or the extra state of a module."""
+        """The pipeline stage of a parameter, or of a module's extra state."""
         layer = layer_of(name)
         return home(self.target, name)[0] if layer is None else self._stages[layer]
 
@@ -154,15 +157,15 @@ class KeyedTensors:
 
 
 def place_of(parallel: Parallel, pp: int, within: int) -> RankCoords:
-    """The rank with this number among those of its stage, where tensor-parallel ranks are counted first."""
+    """The coordinates of rank number `within` in a stage, where tensor-parallel ranks are counted first."""
     return RankCoords(within % parallel.tp, pp, within // parallel.etp, within % parallel.etp)
 
 
 def _padded(target: WriteLayout, name: str, tensor: Tensor, rule: Rule, degree: int) -> Tensor:
-    """A table of the vocabulary with as many rows as the new run's have; any other tensor as it is."""
+    """A table of the vocabulary with the number of rows of the new run; any other tensor unchanged."""
     if not is_padded(target, name):
         return tensor
     tensor = without_padding(target, name, tensor)
     rows = -(-max(tensor.shape[0], target.rows or 0) // degree) * degree
-    (whole,) = split(name, tensor, rule, 1, rows)
-    return whole
+    (padded,) = split(name, tensor, rule, 1, rows)
+    return padded

@@ -1,13 +1,13 @@
-"""Optimizer states of a `torch_dist` checkpoint, in each of the ways in which Megatron has kept them.
+"""Read the optimizer states of a `torch_dist` checkpoint, in every encoding that Megatron has used.
 
-    plain, fully_reshardable    optimizer.state.<state>.<key of the model>, in its shape
-    fully_sharded_model_space   the same keys; each shard flattened behind the axes of its place
+    plain, fully_reshardable    optimizer.state.<state>.<key of the model>, in the shape of the model's tensor
+    fully_sharded_model_space   the same keys; (shards along each axis ..., elements of a shard)
     dp_reshardable, fully_sharded_bucket_space    flat buffers:
         optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>
     dp_zero_gather_scatter      an object as in distrib_optim.pt:
         optimizer.distributed.dp_group_idx_G.param_state
 
-With several optimizers (dense parameters', experts'), keys of the last two begin with `chained_<i>.`
+With several optimizers (of dense parameters, of experts), keys of the last two encodings begin with `chained_<i>.`
 """
 
 import re
@@ -18,83 +18,84 @@ from math import prod
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.text import printable
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
-from ckpt_formats.core.views import reshaped, unstacked
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.core.views import reshaped, unstacked
 
 MASTERS = ("param", "fp32_param")
 WRAPPER = "module."
-"""Before all keys of a model that was saved with what wrapped it: NeMo does so."""
+"""The prefix of all keys if the model was saved with its wrapper, as NeMo does."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|[^.]+)\.(.+)")
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(.+)"
 )
 _OBJECT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.([a-z_]+)/shard_.*")
 _OPTIMIZERS = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_MOST = 1 << 20
+_MAX_SHARDS = 1 << 20
 
 Group = tuple[int, int]
-"""Which optimizer of a chain, and which of the groups of ranks that hold the same parameters."""
+"""The number of the optimizer, and of the group of ranks that share the same parameters."""
 
 
 @dataclass
 class SplitItems:
-    """Tensors and objects by what they are."""
+    """The tensors and objects of a checkpoint, by kind."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """By state, then by key of the model."""
+    """By state, then by the model's key."""
     buckets: dict[Group, dict[int, dict[str, dict[int, Tensor]]]] = field(default_factory=dict)
-    """By group, number of the buffer, state, number of the bucket."""
+    """By group, number of the buffer, state, number of the bucket; each is (n,)."""
     objects: dict[Group, dict[str, Value]] = field(default_factory=dict)
-    """What each group's optimizer says of itself."""
-    others: dict[str, Value] = field(default_factory=dict)
+    """The objects of each group's optimizer, by name: its own state dict, its buffers."""
+    other_values: dict[str, Value] = field(default_factory=dict)
     wrapped: bool = False
+    """True if the model's keys begin with `WRAPPER`."""
 
     @property
     def flat(self) -> bool:
-        """Are states kept in buffers without names?"""
-        return bool(self.buckets) or any("param_state" in said for said in self.objects.values())
+        """True if states are stored in flat buffers without names."""
+        return bool(self.buckets) or any("param_state" in items for items in self.objects.values())
 
 
-def sort(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
-    """Sort a checkpoint's keys."""
-    found = SplitItems()
+def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
+    """The tensors and objects of a checkpoint by kind. Raises `Corrupt` if two keys stand for the same value."""
+    items = SplitItems()
     for key, tensor in tensors.items():
         if match := _STATE.fullmatch(key):
             state = MASTER if match[1] in MASTERS else match[1]
             name = match[2].removeprefix(WRAPPER)
-            if found.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
+            if items.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
                 raise Corrupt(f"the state `{state}` of `{printable(name)}` is stored twice")
         elif match := _BUCKET.fullmatch(key):
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
             state = MASTER if match[6] in MASTERS else match[6]
-            found.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
+            items.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
         elif _OPTIMIZERS.match(key):
-            found.others[key] = tensor  # of a kind that is not known, but none of the model
+            items.other_values[key] = tensor  # of an unknown kind, but not of the model
         else:
-            found.wrapped = found.wrapped or key.startswith(WRAPPER)
-            if found.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
+            items.wrapped = items.wrapped or key.startswith(WRAPPER)
+            if items.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
                 raise Corrupt(f"`{printable(key)}` is stored twice")
     for key, value in objects.items():
         if match := _OBJECT.fullmatch(key):
-            found.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
+            items.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
         else:
-            found.others[key.removeprefix(WRAPPER)] = value
-    return found
+            items.other_values[key.removeprefix(WRAPPER)] = value
+    return items
 
 
 def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
-    """A state whose shards were flattened behind the axes that count them, in the shape of the model's tensor.
+    """A state in the shape of the model's tensor, from its flattened shards.
 
-    It has the shape [shards along each axis ..., elements of a shard].
+    `flat`: (shards along each axis ..., elements of a shard). Raises `Corrupt` if the shapes do not fit.
     """
     counts = flat.shape[:-1]
     if len(counts) != len(shape) or any(n < 1 or m % n for n, m in zip(counts, shape, strict=True)):
         raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
     local = tuple(m // n for n, m in zip(counts, shape, strict=True))
-    if prod(local) != flat.shape[-1] or prod(counts) > _MOST:
+    if prod(local) != flat.shape[-1] or prod(counts) > _MAX_SHARDS:
         raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
     by_place: dict[Shape, list[Fragment]] = {}
     for fragment in flat.fragments:
@@ -107,8 +108,8 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
             blob = unstacked(blob, 0)
         by_place.setdefault(fragment.box.start[:-1], []).append(Fragment(run, blob.fragments[0].blob))
     parts: list[Fragment] = []
-    for place, held in by_place.items():
-        shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(held)), 0, local)
+    for place, fragments in by_place.items():
+        shard = reshaped(Tensor(flat.shape[-1:], flat.dtype, tuple(fragments)), 0, local)
         corner = tuple(i * n for i, n in zip(place, local, strict=True))
-        parts += (Fragment(one.box.shift(corner), one.blob) for one in shard.fragments)
+        parts += (Fragment(fragment.box.shift(corner), fragment.blob) for fragment in shard.fragments)
     return from_fragments(shape, parts, flat.dtype)

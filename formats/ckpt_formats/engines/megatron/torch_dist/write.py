@@ -1,8 +1,8 @@
-"""Writing `torch_dist`: a distributed checkpoint, `common.pt` and `metadata.json`.
+"""Write `torch_dist`: a distributed checkpoint, `common.pt` and `metadata.json`.
 
-Each rank of the new run has the files that it would write itself: `__R_0.distcp`, `__R_1.distcp`. Shards that
-several ranks hold are written by the first of them. The optimizer's states are written so that they can be loaded
-at any degrees: what Megatron calls `fully_reshardable`, but for its save bug.
+Each rank of the new run has the files that it would write itself: `__R_0.distcp`, `__R_1.distcp`. If several ranks
+have the same shard, the first of them writes it. The optimizer's states can be loaded at any degrees: Megatron calls
+this form `fully_reshardable`. Megatron's own error in saving it (see `master_check`) does not occur here.
 """
 
 import json
@@ -10,26 +10,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Parameter, FilePlan, Receipt
-from ckpt_formats.engines.dcp.balance import BytesPerRank
-from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, block_of
-from ckpt_formats.engines.dcp.write import write_metadata, write_part
+from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_sealed
-from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
-from ckpt_formats.engines.megatron.dist.common import CommonState
-from ckpt_formats.engines.megatron.dist.keys import Keys
-from ckpt_formats.engines.megatron.dist.objects import RANDOM, ObjectShards
-from ckpt_formats.engines.megatron.dist.shards import KeyedTensors
-from ckpt_formats.engines.megatron.shared.folder import folder_of
-from ckpt_formats.engines.megatron.shared.split import RankCoords
-from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of
-from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.core.format import FilePlan, Plan, Receipt
+from ckpt_formats.core.notices import Notice, unsure
 from ckpt_formats.core.text import printable
-from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Record
+from ckpt_formats.engines.dcp.balance import BytesPerRank
+from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, block_of
+from ckpt_formats.engines.dcp.write import write_metadata, write_part
+from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE
+from ckpt_formats.engines.megatron.shared.folder import folder_of
+from ckpt_formats.engines.megatron.shared.split import RankCoords
+from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer, optimizer_of
+from ckpt_formats.engines.megatron.torch_dist.common import CommonState
+from ckpt_formats.engines.megatron.torch_dist.keys import Keys
+from ckpt_formats.engines.megatron.torch_dist.objects import RANDOM, ObjectShards
+from ckpt_formats.engines.megatron.torch_dist.shards import KeyedTensors
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -38,12 +40,12 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _OF_RANKS = {"rank", "local_rank"}
-"""Arguments that only number the rank that saves them."""
-_FILES_EACH = 2
-"""Of each rank, as Megatron has it: they can be written at the same time."""
+"""Arguments that are only the number of the rank that saves them."""
+_FILES_PER_RANK = 2
+"""Megatron's default: the files of a rank can be written in parallel."""
 
 
-def parts(target: WriteLayout) -> Sequence[FilePlan]:
+def plan(target: WriteLayout) -> Plan:
     """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
     _check_names(target)
     optimizer, items, keys = optimizer_of(target, frozen=True), RankExtras(target), Keys(target)
@@ -51,53 +53,53 @@ def parts(target: WriteLayout) -> Sequence[FilePlan]:
         _check_states(optimizer)
     folder = folder_of(target.source.origin.step)
     common = tree_part(f"{folder}/common.pt", CommonState(target, keys, items, optimizer).tree(), (), "common")
-    said = {"remarks": tuple(_remarks(target, items, optimizer)), "losses": tuple(_losses(target))}
     backends = json.dumps(_BACKENDS).encode()
-    return [
-        FilePlan(common.file, common.parameters, {**common.what, **said}, common.size, common.role, {}, common.tensors),
-        FilePlan(f"{folder}/metadata.json", (), {"bytes": backends}, len(backends), "metadata"),
+    files = (
+        common,
+        FilePlan(f"{folder}/metadata.json", (), backends, len(backends), "metadata"),
         *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
-    ]
+    )
+    return Plan(files, tuple(map(Notice, _losses(target))), unsure(_remarks(target, items, optimizer)))
 
 
 def write(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-    """Write one file."""
+    """Write one file and return its receipt."""
     (folder / part.file).parent.mkdir(exist_ok=True)
-    if "entries" in part.what:
+    if isinstance(part.content, ItemsContent):
         return write_part(folder, part, transfer)
-    if "bytes" not in part.what:
+    if not isinstance(part.content, bytes):
         return write_tree(folder, part, transfer)
-    seal = write_sealed(folder, part.file, [part.what["bytes"]])
+    seal = write_sealed(folder, part.file, [part.content])
     return Receipt(part.file, seal.nbytes, (seal,), {})
 
 
 def write_index(folder: Path, receipts: Sequence[Receipt]) -> None:
-    """Write `.metadata`, which says where everything lies."""
+    """Write `.metadata`, which states the file and offset of every item."""
     write_metadata(folder, [receipt for receipt in receipts if "items" in receipt.entry], named=False)
 
 
 @dataclass
 class _RankFiles:
-    """What one rank writes."""
+    """The entries that one rank writes."""
 
     number: int
     place: RankCoords
     entries: list[tuple[Entry, Parameter | None]] = field(default_factory=list)
-    """Each with the parameter that it is of."""
+    """Each with its parameter; None for objects."""
 
     def parts(self, folder: str, layouts: EntryLayouts) -> Iterator[FilePlan]:
-        """The files of about equal size."""
-        held: list[list[tuple[Entry, Parameter | None]]] = [[] for _ in range(_FILES_EACH)]
-        loads = BytesPerRank(_FILES_EACH)
+        """The rank's files, of about equal size."""
+        by_file: list[list[tuple[Entry, Parameter | None]]] = [[] for _ in range(_FILES_PER_RANK)]
+        loads = BytesPerRank(_FILES_PER_RANK)
         for entry, parameter in self.entries:
-            held[loads.give(range(_FILES_EACH), layouts.of(entry).nbytes)].append((entry, parameter))
+            by_file[loads.give(range(_FILES_PER_RANK), layouts.of(entry).nbytes)].append((entry, parameter))
         rank = {"rank": self.number, "tp": self.place.tp, "pp": self.place.pp}
-        for k, pairs in enumerate(held):
+        for k, pairs in enumerate(by_file):
             if pairs:
                 yield FilePlan(
                     f"{folder}/__{self.number}_{k}.distcp",
                     tuple({owner.name: owner for _, owner in pairs if owner is not None}.values()),
-                    {"entries": tuple(entry for entry, _ in pairs)},
+                    ItemsContent(tuple(entry for entry, _ in pairs)),
                     loads.nbytes[k],
                     "data",
                     rank,
@@ -105,7 +107,9 @@ class _RankFiles:
                 )
 
 
-def _by_rank(target: WriteLayout, keys: Keys, items: RankExtras, optimizer: WrittenOptimizer | None) -> Iterable[_RankFiles]:
+def _by_rank(
+    target: WriteLayout, keys: Keys, items: RankExtras, optimizer: WrittenOptimizer | None
+) -> Iterable[_RankFiles]:
     ranks: dict[int, _RankFiles] = {}
 
     def rank(place: RankCoords) -> _RankFiles:
@@ -125,9 +129,10 @@ def _check_names(target: WriteLayout) -> None:
     for name, parameter in target.source.parameters.items():
         if parameter.role != "extra" and name.startswith(("language_model.", "word_embeddings", "lm_head.")):
             raise Unsupported(
-                f"`{printable(name)}` has its name from before Megatron core, whose distributed checkpoints have others",
+                f"`{printable(name)}` is a name from before Megatron core, which its distributed checkpoints do not "
+                "use",
                 where=target.source.path,
-                hint="Say --to megatron-legacy, which keeps the names.",
+                hint="Use --to megatron-legacy, which keeps the names.",
             )
 
 
@@ -138,7 +143,7 @@ def _check_states(optimizer: WrittenOptimizer) -> None:
                 raise Unsupported(
                     f"Megatron's distributed checkpoints have no place for the optimizer state `{printable(state)}` of "
                     f"`{printable(parameter.name)}`, of shape {list(tensor.shape)}",
-                    hint="Say --to megatron-legacy, or --model-only.",
+                    hint="Use --to megatron-legacy, or --model-only.",
                 )
 
 
@@ -146,20 +151,20 @@ def _remarks(target: WriteLayout, items: RankExtras, optimizer: WrittenOptimizer
     parallel = target.parallel
     places = [RankCoords(tp, pp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
     if RANDOM not in target.source.extras:
-        yield "no random states came with the source: Megatron draws new ones from the run's seed"
+        yield "the source has no random states: Megatron creates new ones from the run's seed"
     elif new := sum(map(items.is_new, places)):
-        yield f"{new} of {len(places)} ranks have no random states of their own: they go on with another's"
-    if gone := items.count - (len(places) - sum(map(items.is_new, places))):
-        yield f"what {gone} ranks had of their own, random states above all, is left out: the new run has no such ranks"
+        yield f"{new} of {len(places)} ranks have no random states in the source: they get those of another rank"
+    if dropped := items.count - (len(places) - sum(map(items.is_new, places))):
+        yield f"values of {dropped} ranks of the source, mainly random states: the new run has no such ranks"
     if optimizer is None:
-        yield "no optimizer came with the source: load with --no-load-optim, or --finetune"
+        yield "the source has no optimizer: load with --no-load-optim, or --finetune"
 
 
 def _losses(target: WriteLayout) -> Iterator[str]:
-    """What single ranks had of their own and distributed checkpoints have no place for."""
-    said = target.source.extras.get("ranks")
+    """Values in which ranks differ and for which distributed checkpoints have no place."""
+    by_rank = target.source.extras.get("ranks")
     own: dict[str, set[str]] = {}
-    for items in said.values() if isinstance(said, Mapping) else ():
+    for items in by_rank.values() if isinstance(by_rank, Mapping) else ():
         for key, value in items.items() if isinstance(items, Mapping) else ():
             if key not in (RANDOM, EXTRA_STATE):
                 fields = value.state if isinstance(value, Record) else None
@@ -167,4 +172,4 @@ def _losses(target: WriteLayout) -> Iterator[str]:
     own = {key: fields - _OF_RANKS for key, fields in own.items() if not fields or fields - _OF_RANKS}
     for key, fields in own.items():
         listed = f" ({', '.join(sorted(fields)[:5])})" if fields else ""
-        yield f"what ranks had differently of `{printable(key)}`{printable(listed)}: the first rank's is kept"
+        yield f"the values of `{printable(key)}`{printable(listed)} in which ranks differ: the first rank's are written"

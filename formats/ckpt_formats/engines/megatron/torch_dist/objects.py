@@ -1,18 +1,18 @@
-"""The objects of a `torch_dist` checkpoint of a new layout: modules' extra states, random states, and all others."""
+"""Write the objects of a `torch_dist` checkpoint: modules' extra states, random states, and all others."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.entries import Entry
-from ckpt_formats.state_dicts.extras import tensors_for_names
-from ckpt_formats.engines.megatron.dist.keys import Key, Keys
-from ckpt_formats.engines.megatron.dist.shards import KeyedTensors, place_of
-from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.names import is_expert, is_extra_state
+from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.torch_dist.keys import Key, Keys
+from ckpt_formats.engines.megatron.torch_dist.shards import KeyedTensors, place_of
+from ckpt_formats.state_dicts.extras import tensors_for_names
 
 RANDOM = "rng_state"
 _SUFFIX = "._extra_state"
@@ -33,35 +33,35 @@ class ObjectShards:
     tensors: KeyedTensors
 
     def entries(self, number: int) -> Iterator[tuple[RankCoords, Entry]]:
-        """Every object, and the rank that writes it; they are counted from `number` on."""
-        found = (*self._extra_states(), *self._random_states(), *self._others())
-        for i, (place, key, value) in enumerate(found):
+        """Every object and the rank that writes it. Entries are numbered from `number`."""
+        objects = (*self._extra_states(), *self._random_states(), *self._others())
+        for i, (place, key, value) in enumerate(objects):
             # Megatron saves each object as a list of one.
             yield place, Entry(key, (key,), number + i, [tensors_for_names(value, self.target.source.parameters)])
 
     def _extra_states(self) -> Iterator[tuple[RankCoords, str, Value]]:
-        had = {n: v for n, v in self.items.extra_states(RankCoords(0, 0)).items() if is_extra_state(n)}
+        stored = {n: v for n, v in self.items.extra_states(RankCoords(0, 0)).items() if is_extra_state(n)}
         needed = dict.fromkeys(self._modules())
-        # Without fp8 they say nothing, so what the source lacks can be made.
-        for name in {**needed, **{n: None for n in had if not _GROUPED.fullmatch(n) and (n != _HEAD or had[n])}}:
-            value = had.get(name)
+        # Without fp8 extra states are empty, so those that the source does not have can be created.
+        for name in {**needed, **{n: None for n in stored if not _GROUPED.fullmatch(n) and (n != _HEAD or stored[n])}}:
+            value = stored.get(name)
             if value is None and is_expert(name):
-                value = had.get(re.sub(r"\.local_experts\.\d+", "", name))
+                value = stored.get(re.sub(r"\.local_experts\.\d+", "", name))
             yield self.tensors.writer(name), self.keys.of(name).object(), value
 
     def _modules(self) -> Iterator[str]:
-        """The modules that Megatron asks for an extra state of: all that multiply by a matrix."""
+        """The extra states that Megatron expects: those of all modules that multiply by a matrix."""
         names = self.target.source.parameters
         for name in names:
             if match := _LINEAR.fullmatch(name):
                 yield match[1] + _SUFFIX
             if self.target.fused_norms and (match := _FUSED.fullmatch(name)):
                 yield f"{match[1]}.core_attention{_SUFFIX}"
-        if any(".mixer." in name for name in names):  # models of Megatron core other than GPT keep that of the head
+        if any(".mixer." in name for name in names):  # models other than GPT also save that of the output layer
             yield _HEAD
 
     def _random_states(self) -> Iterator[tuple[RankCoords, str, Value]]:
-        """One of each rank that draws numbers of its own: with experts on several ranks, of all."""
+        """The random states: of each (stage, tp) rank; with expert parallelism, of all ranks."""
         parallel = self.target.parallel
         ranks = [(pp, tp) for pp in range(parallel.pp) for tp in range(parallel.tp)]
         if parallel.ep == 1:
@@ -78,12 +78,12 @@ class ObjectShards:
                     yield place_of(parallel, pp, dp * parallel.tp + tp), key, value
 
     def _others(self) -> Iterator[tuple[RankCoords, str, Value]]:
-        """Objects of other kinds, as they were."""
+        """Objects of other kinds, unchanged."""
         for key, value in self.target.source.extras.items():
             if is_object(key):
                 yield RankCoords(0, 0), key, value
 
 
 def is_object(key: str) -> bool:
-    """Is it the key of an object, with a place among others?"""
+    """True if it is the key of an object shard: `rng_state/shard_0.1_2.2`."""
     return _OBJECT.fullmatch(key) is not None

@@ -1,7 +1,7 @@
-"""The keys of a `torch_dist` checkpoint, as Megatron's `sharded_state_dict` has them: the inverse of `dist_model`.
+"""The keys of a `torch_dist` checkpoint, as in Megatron's `sharded_state_dict`: the inverse of `model`.
 
-Layers that are all alike are stacked: they share a key, and a first axis counts them. So do experts, along the next
-axis. Where Megatron's arguments allow layers of several kinds, each has keys of its own.
+Layers of the same kind are stacked: they share a key, and the first axis is their number. Experts are stacked along
+the next axis. If Megatron's arguments allow layers of several kinds, each layer has its own keys.
 """
 
 import re
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.engines.megatron.dist.optimizer import WRAPPER
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.names import expert_of
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.core.values import Value
+from ckpt_formats.engines.megatron.torch_dist.optimizer import WRAPPER
 
 MIXED = "non_homogeneous_layers"
-"""Says, in a checkpoint's `content_metadata`, that its layers have keys of their own."""
+"""The entry of `content_metadata` that states that each layer has its own keys."""
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
 _NORM = re.compile(r"(.*\.layers\.\d+\.(?:.*\.)?)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
@@ -25,7 +25,7 @@ _LATENT = "self_attention.linear_kv_up_proj.weight"
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a tensor, and its place along the axes by which the key stacks several."""
+    """The key of a tensor, and its place along the axes of a stack: () if the key is not a stack."""
 
     text: str
     place: Shape = ()
@@ -39,12 +39,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one target."""
+    """The keys of a target."""
 
     target: WriteLayout
 
     def of(self, name: str) -> Key:
-        """The key of a tensor of the whole model, or of a module's extra state."""
+        """The key for a tensor of the full model, or for a module's extra state."""
         name = self._as_inside(name)
         place: Shape = ()
         lengths: Shape = ()
@@ -57,18 +57,21 @@ class Keys:
 
     @property
     def _wrapper(self) -> str:
-        """Before all keys, if the source's had it."""
+        """The prefix of all keys, if the source has it."""
         return WRAPPER if self.target.source.origin.layout.get("wrapped") is True else ""
 
     @cached_property
     def mixed(self) -> bool:
-        """Have layers keys of their own, since they may be of several kinds?"""
-        return self._said_mixed or self.unlike
+        """True if each layer has its own keys, because layers may be of several kinds."""
+        return self._stated_mixed or self.differing
 
     @cached_property
-    def unlike(self) -> bool:
-        """Do layers differ though the arguments do not say so? Then the checkpoint must."""
-        if self._said_mixed:
+    def differing(self) -> bool:
+        """True if layers differ although the arguments do not allow it.
+
+        The checkpoint's metadata must state it then.
+        """
+        if self._stated_mixed:
             return False
         return any(
             sorted(stack) != list(range(len(stack))) or any(forms != stack[0] for forms in stack.values())
@@ -76,27 +79,28 @@ class Keys:
         )
 
     @property
-    def _said_mixed(self) -> bool:
-        """Do the arguments allow layers of several kinds? Source: Megatron core, `TransformerBlock`, `MambaStack`."""
+    def _stated_mixed(self) -> bool:
+        """True if the arguments allow layers of several kinds. Source:
+        Megatron core, `TransformerBlock`, `MambaStack`."""
         record, extras = self.target.args.record, self.target.source.extras
-        said = extras.get("content_metadata")
+        content = extras.get("content_metadata")
         return (
-            any(_varies(record.get(f"{what}_freq")) for what in ("moe_layer", "linear_attention"))
-            or any(record.get(f"heterogeneous_layers_config_{what}") for what in ("path", "encoded_json"))
+            any(_varies(record.get(f"{kind}_freq")) for kind in ("moe_layer", "linear_attention"))
+            or any(record.get(f"heterogeneous_layers_config_{kind}") for kind in ("path", "encoded_json"))
             or self.target.args.flag("hetereogenous_dist_checkpoint")
-            or (isinstance(said, dict) and bool(said.get(MIXED)))
+            or (isinstance(content, dict) and bool(content.get(MIXED)))
             or any(".mixer." in name for name in self.target.source.parameters)
         )
 
     @cached_property
     def _layers(self) -> Mapping[str, Mapping[int, set[tuple[str, Shape]]]]:
-        """Of each stack of layers: the form of each layer, its experts counted once."""
-        found: dict[str, dict[int, set[tuple[str, Shape]]]] = {}
+        """The names and shapes in each layer, by stack of layers and number of the layer."""
+        stacks: dict[str, dict[int, set[tuple[str, Shape]]]] = {}
         for name, parameter in self.target.source.parameters.items():
             if (match := _LAYER.fullmatch(name)) and parameter.role != "extra":
-                forms = found.setdefault(match[1], {}).setdefault(int(match[2]), set())
+                forms = stacks.setdefault(match[1], {}).setdefault(int(match[2]), set())
                 forms.add((match[3], parameter.weight.shape))
-        return found
+        return stacks
 
     @cached_property
     def _experts(self) -> int:
@@ -104,7 +108,7 @@ class Keys:
         return 1 + max(numbers, default=self.target.args.number("num_experts", default=1) - 1)
 
     def _as_inside(self, name: str) -> str:
-        """A norm before a projection is called as inside it, where some of Megatron's layers have it there."""
+        """The name of a norm inside the projection after it, if some class of Megatron's layers has it there."""
         match = _NORM.fullmatch(name)
         if match is None:
             return name
@@ -112,13 +116,14 @@ class Keys:
         attention = norm == "input_layernorm"
         projection = layer + ("self_attention.linear_qkv" if attention else "mlp.linear_fc1")
         has = self.target.source.parameters
-        # Only Transformer Engine tells a norm before experts from one before a dense MLP. No layers have the norm
-        # before latent attention inside, and the plain ones with latent attention none at all.
+        # Only Transformer Engine distinguishes a norm before experts from one before a dense MLP. No layer class has
+        # the norm before latent attention inside a projection, and plain layers with latent attention have no norm
+        # inside any projection.
         by_projection = attention or self.target.fused_norms
         inside = f"{projection}.weight" in has if by_projection else f"{layer}{_LATENT}" not in has
         return f"{projection}.layer_norm_{kind}" if inside else name
 
 
 def _varies(frequency: Value) -> bool:
-    """Is it every n-th layer, or a pattern, and not every layer?"""
+    """True if the frequency selects some layers: every n-th one with n > 1, or a pattern."""
     return isinstance(frequency, (list, tuple, str)) or (isinstance(frequency, int) and frequency > 1)

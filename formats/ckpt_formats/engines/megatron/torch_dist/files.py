@@ -1,4 +1,4 @@
-"""The files of a `torch_dist` iteration: a distributed checkpoint, `common.pt` and `metadata.json`."""
+"""Open the files of a `torch_dist` iteration: a distributed checkpoint, `common.pt` and `metadata.json`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ckpt_formats.containers.safetensors import parse_json_object
+from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Fragment, Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.folder import rank_of
 from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
 from ckpt_formats.engines.dcp.metadata import Metadata, StoredTensor, read_metadata
 from ckpt_formats.engines.dcp.objects import ObjectReader
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, arguments_of, parallel_of
 from ckpt_formats.engines.megatron.shared.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
-from ckpt_formats.core.text import printable
-from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
-from ckpt_formats.core.tensor import Fragment, Tensor
-from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.values import Value
 
-_MOST_JSON = 1 << 20
+_MAX_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)")
 
 
 @dataclass(frozen=True)
 class DistFiles:
-    """What one iteration's files hold: tensors and objects by key, and what all ranks have in common."""
+    """The content of one iteration's files: tensors and objects by key, and the values that all ranks share."""
 
     path: Path
     args: Arguments
@@ -37,15 +37,15 @@ class DistFiles:
     common: TorchFile
     tensors: Mapping[str, Tensor]
     objects: Mapping[str, Value]
-    """Keys are as Megatron makes them: `rng_state/shard_0.1_2.2`."""
+    """By Megatron's keys: `rng_state/shard_0.1_2.2`."""
     seals: ItemSeals
     shards: tuple[SourceFile, ...]
     notices: tuple[Notice, ...] = ()
 
     @property
     def root(self) -> Mapping[str, Value]:
-        found: Mapping[str, Value] = self.common.root
-        return found
+        root: Mapping[str, Value] = self.common.root
+        return root
 
 
 def open_dist(path: Path) -> DistFiles:
@@ -53,7 +53,7 @@ def open_dist(path: Path) -> DistFiles:
     unknown = _check_container(path)
     common = open_file(path / COMMON_FILE)
     if not isinstance(common.root, dict):
-        raise Corrupt("it does not hold a mapping", where=common.path)
+        raise Corrupt("it does not contain a mapping", where=common.path)
     args = arguments_of(common.root, common.path)
     metadata = read_metadata(path / METADATA)
     shards = tuple(_shards(path, metadata, common))
@@ -61,12 +61,12 @@ def open_dist(path: Path) -> DistFiles:
     tensors = {key: _tensor(key, stored, items, blocks) for key, stored in metadata.tensors.items()}
     objects: dict[str, Value] = {}
     seals: list[Seal] = [*common.seals()]
-    reading = ObjectReader(items)
+    object_reader = ObjectReader(items)
     for key, item in metadata.objects.items():
-        found = reading.read(key, item)
+        loaded = object_reader.read(key, item)
         # Megatron saves each object as a list of one.
-        objects[key] = found.value[0] if isinstance(found.value, list) and len(found.value) == 1 else found.value
-        seals += found.seals
+        objects[key] = loaded.value[0] if isinstance(loaded.value, list) and len(loaded.value) == 1 else loaded.value
+        seals += loaded.seals
     parallel = parallel_of(args)
     check_agreement(_statements(path, common, objects, parallel), path)
     sizes = {file: (path / file).stat().st_size for file in metadata.files}
@@ -94,24 +94,25 @@ def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], par
 
 
 def _absent(objects: Mapping[str, Value], path: Path) -> Iterator[Notice]:
-    """Objects of which only some parts are there. Raises `Incomplete` if random states of ranks are missing."""
+    """A notice of objects of which some parts are missing. Raises `Incomplete` if ranks' random states are missing."""
     parts: dict[tuple[str, tuple[int, ...]], int] = {}
     for key in objects:
         if shard := shard_of(key):
             parts[shard[0], shard[2]] = parts.get((shard[0], shard[2]), 0) + 1
-    for (key, counts), held in parts.items():
-        if held < prod(counts) and key == "rng_state":
+    for (key, counts), count in parts.items():
+        if count < prod(counts) and key == "rng_state":
             raise Incomplete(
-                f"random states of {held} ranks are here, but `{key}` is of {prod(counts)}",
+                f"random states of {count} ranks are present, but `{key}` states {prod(counts)} ranks",
                 where=path / METADATA,
                 hint="Copy all files of the iteration again.",
             )
-    if lacking := tuple(key for (key, counts), held in parts.items() if held < prod(counts)):
-        yield Notice("some parts of these objects are not here", lacking, Weight.UNSURE)
+    if lacking := tuple(key for (key, counts), count in parts.items() if count < prod(counts)):
+        yield Notice("some parts of these objects are missing", lacking, Weight.UNSURE)
 
 
 def shard_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """An object's own key, its place, and how many there are along each axis; None if the key has another form."""
+    """The name, the place and the number of places along each axis in an object's key;
+    None for keys of another form."""
     match = _SHARD.fullmatch(key)
     if match is None:
         return None
@@ -121,29 +122,30 @@ def shard_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
 
 def _check_container(path: Path) -> tuple[Notice, ...]:
     file = path / CONTAINER_FILE
-    said = parse_json_object(read_whole(file, _MOST_JSON), file)
-    backend = said.get("sharded_backend")
+    fields = parse_json_object(read_whole(file, _MAX_JSON_BYTES), file)
+    backend = fields.get("sharded_backend")
     if backend != "torch_dist":
         raise Unsupported(
-            f"its tensors are kept as {printable(str(backend))[:40]!r}, which Megatron has given up",
+            f"its tensors are stored as {printable(str(backend))[:40]!r}, which Megatron no longer supports",
             where=file,
-            hint="Load it with an older Megatron and save with --ckpt-format torch_dist.",
+            hint="Load it with an older version of Megatron and save it with --ckpt-format torch_dist.",
         )
-    version = said.get("sharded_backend_version", 1)
-    text = f"{CONTAINER_FILE} is of version {printable(str(version))[:20]}, which is not known: read as version 1"
+    version = fields.get("sharded_backend_version", 1)
+    text = f"{CONTAINER_FILE} has the unknown version {printable(str(version))[:20]}: it is read as version 1"
     return () if version == 1 else (Notice(text, weight=Weight.UNSURE),)
 
 
 def _tensor(key: str, stored: StoredTensor, items: ItemReader, blocks: list[ItemBlob]) -> Tensor:
-    held = []
+    blobs = []
     for box, item in stored.blocks:
         if item is None:
             raise Corrupt(
-                f"`{printable(key)}` has a block {box}, but .metadata does not say where it is", where=items.folder
+                f"`{printable(key)}` has a block {box}, but .metadata does not state where it is stored",
+                where=items.folder,
             )
-        held.append((box, ItemBlob(key, box, stored.dtype, item, items)))
-    blocks += (block for _, block in held)
-    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in held))
+        blobs.append((box, ItemBlob(key, box, stored.dtype, item, items)))
+    blocks += (block for _, block in blobs)
+    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in blobs))
 
 
 def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[SourceFile]:
@@ -155,7 +157,7 @@ def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Sourc
             size = (path / file).stat().st_size
         except (OSError, ValueError):
             raise Incomplete(
-                f"{printable(file)} is missing, which the metadata name", where=path, hint="Copy the files of all ranks."
+                f"{printable(file)} is missing, but .metadata names it", where=path, hint="Copy the files of all ranks."
             ) from None
         rank = rank_of(Path(file).name)
         yield SourceFile(path / file, size, "data", {} if rank is None else {"rank": rank})

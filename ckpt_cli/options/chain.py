@@ -1,0 +1,83 @@
+"""Options of commands that change chains."""
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.types import SegmentsType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+base_every = click.option("--base-every", type=click.IntRange(1), metavar="N", help="Store each Nth state as a base.")
+
+
+class RetentionType(click.ParamType[str]):
+    """Which states stay: `last:N`, `every:N`, `all`, or steps with commas."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"all|(last|every):[1-9]\d{0,17}|\d{1,18}(,\d{1,18})*", str(value)):
+            self.fail(f"{value!r:.60} is no policy: write last:N, every:N, all, or steps with commas.", param, ctx)
+        return str(value)
+
+
+def retention(command: F) -> F:
+    """`--keep`, `--gradients` and `--upto`; the command gets them as one `Retention`."""
+
+    @wraps(command)
+    def gathered(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **others: Any) -> Any:
+        from ckpt.chains.compact import Retention
+
+        return command(*args, retention=Retention(keep, gradients, upto), **others)
+
+    decorated: Any = gathered
+    for option in (
+        click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
+        click.option(
+            "--gradients",
+            type=SegmentsType(),
+            metavar="last:N|all",
+            default="all",
+            show_default=True,
+            help="Segments of the log of gradients that stay: the last N, or all.",
+        ),
+        click.option(
+            "--keep",
+            type=RetentionType(),
+            multiple=True,
+            metavar="POLICY",
+            default=["all"],
+            show_default=True,
+            help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. "
+            "May be given again.",
+        ),
+    ):
+        decorated = option(decorated)
+    return cast(F, decorated)
+
+
+def bases(command: F) -> F:
+    """`--base-every` and `--base`; they go into the command's `DeltaPolicy`."""
+
+    @wraps(command)
+    def gathered(*args: Any, policy: Any, base_every: int | None, base: str, **others: Any) -> Any:
+        from dataclasses import replace
+
+        if policy.base == "coded" and (base_every is not None or base != "exact"):
+            raise click.UsageError("--preset standalone stores each state alone: --base and --base-every do not apply.")
+        if policy.base == "exact":
+            policy = replace(policy, base_every=base_every, base=base)
+        return command(*args, policy=policy, **others)
+
+    option = click.option(
+        "--base",
+        type=click.Choice(["exact", "coded"]),
+        default="exact",
+        show_default=True,
+        help="Store bases without loss, or with the codec of the deltas.",
+    )
+    return cast(F, base_every(option(gathered)))

@@ -1,0 +1,73 @@
+"""What every command has: its help text, `-v`, `--json`, and what it may take of the machine."""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib.resources import files
+from typing import Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.types import PathsCommand, SizeType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
+    """A command whose help text is `ckpt_cli/help/NAME.txt`, with `-v` and, unless told otherwise, `--json`."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        if as_json:
+            function = _json(function)
+        text = files("ckpt_cli").joinpath("help", f"{name}.txt").read_text("utf-8").replace("\\b\n", "\b\n")
+        return click.command(name, cls=PathsCommand, help=text)(_verbose(function))
+
+    return decorate
+
+
+_verbose = click.option(
+    "-v", "--verbose", is_flag=True, expose_value=False, help="Show all names in notes, and where an error came from."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with notes and errors in it.")
+
+dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
+
+
+def resources(locks: bool = True) -> Callable[[F], F]:
+    """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def gathered(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **others: Any) -> Any:
+            from ckpt.pipeline import Resources
+
+            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **others)
+
+        options = [
+            click.option(
+                "--workers",
+                type=click.IntRange(1, 256),
+                default=None,
+                help="Threads.  [default: one per core, at most 8]",
+            ),
+            click.option(
+                "--memory",
+                type=SizeType(),
+                default="256M",
+                show_default=True,
+                help="Tensor data held at once, by all threads.",
+            ),
+        ]
+        if locks:
+            options.append(
+                click.option(
+                    "--no-lock",
+                    is_flag=True,
+                    help="Go on where the file system cannot lock files: nobody else may write TARGET.",
+                )
+            )
+        decorated: Any = gathered
+        for option in options:
+            decorated = option(decorated)
+        return cast(F, decorated)
+
+    return decorate

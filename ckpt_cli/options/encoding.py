@@ -1,0 +1,40 @@
+"""How `compress` encodes."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import click
+
+from ckpt_formats.core.encoding import LEVELS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def encoding(command: F) -> F:
+    """`--codec`, `--level` and `--no-check`; the command gets them as fields of the universal format."""
+
+    @wraps(command)
+    def gathered(*args: Any, codec: str, level: str, no_check: bool, **others: Any) -> Any:
+        return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **others)
+
+    decorated: Any = gathered
+    for option in (
+        click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded."),
+        click.option(
+            "--level",
+            type=click.Choice(list(LEVELS)),
+            default="default",
+            show_default=True,
+            help="How hard to try. max takes up to twice as long: floats, mostly noise, become some per mille smaller.",
+        ),
+        click.option(
+            "--codec",
+            default="auto",
+            show_default=True,
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="One codec for all states that it can hold, instead of the best for each.",
+        ),
+    ):
+        decorated = option(decorated)
+    return cast(F, decorated)

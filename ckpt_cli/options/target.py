@@ -1,0 +1,144 @@
+"""The checkpoint that a command writes: where, in which format, and the options of formats.
+
+Formats are dataclasses, and their fields are their options. They are listed here, with their types on the command
+line, so that `--help` has to import no format; a test compares the list with the fields.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType
+from ckpt_formats.registry import FORMATS, ONLY_READ
+from ckpt_formats.state_dicts.keys import STYLES
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.format import WritableFormat
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_RANKS = 1 << 16
+"""Along one dimension: more than any machine has, and few enough to plan for each."""
+
+
+class FormatOption(NamedTuple):
+    """An option of some formats."""
+
+    flag: str
+    type: Any
+    help: str
+    formats: tuple[str, ...]
+
+
+_RANKS = click.IntRange(1, MAX_RANKS)
+_MEGATRON = ("megatron", "megatron-legacy")
+_DEEPSPEED = ("deepspeed", "deepspeed-universal")
+
+FORMAT_OPTIONS: dict[str, FormatOption] = {
+    "dp": FormatOption("--dp", _RANKS, "Data-parallel ranks.", (*_DEEPSPEED, *_MEGATRON, "dcp")),
+    "tp": FormatOption(
+        "--tp", _RANKS, "Tensor-parallel ranks; the checkpoint's rules must say how.", (*_DEEPSPEED, *_MEGATRON, "dcp")
+    ),
+    "pp": FormatOption("--pp", _RANKS, "Pipeline stages.", ("deepspeed", *_MEGATRON)),
+    "vpp": FormatOption("--vpp", _RANKS, "Model chunks of each pipeline stage.", _MEGATRON),
+    "stages": FormatOption(
+        "--stages",
+        NumbersType(),
+        "First layer of each pipeline stage, or model chunk, such as 0,4,8.",
+        ("deepspeed", *_MEGATRON),
+    ),
+    "ep": FormatOption("--ep", _RANKS, "Expert-parallel ranks.", _MEGATRON),
+    "etp": FormatOption("--etp", _RANKS, "Tensor-parallel ranks of each expert.", _MEGATRON),
+    "zero": FormatOption(
+        "--zero",
+        click.IntRange(0, 3),
+        "ZeRO stage; for Megatron, 1 is its distributed optimizer.",
+        (*_DEEPSPEED, *_MEGATRON),
+    ),
+    "vocab_rows": FormatOption(
+        "--vocab-rows",
+        click.IntRange(1),
+        "Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
+        (*_DEEPSPEED, *_MEGATRON),
+    ),
+    "keys": FormatOption(
+        "--keys",
+        click.Choice(list(STYLES)),
+        "How state dicts are keyed.  [default: as the source has them, else nested]",
+        ("dcp",),
+    ),
+    "shard_nbytes": FormatOption(
+        "--shard-size", SizeType(), "Largest file of weights.  [default: 5G]", ("hf", "safetensors")
+    ),
+    "config": FormatOption(
+        "--config",
+        click.Path(readable=False, path_type=Path),
+        "config.json, or the folder that holds it and the tokenizer.  [default: what the source has]",
+        ("hf", *_MEGATRON),
+    ),
+}
+"""By the name of the field. A field that is not here has no option on the command line."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to write, and in which format: as far as the user said so."""
+
+    path: Path
+    format_name: str | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def format(self, default: str, **more: Any) -> "WritableFormat":
+        """The format with its options; `default` is taken if the user named none. Raises `Unsupported`."""
+        from dataclasses import fields
+
+        from ckpt_formats.core.errors import Unsupported
+        from ckpt_formats.registry import writable
+
+        name = self.format_name or default
+        known = {field.name for field in fields(writable(name))}
+        if unknown := [option for option in self.options if option not in known]:
+            flags = [option.flag for name_, option in FORMAT_OPTIONS.items() if name_ in known]
+            raise Unsupported(
+                f"format {name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
+                hint=f"Its options: {', '.join(flags) or 'none'}.",
+            )
+        rules = click.get_current_context().meta.get("ckpt.rules", ())
+        own = {"rules": rules} if rules and "rules" in known else {}
+        return writable(name, **own, **self.options, **more)
+
+
+def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
+    """TARGET, `--to` and the options of formats; the command gets one `Target`.
+
+    `without` says in the help text what happens without `--to`, if there is no default.
+    """
+
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def gathered(*args: Any, target: str, format_name: str | None, **others: Any) -> Any:
+            options = {name: others.pop(name) for name in FORMAT_OPTIONS}
+            given = {name: value for name, value in options.items() if value is not None}
+            return command(*args, target=Target(Path(target), format_name, given), **others)
+
+        decorated: Any = gathered
+        for name, option in reversed(FORMAT_OPTIONS.items()):
+            help = f"{', '.join(option.formats)}: {option.help}"
+            decorated = click.option(option.flag, name, type=option.type, help=help)(decorated)
+        writable = ", ".join(name for name in FORMATS if name not in ONLY_READ)
+        to = click.option(
+            "--to",
+            "format_name",
+            type=click.Choice(list(FORMATS)),
+            metavar="FORMAT",
+            default=default,
+            show_default=default is not None,
+            help=f"Format of TARGET: {writable}.{without}",
+        )
+        return cast(F, click.argument("target", type=CheckpointPath())(to(decorated)))
+
+    return decorate

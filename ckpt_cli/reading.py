@@ -1,0 +1,80 @@
+"""Open the checkpoints that the user names, as the user says."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_cli import notes
+from ckpt_cli.progress import on_terminal, spoken
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.files import read_whole
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.rules import read_rules
+from ckpt_formats.core.text import printable
+from ckpt_formats.registry import open_checkpoint
+
+_MAX_ORDER = 1 << 28
+"""Bytes of a file of names."""
+_SILENCE = 0.5
+"""Seconds without a word on a terminal, where somebody waits."""
+
+
+def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
+    """The checkpoint at a path; its notices become notes. Suspicions that are accepted become notes, too."""
+    with reading_headers(path):
+        checkpoint = open_checkpoint(Path(path), options)
+    gc.freeze()  # the index stays as long as the process
+    if accept_suspicious:
+        accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
+        checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
+    notes.note(*checkpoint.notices)
+    return checkpoint
+
+
+def reading_headers(path: str | Path) -> AbstractContextManager[None]:
+    """Prints what is done, on a terminal, if it takes a while."""
+    return spoken(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
+
+
+def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: str | None) -> ReadOptions:
+    """From the values of `--rules`, `--param-order` and `--shapes`. Raises `CkptError` of the kind that fits."""
+    order: tuple[str, ...] = ()
+    orders: dict[str, tuple[str, ...]] = {}
+    for text in param_order:
+        place, file = _place_and_file(text)
+        if place in orders or (place is None and order):
+            raise BadRules(f"--param-order names {'the optimizer' if place is None else printable(place)} twice")
+        if place is None:
+            order = _names_in(file)
+        else:
+            orders[place] = _names_in(file)
+    other = None if shapes is None else open_checkpoint(Path(shapes))
+    return ReadOptions(read_rules(Path(rules)) if rules else (), order, orders, other)
+
+
+def _place_and_file(text: str) -> tuple[str | None, Path]:
+    """A place and a file; a file whose own name has `=` in it stays one."""
+    place, mark, file = text.partition("=")
+    return (place, Path(file)) if mark and place and not Path(text).exists() else (None, Path(text))
+
+
+def _names_in(path: Path) -> tuple[str, ...]:
+    """The names in a file: a JSON list, or a name on each line."""
+    try:
+        text = read_whole(path, _MAX_ORDER).decode("utf-8")
+        names = json.loads(text) if text.lstrip().startswith("[") else [name.strip() for name in text.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise BadRules(f"not a list of names: {error}", where=path) from None
+    if not all(isinstance(name, str) for name in names):
+        raise BadRules("not a list of names: it holds other things", where=path)
+    names = [name for name in names if name]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise BadRules(f"names `{printable(twice)}` twice", where=path)
+    return tuple(names)

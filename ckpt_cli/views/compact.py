@@ -1,0 +1,66 @@
+"""What `compact` would do, and what it did."""
+
+from collections.abc import Mapping
+
+import click
+
+from ckpt.chains.compact import CompactPlan, CompactResult
+from ckpt_cli.views import report
+from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+
+_FATES = {
+    "as it is": "stays as it is",
+    "base": "is written again, as a base",
+    "delta": "is written again, as a delta against the last that stays",
+    "from log": "is written as a base, from the log of gradients",
+    "removed": "is removed",
+}
+
+
+def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
+    """What would become of each state, and of each segment of the log."""
+    how = {one.step: one.how for one in plan.states}
+    fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
+    ends = {one.folder: one.step for one in plan.segments}
+    if as_json:
+        segments = [
+            {"first": one.first, "becomes": _fate(one, ends), "last": ends.get(one.folder)} for one in chain.segments
+        ]
+        states = [{"step": step, "becomes": fate} for step, fate in fates.items()]
+        report.data({"steps": states, **({"segments": segments} if segments else {})})
+        return
+    for step, fate in fates.items():
+        click.echo(f"{step:>12}  {_FATES[fate]}")
+    for one in chain.segments:
+        fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
+        click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
+    report.say(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
+
+
+_SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
+
+
+def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
+    if logged.folder not in ends:
+        return "removed"
+    return "as it is" if ends[logged.folder] == logged.step else "cut"
+
+
+def show_result(done: CompactResult, as_json: bool) -> None:
+    """What was done."""
+    before, after = ({member.step for member in chain.members} for chain in (done.before, done.after))
+    removed, added = len(before - after), len(after - before)
+    if as_json:
+        steps = [member.step for member in done.after.members]
+        segments = [{"first": one.first, "last": one.step} for one in done.after.segments]
+        logged = {"added": added, "segments": segments} if done.before.segments else {}
+        report.data({"steps": steps, "removed": removed, "freed_nbytes": done.freed, **logged})
+        return
+    freed = (
+        f"{format_nbytes(done.freed)} freed"
+        if done.freed >= 0
+        else f"{format_nbytes(-done.freed)} more, for fewer deltas to replay"
+    )
+    from_log = f", {added} written from the log" if added else ""
+    report.say(f"{len(done.after.members)} states stay{from_log}, {removed} removed, {freed}")

@@ -1,0 +1,90 @@
+"""What a job would write, and what it wrote."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt.job import Job
+from ckpt.pipeline import Resources, Result, space_needed
+from ckpt_cli import notes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.views.report import data, say
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import Plan
+from ckpt_formats.core.notices import Weight
+from ckpt_formats.core.text import format_nbytes, printable
+
+_MAX_ROWS = 20
+
+
+def run(label: str, job: Job, resources: Resources) -> Result:
+    """Run a job with a bar; the notes of its plan come first."""
+    note_plan(job.plan(), job.format.name)
+    notes.flush()
+    with progress_bar(label) as progress:
+        return job.run(resources, progress)
+
+
+def note_plan(plan: Plan, format_name: str) -> None:
+    """Note what the format has no place for, and what else the user should know of the result."""
+    for dropped in plan.dropped:
+        notes.note(replace(dropped, text=f"{format_name} has no place for {dropped.text}", weight=Weight.LOST))
+    notes.note(*plan.notes)
+
+
+def show_plan(source: Checkpoint, plan: Plan, target: Path, format_name: str, as_json: bool) -> None:
+    """Show what a job would write."""
+    note_plan(plan, format_name)
+    needed = space_needed(plan.files)
+    if as_json:
+        files = [
+            {"file": one.file, "nbytes": one.nbytes, "tensors": [p.name for p in one.parameters]} for one in plan.files
+        ]
+        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files})
+        return
+    notes.flush()
+    for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:
+        names = [p.name for p in one.parameters]
+        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(names, 2)})")
+    if len(plan.files) > _MAX_ROWS:
+        click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
+    total = sum(file.nbytes for file in source.files)
+    say(
+        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} in {len(plan.files)} files "
+        f"to {printable(str(target))}; nothing was written"
+    )
+
+
+def show_result(result: Result, as_json: bool) -> None:
+    """Show what a job wrote."""
+    if as_json:
+        data(to_json(result))
+        return
+    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
+    checked = (
+        f"; {result.checksums} checksums of the source hold" if result.checksums else "; the source has no checksums"
+    )
+    rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
+    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"
+    say(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """What a job wrote, for programs."""
+    return {
+        "target": str(result.target),
+        "files": result.files,
+        "nbytes": result.nbytes,
+        "seconds": round(result.seconds, 3),
+        "resumed_files": result.resumed,
+        "checksums_verified": result.checksums,
+    }
+
+
+def first_names(names: Sequence[str], count: int) -> str:
+    """The first of many names, and how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(map(printable, names[:count])) + more

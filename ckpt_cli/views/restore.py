@@ -1,0 +1,37 @@
+"""What `restore` does and shows."""
+
+from pathlib import Path
+
+from ckpt.chains import restore as chain_restore
+from ckpt.chains.restore import ChainState
+from ckpt.pipeline import Resources
+from ckpt_cli import notes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.reading import reading_headers
+from ckpt_cli.views import job
+from ckpt_cli.views.report import say
+from ckpt_formats.core.format import ReadOptions, WritableFormat
+
+
+def open_state(chain: str, step: int | None, options: ReadOptions) -> ChainState:
+    """The state of a step; its notices become notes."""
+    with reading_headers(chain):
+        state = chain_restore.open_step(Path(chain), step, options)
+    notes.note(*state.checkpoint.notices)
+    return state
+
+
+def show_plan(state: ChainState, target: Path, format: WritableFormat, as_json: bool) -> None:
+    """Show what would be written."""
+    job.show_plan(state.checkpoint, chain_restore.plan(state, target, format), target, format.name, as_json)
+
+
+def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
+    """Restore with a bar, and show what was written."""
+    job.note_plan(chain_restore.plan(state, target, format), format.name)
+    notes.flush()
+    with progress_bar("restoring") as progress:
+        result = chain_restore.restore(state, target, format, resources, progress)
+    job.show_result(result, as_json)
+    if not state.checkpoint.errors:
+        say("exact: every bit is as it was saved")

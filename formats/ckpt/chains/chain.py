@@ -1,0 +1,105 @@
+"""A chain as a mapping from steps to checkpoints."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckpt.chains.append import append
+from ckpt.chains.compact import CompactResult, Retention, compact
+from ckpt.chains.restore import open_step, restore
+from ckpt.chains.verify import ChainReport, verify_chain
+from ckpt.chains.write import AppendResult, DeltaPolicy
+from ckpt.job import Progress
+from ckpt.pipeline import Resources, Result
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.format import ReadOptions, WritableFormat
+from ckpt_formats.universal.chain import file, states
+from ckpt_formats.universal.chain.file import ChainIndex
+
+
+class Chain(Mapping[int, Checkpoint]):
+    """A folder of states of one run, by step: most of them deltas, or steps of a log of gradients.
+
+    The folder need not exist before the first `append`. The list is read anew at each use, so a chain that a run
+    extends meanwhile shows its new steps.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"<Chain {self.path}: {len(self)} steps>"
+
+    @property
+    def index(self) -> ChainIndex:
+        """The list of members and segments. Raises `CkptError` if it cannot be read."""
+        return file.read(self.path) if self.path.exists() else ChainIndex(())
+
+    def __getitem__(self, step: int) -> Checkpoint:
+        if step not in self:
+            raise KeyError(step)
+        return states.open_state(self.path, self.index, step)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(states.all_steps(self.path, self.index))
+
+    def __len__(self) -> int:
+        return len(states.all_steps(self.path, self.index))
+
+    def __contains__(self, step: object) -> bool:
+        return any(step in steps for steps in states.step_ranges(self.path, self.index))
+
+    @property
+    def last(self) -> int | None:
+        """The last step; None if there is none."""
+        return max((steps.stop - 1 for steps in states.step_ranges(self.path, self.index)), default=None)
+
+    def append(
+        self,
+        state: Checkpoint,
+        policy: DeltaPolicy | None = None,
+        step: int | None = None,
+        *,
+        resources: Resources | None = None,
+        progress: Progress | None = None,
+    ) -> AppendResult:
+        """Write a state at the end, as a base or as a delta against the last one. `step` None: as the state says.
+
+        The chain then has it, or is as it was. Raises `CkptError` of the kind that fits.
+        """
+        return append(self.path, state, step, policy or DeltaPolicy(), resources or Resources(), progress)
+
+    def restore(
+        self,
+        step: int | None,
+        target: Path | str,
+        format: WritableFormat,
+        *,
+        resources: Resources | None = None,
+        progress: Progress | None = None,
+    ) -> Result:
+        """Write the state of a step (None: the last) in any format. Each delta is replayed once.
+
+        Raises `CkptError`; if a delta is damaged, its hint names the last step before it that can be restored.
+        """
+        if not self.path.exists():
+            raise NotFound("there is no chain at this path", where=self.path)
+        state = open_step(self.path, step, ReadOptions())
+        return restore(state, Path(target), format, resources or Resources(), progress)
+
+    def verify(
+        self, *, replay: bool = False, resources: Resources | None = None, progress: Progress | None = None
+    ) -> ChainReport:
+        """Check every member and every logged step; with `replay`, do the logged steps again and compare."""
+        return verify_chain(self.path, resources or Resources(), progress, replay)
+
+    def compact(
+        self,
+        retention: Retention,
+        policy: DeltaPolicy | None = None,
+        *,
+        resources: Resources | None = None,
+        progress: Progress | None = None,
+    ) -> CompactResult:
+        """Remove states, and write again what others depend on. A state that stays is bit for bit what it was."""
+        return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources(), progress)

@@ -1,0 +1,55 @@
+"""The segments of a chain's log of gradients, each as far as it can be read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain.states import open_steps
+from ckpt_formats.universal.gradients.segment import Segment
+
+
+@dataclass(frozen=True)
+class SegmentView:
+    """A segment, or why it cannot be read."""
+
+    logged: LoggedSteps
+    segment: Segment | None
+    error: CkptError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Was it closed, or was its end written down when the next one began?"""
+        return self.logged.step is not None or (self.segment is not None and self.segment.has_ended)
+
+    @property
+    def last(self) -> int | None:
+        """The last step that can be restored."""
+        return None if self.segment is None else self.segment.last
+
+
+def open_segments(run: Path, chain: ChainIndex, check: bool = False) -> list[SegmentView]:
+    """All segments of a chain. With `check`, each stored byte is compared with its hash."""
+    return [_open(run, logged, check) for logged in chain.segments]
+
+
+def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
+    try:
+        segment = open_steps(run, logged, check)
+        segment.last  # noqa: B018  # reads what each record says
+    except CkptError as error:
+        return SegmentView(logged, None, error)
+    return SegmentView(logged, segment)
+
+
+def gradient_nbytes(segment: Segment) -> int:
+    """Bytes of the gradients of all steps that count, without what else their records hold."""
+    total, count = 0, segment.last - segment.first
+    with Reader(check=False) as reader:
+        for rank, steps in enumerate(segment.updates):
+            chunks, path = segment.layout.ranks[rank].chunk_count, segment.path(rank)
+            total += sum(
+                update.record.nbytes_of(path, chunks, reader) for updates in steps[:count] for update in updates
+            )
+    return total

@@ -1,0 +1,112 @@
+"""One piece of work: a source, a target, a format. Equal jobs continue each other's work."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ckpt import pipeline
+from ckpt.pipeline import CountBytes, Resources, Result
+from ckpt.rename import prepare
+from ckpt_codecs.native import library
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import Plan, WritableFormat
+from ckpt_formats.universal.delta_format import Delta
+from ckpt_formats.universal.encoded import uses_codecs
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were moved so far, and the bytes in all; from any thread, one call at a time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Write a checkpoint, once: `plan` shows what will be written, `run` writes it."""
+
+    source: Checkpoint
+    target: Path | str
+    format: WritableFormat
+
+    @property
+    def id(self) -> str:
+        """Names this work: an interrupted run is continued by a job of the same id.
+
+        It covers the history of the source, the identities of all files that are read, and all options of the format.
+        """
+        return pipeline.job_id(self._source, pipeline.identities_of(self._source, self._format), self._format)
+
+    def plan(self) -> Plan:
+        """The files that will be written. No tensor is read. Raises `CkptError` if the job cannot succeed."""
+        return self._plan
+
+    def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
+        """Write the target, which appears when it is complete.
+
+        After an interrupt or a full disk, an equal job goes on where this one was. Raises `CkptError`; after
+        Ctrl-C, which is awaited between two slabs, `KeyboardInterrupt`.
+        """
+        if self.needs_kernels:
+            load_kernels()
+        moved = count_to(self._plan.nbytes, progress)
+        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, moved)
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Is anything encoded or decoded?"""
+        encodes = isinstance(self.format, Delta) or getattr(self.format, "codec", None) is not None
+        return encodes or uses_codecs(self.source)
+
+    @cached_property
+    def _format(self) -> WritableFormat:
+        return self.format.for_target(Path(self.target))
+
+    @cached_property
+    def _source(self) -> Checkpoint:
+        return prepare(self.source, self.format)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        plan = pipeline.plan(self._source, Path(self.target), self._format)
+        renaming = tuple(notice for notice in self._source.notices if notice not in self.source.notices)
+        return replace(plan, notes=(*renaming, *plan.notes))
+
+
+def save(
+    source: Checkpoint,
+    target: Path | str,
+    format: WritableFormat,
+    resources: Resources = Resources(),
+    progress: Progress | None = None,
+) -> Result:
+    """Write a checkpoint. `Job` does the same, and shows the plan before.
+
+    Raises `CkptError` of the kind that fits; the target is untouched then.
+    """
+    return Job(source, target, format).run(resources, progress)
+
+
+def count_to(total: int, progress: Progress | None) -> CountBytes:
+    """From a callback that wants sums to a function that is called with what is added."""
+    if progress is None:
+        return lambda nbytes: None
+    counter = _Counter(total, progress)
+    return counter.add
+
+
+@dataclass
+class _Counter:
+    total: int
+    progress: Progress
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+            self.progress(self.done, self.total)
+
+
+def load_kernels() -> None:
+    """Load the compiled kernels, so that nothing begins where they are missing. Raises `LibraryError` then."""
+    library.load()
+    library.level()

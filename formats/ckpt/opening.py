@@ -1,0 +1,31 @@
+"""Open a checkpoint of any format."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import read_rules
+from ckpt_formats.registry import open_checkpoint
+
+
+def open(
+    path: Path | str,
+    *,
+    rules: Path | str | Sequence[Rule] = (),
+    order: Sequence[str] = (),
+    orders: Mapping[str, Sequence[str]] | None = None,
+    shapes: Checkpoint | None = None,
+) -> Checkpoint:
+    """The checkpoint at a path, whatever its format. Reads headers, and no tensor.
+
+    `rules` is a TOML file, or rules, for how tensor-parallel tensors are sharded. `order` names the parameters that
+    an optimizer numbers, and `orders` does so for several, by their places in the file. `shapes` is another checkpoint
+    of the model, for files that hold flat slices without their shapes. A state of a chain is `run.chain@1234`.
+
+    Raises `CkptError` of the kind that fits: `NotFound`, `Corrupt`, `Incomplete`, `Unsafe`, `Unsupported`, `BadRules`.
+    """
+    read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
+    numbered = {place: tuple(names) for place, names in (orders or {}).items()}
+    return open_checkpoint(Path(path), ReadOptions(read, tuple(order), numbered, shapes))

@@ -1,0 +1,165 @@
+"""Lazy edits of a checkpoint: fewer tensors, fewer states, other names, other values. No data is read."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ckpt_codecs import Rounded
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
+from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
+from ckpt_formats.core.errors import NotFound, Unsupported
+from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
+from ckpt_formats.core.text import printable
+
+_OF_THE_MODEL = ("args", "checkpoint_version", "hf/config.json")
+"""Extras that state what the model is: Megatron's arguments, Hugging Face's configuration."""
+
+
+@dataclass(frozen=True)
+class Select(Edit):
+    """Only the parameters whose names match."""
+
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightsOnly(Edit):
+    """The model without optimizer and extras."""
+
+
+@dataclass(frozen=True)
+class Cast(Edit):
+    """Weights rounded to another type."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Rename(Edit):
+    """Other names, by the old ones."""
+
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Replace(Edit):
+    """Other values: the BLAKE2b digests of their bytes, and their types, by name."""
+
+    digests: Mapping[str, str]
+
+
+def edited(source: Checkpoint, edit: Edit, **changes: Any) -> Checkpoint:
+    """The checkpoint with changed fields, and the edit at the end of its history."""
+    return replace(source, history=(*source.history, edit), **changes)
+
+
+def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Checkpoint:
+    """See `Checkpoint.select`. A pattern that matches nothing is an error, since it is surely mistyped."""
+    for pattern in (*only, *skip):
+        safe_pattern(pattern, "--only or --skip")
+        if not any(re.search(pattern, name) for name in source.parameters):
+            raise NotFound(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
+    parameters = {
+        name: parameter
+        for name, parameter in source.parameters.items()
+        if parameter.role == "extra"
+        or ((not only or any(re.search(p, name) for p in only)) and not any(re.search(p, name) for p in skip))
+    }
+    groups = tuple(Group(group.options, tuple(n for n in group.names if n in parameters)) for group in source.groups)
+    aliases = {alias: name for alias, name in source.aliases.items() if name in parameters}
+    edit = Select(tuple(only), tuple(skip))
+    return edited(source, edit, parameters=parameters, groups=groups, aliases=aliases)
+
+
+def weights_only(source: Checkpoint) -> Checkpoint:
+    """See `Checkpoint.weights_only`."""
+    parameters = {
+        name: replace(parameter, states={MODEL: parameter.weight}, values={})
+        for name, parameter in source.parameters.items()
+        if parameter.role != "extra"
+    }
+    extras = {key: source.extras[key] for key in _OF_THE_MODEL if key in source.extras}
+    # Suspicions are about the optimizer's states.
+    return edited(source, WeightsOnly(), parameters=parameters, groups=(), extras=extras, suspicions=())
+
+
+def cast(source: Checkpoint, name: str) -> Checkpoint:
+    """See `Checkpoint.cast`."""
+    dtype = DTYPES.get(SHORT_NAMES.get(name, name))
+    if dtype is None or not is_float(dtype):
+        raise Unsupported(
+            f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
+        )
+    parameters = {n: _cast(parameter, dtype) for n, parameter in source.parameters.items()}
+    return edited(source, Cast(dtype.name), parameters=parameters)
+
+
+def _cast(parameter: Parameter, dtype: DType) -> Parameter:
+    if parameter.role == "extra" or not is_float(parameter.weight.dtype):
+        return parameter
+    best = parameter.states.get(MASTER, parameter.weight)
+    rounded = best if best.dtype == dtype else Tensor.of(DerivedBlob(Rounded(), best, dtype))
+    return replace(parameter, states={**parameter.states, MODEL: rounded})
+
+
+def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) -> Checkpoint:
+    """See `Checkpoint.rename`."""
+    if callable(names):
+        chosen = {name: names(name) for name in (*source, *source.aliases)}
+    else:
+        chosen = dict(names)
+        for name in chosen:
+            if name not in source.parameters and name not in source.aliases:
+                raise NotFound(f"no parameter is called `{printable(name)}`", hint="`ckpt inspect` lists their names.")
+    new = {name: chosen.get(name, name) for name in source.parameters}
+    aliases = {chosen.get(alias, alias): new[name] for alias, name in source.aliases.items()}
+    seen: set[str] = set()
+    for name in (*new.values(), *(chosen.get(alias, alias) for alias in source.aliases)):
+        if name in seen:
+            raise Unsupported(f"two parameters would be called `{printable(name)}`", where=source.path)
+        seen.add(name)
+    changed = {old: name for old, name in chosen.items() if old != name}
+    return edited(
+        source,
+        Rename(changed),
+        parameters={new[name]: replace(p, name=new[name]) for name, p in source.parameters.items()},
+        groups=tuple(Group(g.options, tuple(new.get(n, n) for n in g.names)) for g in source.groups),
+        aliases=aliases,
+        digests={(new.get(n, n), state): digest for (n, state), digest in source.digests.items()},
+        errors={(new.get(n, n), state): figures for (n, state), figures in source.errors.items()},
+    )
+
+
+def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
+    """See `Checkpoint.replace`."""
+    parameters, digests = dict(source.parameters), dict[str, str]()
+    dropped: set[str] = set()
+    for key, given in arrays.items():
+        name, values = source.aliases.get(key, key), np.array(given, order="C")
+        if name not in parameters:
+            raise NotFound(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
+        parameter = parameters[name]
+        if values.shape != parameter.weight.shape:
+            shapes = f"{list(parameter.weight.shape)}, not {list(values.shape)}"
+            raise Unsupported(f"`{printable(name)}` has the shape {shapes}")
+        if values.dtype not in DTYPES.values():
+            raise Unsupported(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
+        values.flags.writeable = False
+        parameters[name] = replace(parameter, states={MODEL: Tensor.of(ArrayBlob(values))}, values={})
+        digests[name] = f"{values.dtype} {blake2b(values.tobytes(), digest_size=16).hexdigest()}"
+        dropped.add(name)
+    groups = tuple(Group(g.options, tuple(n for n in g.names if n not in dropped)) for g in source.groups)
+    return edited(
+        source,
+        Replace(digests),
+        parameters=parameters,
+        groups=groups,
+        digests={key: digest for key, digest in source.digests.items() if key[0] not in dropped},
+        errors={key: figures for key, figures in source.errors.items() if key[0] not in dropped},
+    )
