@@ -16,12 +16,11 @@ from ckpt_codecs.deltas.difference import Difference
 from ckpt_codecs.deltas.format_ids import DECAYED, DRIFTED, EXTRAPOLATED, GRADIENT, OPTIMIZER_STEP, ROUNDED, UNCHANGED
 from ckpt_codecs.deltas.moment_drift import decode_drift
 from ckpt_codecs.deltas.replay_encoder import BFLOAT16, SIZE, ReplayEncoder
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossless.moments import FirstMoment
 from ckpt_codecs.optimizers.fit import fit_adam, fit_descent
 from ckpt_codecs.optimizers.sample import sample_chunks
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_step_states, weights_of
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, WEIGHTS, has_step_states, weights_of
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,

@@ -24,9 +24,8 @@ from ckpt_codecs.deltas.format_ids import (
 )
 from ckpt_codecs.deltas.moment_drift import apply_drift, encode_drift, fit_drift
 from ckpt_codecs.deltas.residuals.choose import encode_residual
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.lossless.moments import FirstMoment
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_state
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, has_state
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,

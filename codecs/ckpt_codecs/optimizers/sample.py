@@ -8,8 +8,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.delta import StatePair
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_state, has_step_states, weights_of
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, has_state, has_step_states, weights_of
 from ckpt_codecs.optimizers.step import DESCENT, SEVERAL_STEPS
 
 SAMPLE_SIZE = 1 << 14
