@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.values import Value
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
@@ -40,6 +42,24 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.states.values())
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The element type of the weight."""
+        return self.weight.dtype
+
+    def __getitem__(self, key: Any) -> Array:
+        """A block of the weight, by NumPy's basic indexing. Only this block is read."""
+        return self.weight[key]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """The weight, read into memory: `np.asarray(parameter)`."""
+        return self.weight.__array__(dtype, copy)
 
     @property
     def weight(self) -> Tensor:
