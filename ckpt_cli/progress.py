@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line now and then elsewhere; always on stderr."""
+"""Progress on stderr: a bar on a terminal, else a line every half minute."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ _EVERY = 30.0
 
 
 class Bar:
-    """Shows how far a command is. Called with the bytes moved so far and in all; from any thread."""
+    """Shows the progress of a command. Called from any thread, with the bytes copied so far and the total."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -21,7 +21,7 @@ class Bar:
         self._total, self._done = -1, 0
 
     def __call__(self, done: int, total: int) -> None:
-        if self._show is None or total != self._total or done < self._done:  # another job begins
+        if self._show is None or total != self._total or done < self._done:  # another job starts
             self._stack.close()
             self._total, self._done = total, 0
             self._show = self._stack.enter_context(_counter(self._label, total))
@@ -45,8 +45,8 @@ def progress_bar(label: str) -> Iterator[Bar]:
 
 @contextmanager
 def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Count bytes towards `total`. The function it gives may be called from any thread."""
-    if sys.stderr is None:  # closed by whoever started us
+    """A function that counts bytes, up to `total`. It may be called from any thread."""
+    if sys.stderr is None:  # closed by the parent process
         yield lambda nbytes: None
         return
     if not on_terminal():
@@ -68,13 +68,13 @@ def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def on_terminal() -> bool:
-    """Does somebody watch what is printed on stderr?"""
+    """Is stderr a terminal?"""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
 def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
-    """Within, print a line on stderr once so many seconds have gone and `when` says so; asked again and again."""
+    """Within the context, print a line on stderr, once, after so many seconds, as soon as `when` returns True."""
     done = threading.Event()
 
     def wait() -> None:
@@ -91,7 +91,7 @@ def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[Non
 
 
 class _Lines:
-    """For logs: one line every half minute, none for short work."""
+    """Progress for logs: a line every half minute, none for short work."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0

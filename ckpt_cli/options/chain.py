@@ -19,13 +19,13 @@ base_every = click.option("--base-every", type=click.IntRange(1), metavar="N", h
 
 
 class RetentionType(click.ParamType[str]):
-    """Which states stay: `last:N`, `every:N`, `all`, or steps with commas."""
+    """A policy of states that stay: `last:N`, `every:N`, `all`, or steps with commas."""
 
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not re.fullmatch(r"all|(last|every):[1-9]\d{0,17}|\d{1,18}(,\d{1,18})*", str(value)):
-            self.fail(f"{value!r:.60} is no policy: write last:N, every:N, all, or steps with commas.", param, ctx)
+            self.fail(f"{value!r:.60} is not a policy: write last:N, every:N, all, or steps with commas.", param, ctx)
         return str(value)
 
 
@@ -95,6 +95,6 @@ def bases(command: F) -> F:
         type=click.Choice(["exact", "coded"]),
         default="exact",
         show_default=True,
-        help="Store bases without loss, or with the codec of the deltas.",
+        help="Store bases without loss (exact), or with the codec of the deltas (coded).",
     )
     return cast(F, base_every(option(wrapper)))

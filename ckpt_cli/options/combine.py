@@ -1,4 +1,4 @@
-"""Checkpoints that are computed from several arguments: their arguments, and how they are combined."""
+"""Checkpoints that are computed from several others: their arguments, and how they are combined."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What `diff` shows."""
+"""Options of the report of `diff`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -37,19 +37,19 @@ def report_options(command: F) -> F:
     decorated: Any = wrapper
     for option in (
         click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
-        click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 for all."),
+        click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."),
         click.option(
             "--by",
             type=click.Choice(["layer", "role", "state", "kind"]),
             multiple=True,
-            help="Add tensors up, too. Twice: by both together.",
+            help="Also show sums over tensors. Given twice: by both together.",
         ),
         click.option(
             "--sort",
             type=click.Choice(["relative", "max", "rms", "changed", "cosine", "name"]),
             default="relative",
             show_default=True,
-            help="Which come first.",
+            help="Order of the rows.",
         ),
         click.option("--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options."),
         click.option(

@@ -15,20 +15,24 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAMINGS = ("hf", "megatron", "megatron-legacy")
-"""Whose names tensors may have: Hugging Face's, Megatron core's, or those from before it."""
+"""The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 _READER = (
-    click.option("--shapes", metavar="CHECKPOINT", help="Whose shapes to use, where files hold flat slices only."),
+    click.option(
+        "--shapes",
+        metavar="CHECKPOINT",
+        help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
+    ),
     click.option(
         "--param-order",
         multiple=True,
         metavar="[PLACE=]FILE",
-        help="File that names the optimizer's parameters in order; of several optimizers, with its place.",
+        help="File that lists the optimizer's parameters in order; for several optimizers, each with its place.",
     ),
     click.option(
         "--rules",
         type=click.Path(dir_okay=False, readable=False),
-        help="TOML file that says how tensor-parallel tensors are cut.",
+        help="TOML file with the rules by which tensor-parallel tensors are sharded.",
     ),
 )
 
@@ -83,25 +87,25 @@ def source(*names: str, accept_suspicious: bool = False, several: str | None = N
 _accept_suspicious = click.option(
     "--accept-suspicious",
     is_flag=True,
-    help="Write also what `ckpt verify` calls suspicious, such as shifted optimizer states.",
+    help="Also write checkpoints that `ckpt verify` calls suspicious, such as with shifted optimizer states.",
 )
 
-only = click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
+only = click.option("--only", multiple=True, metavar="PATTERN", help="Only parameters whose names match.")
 skip = click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 
 _EDITS = (
     click.option(
         "--names",
         type=click.Choice(NAMINGS),
-        help="Whose names tensors get.  [default: those that the format needs, else the source's]",
+        help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
     ),
     click.option(
         "--dtype",
         type=FloatType(),
         metavar="TYPE",
-        help="Round the model's weights to fp32, bf16, fp16, ... (states stay).",
+        help="Round the model's weights to fp32, bf16, fp16, ...; states are not rounded.",
     ),
-    click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras."),
+    click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
     skip,
     only,
 )

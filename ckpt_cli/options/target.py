@@ -1,4 +1,4 @@
-"""The checkpoint that a command writes: where, in which format, and the options of formats.
+"""The checkpoint that a command writes: its path, its format, and the options of formats.
 
 Formats are dataclasses, and their fields are their options. They are listed here, with their types on the command
 line, so that `--help` has to import no format; a test compares the list with the fields.
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_RANKS = 1 << 16
-"""Along one dimension: more than any machine has, and few enough to plan for each."""
+"""Maximum of ranks along one dimension: more than any run has, and few enough to plan files for each."""
 
 
 class FormatOption(NamedTuple):
-    """An option of some formats."""
+    """An option of one or more formats."""
 
     flag: str
     type: Any
@@ -41,7 +41,7 @@ _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 FORMAT_OPTIONS: dict[str, FormatOption] = {
     "dp": FormatOption("--dp", _RANKS, "Data-parallel ranks.", (*_DEEPSPEED, *_MEGATRON, "dcp")),
     "tp": FormatOption(
-        "--tp", _RANKS, "Tensor-parallel ranks; the checkpoint's rules must say how.", (*_DEEPSPEED, *_MEGATRON, "dcp")
+        "--tp", _RANKS, "Tensor-parallel ranks; the checkpoint needs rules for them.", (*_DEEPSPEED, *_MEGATRON, "dcp")
     ),
     "pp": FormatOption("--pp", _RANKS, "Pipeline stages.", ("deepspeed", *_MEGATRON)),
     "vpp": FormatOption("--vpp", _RANKS, "Model chunks of each pipeline stage.", _MEGATRON),
@@ -62,31 +62,31 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "vocab_rows": FormatOption(
         "--vocab-rows",
         click.IntRange(1),
-        "Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
+        "Padded rows of vocabulary tables, if the model pads differently at the new TP.",
         (*_DEEPSPEED, *_MEGATRON),
     ),
     "keys": FormatOption(
         "--keys",
         click.Choice(list(STYLES)),
-        "How state dicts are keyed.  [default: as the source has them, else nested]",
+        "Keys of state dicts.  [default: those of the source, else nested]",
         ("dcp",),
     ),
     "shard_nbytes": FormatOption(
-        "--shard-size", SizeType(), "Largest file of weights.  [default: 5G]", ("hf", "safetensors")
+        "--shard-size", SizeType(), "Maximum size of a file of weights.  [default: 5G]", ("hf", "safetensors")
     ),
     "config": FormatOption(
         "--config",
         click.Path(readable=False, path_type=Path),
-        "config.json, or the folder that holds it and the tokenizer.  [default: what the source has]",
+        "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
         ("hf", *_MEGATRON),
     ),
 }
-"""By the name of the field. A field that is not here has no option on the command line."""
+"""The options by the name of the field. A field that is not here has no option on the command line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where to write, and in which format: as far as the user said so."""
+    """The path to write to, the format that the user named or None, and the options that the user gave."""
 
     path: Path
     format_name: str | None
@@ -119,7 +119,7 @@ class Target:
 def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
     """TARGET, `--to` and the options of formats; the command gets one `Target`.
 
-    `without` says in the help text what happens without `--to`, if there is no default.
+    `without` is the help text for the case without `--to`, if there is no default.
     """
 
     def decorate(command: F) -> F:

@@ -1,4 +1,4 @@
-"""What `append` and `diff -o` do and show."""
+"""Run `append` and `diff -o`, and show their results."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ckpt_formats.universal import Universal
 
 
 def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
-    """Append to a chain, or begin one, with a bar; show what was written."""
+    """Append to a chain, or create one, with a progress bar; show what was written."""
     notes.flush()
     with progress_bar("appending") as progress:
         policy = _with_trials(options.policy)
@@ -32,7 +32,7 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: R
 
 
 def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
-    """Show what would be appended, and about what it would take."""
+    """Show what would be appended, and about how many bytes it would take."""
     policy = options.policy
     step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy)
     notes.note(*notices)
@@ -41,7 +41,7 @@ def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources
 
 
 def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resources: Resources, as_json: bool) -> None:
-    """Write the second checkpoint as a delta against the first; show what was written, or would be."""
+    """Write the second checkpoint as a delta against the first, or only plan this; show the result."""
     note_warnings(delta.policy, second)
     parent, target = parent_folder(first), Path(delta.output)
     if delta.dry_run:
@@ -58,12 +58,12 @@ def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resourc
 
 
 def note_warnings(policy: DeltaPolicy, source: Checkpoint) -> None:
-    """Note what the user of a codec should know about this run."""
+    """Note the warnings of the codec for this checkpoint."""
     notes.note(*policy.warnings(source))
 
 
 def _with_trials(policy: DeltaPolicy) -> DeltaPolicy:
-    """The policy, with each trial of its evaluation shown."""
+    """The policy, which shows each trial of its evaluation."""
     if policy.evaluation is None:
         return policy
     return replace(policy, evaluation=replace(policy.evaluation, on_trial=_show_trial))

@@ -1,4 +1,4 @@
-"""`ckpt log`: what a chain holds, step by step."""
+"""`ckpt log`: the steps of a chain."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def show_log(run: Path, as_json: bool) -> None:
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
-    """All of it, for programs."""
+    """The steps and segments as plain data."""
     raw, stored = _sums(chain)
     return {
         "last": max([member.step for member in chain.members] + [one.last for one in segments if one.last is not None]),
@@ -44,7 +44,7 @@ def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
 
 
 def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
-    """The same, for people."""
+    """The steps and segments as lines of text."""
     if chain.members:
         yield from _member_lines(chain)
         yield from [""] * bool(segments)
@@ -84,14 +84,14 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
 
 
 def times(raw: int, stored: int) -> str:
-    """How much smaller what is stored is than what it stands for, or larger."""
+    """The ratio of decoded and stored bytes, as text."""
     smaller = raw >= stored
     ratio = raw / max(stored, 1) if smaller else stored / max(raw, 1)
     return f"{ratio:.2f} times {'smaller' if smaller else 'larger'}"
 
 
 def accuracy(member: Member) -> str:
-    """Is a state exact, or how far is the worst of its tensors from what was saved?"""
+    """`exact`, or the largest errors of a state's tensors, as text."""
     if member.exact:
         return "exact"
     measured = [("rel", _largest(member, "rel")), ("max", _largest(member, "max_abs"))]
@@ -100,7 +100,7 @@ def accuracy(member: Member) -> str:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Sizes as bars, on a scale from 0; of many, the largest of each few."""
+    """Sizes as bars, on a scale from 0; if there are many, a bar is the maximum of several."""
     each = -(-len(values) // _MAX_BARS)
     shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
     top = max(*shown, 1)

@@ -1,4 +1,4 @@
-"""What `compress` saved, or would save."""
+"""Show how many bytes `compress` saved, or would save."""
 
 import click
 
@@ -15,7 +15,7 @@ from ckpt_formats.universal import Universal, manifest
 
 
 def show_result(result: Result, as_json: bool) -> None:
-    """Show what each kind of state takes now."""
+    """Show the stored bytes of each kind of state."""
     rows = written_rows(manifest.load(result.target / manifest.NAME).entries)
     if as_json:
         data(job.to_json(result) | _json(rows))
@@ -25,7 +25,7 @@ def show_result(result: Result, as_json: bool) -> None:
 
 
 def show_estimate(work: Job, as_json: bool) -> None:
-    """Show about what each kind of state would take; nothing is written."""
+    """Show an estimate of the stored bytes of each kind of state; nothing is written."""
     work.plan()
     load_kernels()
     assert isinstance(work.format, Universal)

@@ -1,4 +1,4 @@
-"""What `diff` prints for people."""
+"""Run `diff`, and print its result as text."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ def show(
     resources: Resources,
     as_json: bool,
 ) -> bool:
-    """Compare with a bar, and show what differs. Are both the same?"""
+    """Compare with a progress bar, and show what differs. Returns whether both are the same."""
     if options.html:
         diff_page.check_place(Path(options.html))
     if first.path.resolve() == second.path.resolve():
@@ -59,7 +59,7 @@ def show(
 
 
 def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: Sequence[str], top: int) -> None:
-    """What is not there on both sides, the most changed, and all of it in one line."""
+    """Print tensors that are not in both, the most changed tensors, and a summary."""
     unpaired = [pair for pair in result.pairs if pair.kind in ("missing", "added", "reshaped")]
     for pair in unpaired[:top] if top else unpaired:
         click.echo(f"{pair.kind:>9}  {printable(pair.name)} {printable(pair.state)}  {printable(pair.what)}")
@@ -92,7 +92,7 @@ def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Seque
 
 
 def note_differences(first: Checkpoint, second: Checkpoint, result: Diff) -> None:
-    """What is to be known of the comparison."""
+    """Note what the user should know of the comparison."""
     if result.pairs and not result.compared:
         notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
     for which, checkpoint in (("first", first), ("second", second)):

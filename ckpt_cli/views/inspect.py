@@ -1,4 +1,4 @@
-"""What `inspect` shows: a checkpoint's index, for people and for programs."""
+"""Show a checkpoint's index, as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -28,7 +28,7 @@ _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", 
 
 
 def print_json(checkpoint: Checkpoint) -> None:
-    """The whole index as one JSON object on stdout."""
+    """Print the full index as one JSON object on stdout."""
     data(
         {
             "path": str(checkpoint.path),
@@ -64,7 +64,7 @@ def print_json(checkpoint: Checkpoint) -> None:
 
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
-    """The index for people, on stdout."""
+    """Print the index as text on stdout."""
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
     version = f" {printable(origin.version)}" if origin.version else ""
@@ -106,7 +106,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 def print_ranks(
     checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool
 ) -> None:
-    """What a run would write for each rank, and where it comes from; the layout before and after."""
+    """Print what a run would write for each rank, and from which ranks it comes: the layout before and after."""
     if as_json:
         rows = []
         for part in parts:
@@ -129,12 +129,12 @@ def print_ranks(
 
 
 def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
-    """The tree of names, one line each; layers of one form are folded into `{0..11}`."""
+    """The tree of names, a line each; layers of the same form are one line, such as `{0..11}`."""
     yield from _lines(_nested(parameters), 0, depth)
 
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
-    """A row for each file: which of the parameters, laid end to end, it holds a part of."""
+    """A row for each file: the columns are the parameters in order, and those that it has a part of are marked."""
     columns: dict[Path, set[int]] = {}
     for path, _, _, first, last in _ranges(checkpoint):
         columns.setdefault(path, set()).update(range(first, last + 1))
@@ -146,7 +146,7 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
-    """The same for files that are yet to be written: what they will hold, and how much of it comes from other ranks."""
+    """The same rows for planned files, with the bytes that come from other ranks."""
     index: dict[Path, list[tuple[int, int, int, int]]] = {}
     for path, start, stop, first, last in _ranges(checkpoint):
         index.setdefault(path, []).append((start, stop, first, last))
@@ -172,7 +172,7 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
 
 
 def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
-    """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
+    """The bytes of a new file that its rank had before, and the bytes that come from files of other ranks."""
     ranks = {shard.path: shard.rank for shard in checkpoint.files}
     local = remote = 0
     for raw in sources(part):
@@ -186,7 +186,7 @@ def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
 
 
 def sources(part: FilePlan) -> Iterator[FileBlob]:
-    """The ranges of the source's files that a new file is made of."""
+    """The ranges of the source's files that a new file is written from."""
     for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
         for fragment in tensor.fragments:
             yield from fragment.blob.sources()
@@ -209,7 +209,7 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
 
 
 def _coded(tensor: Tensor) -> dict[str, Any]:
-    """How a state is stored that is not stored as it is."""
+    """The stored bytes and the codec of a state that is encoded; else nothing."""
     nbytes, codecs = savings.stored(tensor)
     return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
 
@@ -243,7 +243,7 @@ def _nested(parameters: Mapping[str, Parameter]) -> Nested:
         node = root
         for part in rest:
             child = node.setdefault(here, {})
-            if not isinstance(child, dict):  # a tensor that is also the head of longer names
+            if not isinstance(child, dict):  # the name of a tensor is a prefix of longer names
                 here = f"{here}.{part}"
                 continue
             node, here = child, part
@@ -269,7 +269,7 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
 
 
 def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
-    """Children, with runs of numbered ones of the same form shown as one."""
+    """The children; consecutive numbered ones of the same form are one item."""
     run: list[str] = []
     items = [*_in_order(node), ("", None)]
     for i, (label, child) in enumerate(items):
@@ -287,7 +287,7 @@ def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
 
 
 def _in_order(node: Nested) -> list[tuple[str, Any]]:
-    """Children as they are, but those that are numbers in their order, where numbers are."""
+    """The children in their order, except that those with numbers as names are sorted among each other."""
     numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
     return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
 
@@ -326,7 +326,7 @@ def _leaves(node: Nested) -> Iterator[Parameter]:
 
 
 def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
-    """From the first to behind the last element of a block, in C order of the whole tensor."""
+    """The range of a block in the flat tensor, in C order: its first element, and the one after its last."""
     low = high = 0
     for axis, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
         step = prod(shape[axis + 1 :])

@@ -1,4 +1,4 @@
-"""What commands print: data on stdout, all else on stderr."""
+"""What commands print: results on stdout, everything else on stderr."""
 
 import json
 import traceback
@@ -19,18 +19,18 @@ _MAX_LENGTH = 1000
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr, after the notes."""
+    """Print a line on stderr, after the notes."""
     notes.flush()
     click.echo(text, err=True)
 
 
 def data(value: Mapping[str, Any]) -> None:
-    """The one JSON object on stdout, with the notes of the command."""
+    """Print one JSON object on stdout, with the notes of the command."""
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
 def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:
-    """What `verify` problems, or that all is well."""
+    """Print the findings of `verify`, or that there are none."""
     read = sum(seal.nbytes for seal in checkpoint.seals)
     if as_json:
         fields = findings_json(checkpoint.path, problems, seconds)
@@ -52,7 +52,7 @@ def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float
 
 
 def unreadable(path: Path, error: CkptError, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:
-    """What `verify` problems of a checkpoint that cannot be opened, and why it cannot."""
+    """Print the findings of `verify` for a checkpoint that cannot be opened, and the error."""
     if as_json:
         data(findings_json(path, problems, seconds) | {"checksums": 0, "parameters": 0})
     else:
@@ -63,20 +63,20 @@ def unreadable(path: Path, error: CkptError, problems: Sequence[Finding], second
 
 
 def error_lines(error: CkptError) -> None:
-    """What happened, where, and what to do, on stderr."""
+    """Print the error, its place and a hint on stderr."""
     for label, text in (("error", error.what), ("where", error.where), ("hint", error.hint)):
         if text:
             say(f"{label}: {bounded(text)}")
 
 
 def bounded(text: str) -> str:
-    """A text that files may have a part in, as it can be printed: names there may be as long as they like."""
+    """A text with names from files, escaped and cut to a maximum length."""
     shown = printable(text)
     return shown if len(shown) <= _MAX_LENGTH else f"{shown[:_MAX_LENGTH]}…"
 
 
 def findings_json(path: Path, problems: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """What was problems, for programs."""
+    """The findings as plain data."""
     rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in problems]
     return {"path": str(path), "ok": not problems, "findings": rows, "seconds": round(seconds, 3)}
 

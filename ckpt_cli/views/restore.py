@@ -1,4 +1,4 @@
-"""What `restore` does and shows."""
+"""Run `restore`, and show its result."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def show_plan(state: ChainState, target: Path, format: WritableFormat, as_json: 
 
 
 def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
-    """Restore with a bar, and show what was written."""
+    """Restore with a progress bar, and show what was written."""
     job.note_plan(chain_restore.plan(state, target, format), format.name)
     notes.flush()
     with progress_bar("restoring") as progress:

@@ -1,4 +1,4 @@
-"""What `ckpt rules` shows: the rule of each parameter, those of all layers in one line."""
+"""`ckpt rules`: the rule of each parameter; equal rules of all layers are one line."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RuleRow:
 
     @property
     def title(self) -> str:
-        """Its name, whatever its layer."""
+        """The name, with `*` for numbers of layers."""
         return _NUMBER.sub("*", self.parameter.name)
 
     @property
@@ -43,7 +43,7 @@ def rows(checkpoint: Checkpoint, layout: Layout) -> list[RuleRow]:
 
 
 def show_rules(checkpoint: Checkpoint, as_json: bool) -> None:
-    """Print the table, and what to do about parameters without a rule."""
+    """Print the table, and a note about parameters without a rule."""
     layout = effective_layout(checkpoint, click.get_current_context().meta["ckpt.rules"])
     table = rows(checkpoint, layout)
     without = [row.parameter.name for row in table if row.rule is None]

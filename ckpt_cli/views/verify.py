@@ -1,4 +1,4 @@
-"""`ckpt verify`: a checkpoint, a chain, or what is left of either."""
+"""`ckpt verify`: check a checkpoint or a chain, or the files of one that cannot be opened."""
 
 import time
 from pathlib import Path
@@ -23,9 +23,9 @@ _MAX_STEPS = 10
 
 
 def verify(path: Path, options: ReadOptions, resources: Resources, replay: bool, as_json: bool) -> bool:
-    """Check all that can be checked, with a bar, and show the findings. Is all well?
+    """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    With `replay`, the logged steps of a chain are done again, and compared with what the run had.
+    With `replay`, the logged steps of a chain are repeated, and compared with the run.
     """
     started = time.monotonic()
     try:
@@ -69,7 +69,7 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
     facts = [f"{len(members)} states whole, {result.checksums} checksums hold"] if members else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
-        facts.append(f"{logged} steps of gradients whole{' and done again' if replay else ''}")
+        facts.append(f"{logged} steps of gradients whole{' and replayed' if replay else ''}")
     report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
     return True
 

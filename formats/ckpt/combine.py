@@ -211,7 +211,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _can_average(dtype: DType) -> bool:
-    """Are these numbers, rather than counts, flags, or exponents of a quantization's scales?"""
+    """Is it a type of real or complex numbers, not of counts, flags or exponents of scales?"""
     return (is_float(dtype) and dtype.name != "float8_e8m0fnu") or dtype.kind == "c"
 
 
@@ -239,7 +239,7 @@ def _average_notices(sources: Sequence[Checkpoint], parameters: Mapping[str, Par
 
 
 def _dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:
-    """What weights alone do not carry: the optimizers' states; and whether the weights are approximate."""
+    """Notices: the optimizers' states are dropped; the weights are approximate."""
     every = (item for source in sources for item in source.tensors() if item[0].role != "extra")
     states = dict.fromkeys(state for parameter, state, tensor in every if tensor is not parameter.weight)
     if states or any(source.groups for source in sources):
@@ -256,7 +256,7 @@ def _all_files(models: Sequence[Checkpoint]) -> tuple[SourceFile, ...]:
 
 
 class _AllSeals(Sequence[Seal]):
-    """The checksums of several checkpoints. They are not looked at before they are needed: some are made by reading."""
+    """The checksums of several checkpoints. They are evaluated when they are needed: some must be read from files."""
 
     def __init__(self, models: Sequence[Checkpoint]) -> None:
         self._parts = tuple(model.seals for model in models)
@@ -410,7 +410,7 @@ class EqualBlob(Blob):
                     raise Unsupported(
                         f"`{printable(self.name)}` holds {self.dtype.name} values which differ between the "
                         "checkpoints: they have no average",
-                        hint="Leave the tensor out with --skip.",
+                        hint="Leave the tensor out: `select(skip=...)`, or --skip.",
                     )
             out[box.index] = result
 

@@ -1,4 +1,4 @@
-"""What coding would save, told from a few chunks of each kind of state."""
+"""Estimate from a few chunks of each kind of state how many bytes encoding saves."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
 
 CHUNKS = 16
-"""Looked at of each kind of state, evenly spread over its elements."""
+"""Chunks that are sampled of each kind of state, evenly spread over its elements."""
 
 Member = tuple[Parameter, str]
 
 
 def estimate(checkpoint: Checkpoint, coding: EncodingOptions, chunks: int = CHUNKS) -> list[StateSizes]:
-    """Rows as `savings.rows` would give them of the compressed checkpoint, about."""
+    """Estimates of the rows that `sizes.rows` returns for the compressed checkpoint."""
     kinds: dict[tuple[str, str], list[Member]] = {}
     for parameter, state, tensor in checkpoint.tensors():
         if tensor.size:
@@ -47,7 +47,7 @@ def _row(
 
 
 def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple[Member, list[int]]]:
-    """Members, and the numbers of their chunks to look at."""
+    """Members, and the indices of their chunks that are sampled."""
     ends = list(accumulate(parameter.states[name].size for parameter, name in members))
     picked: dict[int, dict[int, None]] = {}
     for i in range(chunks):
@@ -63,7 +63,7 @@ def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple
 def _sample(
     parameter: Parameter, state: str, indices: list[int], coding: EncodingOptions, transfer: Transfer
 ) -> tuple[int, str, int]:
-    """Bytes of some chunks, the codec for them, and what they take in the file."""
+    """The bytes of some chunks, the codec for them, and their bytes in the file."""
     tensor = parameter.states[state]
     chunk = prod(chunk_shape(tensor.shape))
     ranges = [Box((i * chunk,), (min((i + 1) * chunk, tensor.size),)) for i in indices]

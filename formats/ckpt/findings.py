@@ -32,7 +32,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong: what, in which file, and which tensors it touches."""
+    """A problem: its description, its file, and the tensors that it affects."""
 
     kind: Kind
     what: str
@@ -50,13 +50,13 @@ def nbytes_to_read(checkpoint: Checkpoint) -> int:
 def find_problems(
     checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes = lambda nbytes: None
 ) -> list[Finding]:
-    """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
+    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged."""
     with interruptible(count_bytes) as count:
         return _examine(checkpoint, resources, count)
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:
-    """The files that are no longer those that were opened."""
+    """A finding for each file that changed since the checkpoint was opened."""
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
@@ -80,7 +80,7 @@ def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountByt
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
-    # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
+    # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
 
@@ -119,7 +119,7 @@ def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list
 
 
 def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
-    """The checksums of values, by parameter: of states that are decoded together, all at once."""
+    """The checksums of values, by parameter; states that are decoded together are one item."""
     groups: dict[tuple[str, object], dict[str, int]] = {}
     for (name, state), digest in checkpoint.digests.items():
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
@@ -129,7 +129,7 @@ def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, count_bytes: CountBytes) -> list[Finding]:
-    """Is what comes out of a codec what the checkpoint says went in?"""
+    """A finding for each state whose decoded values do not match their checksum."""
     name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
     with Reader(check=False) as reader:
         transfer = Transfer(reader, slab, count_bytes)
@@ -151,7 +151,7 @@ def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, count_b
 
 
 def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> Iterator[tuple[str, Array]]:
-    """Some states in storage order; if they are replayed, chunk by chunk, so that no chunk is replayed twice."""
+    """The values of some states in storage order; of replayed states chunk by chunk, so that each is replayed once."""
     tensors = {state: parameter.states[state] for state in states}
     blob = next(iter(tensors.values())).fragments[0].blob
     if not isinstance(blob, DeltaBlob):
@@ -167,7 +167,7 @@ def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> 
 
 
 def _compared(parameter: Parameter) -> int:
-    """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
+    """The bytes that are read to compare replicas and copies; 0 if there are none."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
     if master is not None and copy is not None and _is_copy(copy, master):
@@ -176,7 +176,7 @@ def _compared(parameter: Parameter) -> int:
 
 
 def _is_copy(copy: Tensor, master: Tensor) -> bool:
-    """Is it stored on its own, and may it be the master, rounded?"""
+    """Is the copy stored separately, and can it be the master, rounded?"""
     return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
 
@@ -214,12 +214,12 @@ def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> It
         differing += int(unequal.any(axis=1).sum())
     if differing:
         files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
-        what = f"{differing:,} of {copy.size:,} weights are not their masters, rounded"
+        what = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
         yield Finding("copy", what, ", ".join(files), (name,))
 
 
 def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:
-    """Everything that is wrong with a checkpoint; empty if nothing is. Reads all of it.
+    """All findings of a checkpoint; empty if it is complete and undamaged. Reads all of it.
 
     Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile.
     """

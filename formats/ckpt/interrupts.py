@@ -1,8 +1,7 @@
-"""Ctrl-C at a place of our choosing.
+"""Defer Ctrl-C to a safe place.
 
-Python raises KeyboardInterrupt wherever the main thread is, also where it holds
-a lock that a worker waits for; then both would wait for ever. So while workers
-run, an interrupt is a fact that they look at between two slabs.
+Python raises KeyboardInterrupt wherever the main thread is, even if it holds a lock that a worker waits for; then both
+would wait for ever. So while workers run, a signal only sets an event, which they check between two slabs.
 """
 
 import os
@@ -15,7 +14,7 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[threading.Event]:
-    """Within, SIGINT or SIGTERM only sets the event. A second one ends the process, as a crash would."""
+    """Within the context, SIGINT or SIGTERM only sets the event. A second signal ends the process, like a crash."""
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted  # signals come to the main thread only
@@ -36,14 +35,14 @@ def deferred_interrupts() -> Iterator[threading.Event]:
 
 
 def raise_if_interrupted(interrupted: threading.Event) -> None:
-    """Raises KeyboardInterrupt if somebody interrupted for it."""
+    """Raise KeyboardInterrupt if the event is set."""
     if interrupted.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def interruptible(count_bytes: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Within, interrupts are deferred, and heeded whenever bytes are counted: by `count_bytes`, as it gives it."""
+    """Within the context, interrupts are deferred. Its function calls `count_bytes`, and raises if one came."""
     with deferred_interrupts() as interrupted:
 
         def count(nbytes: int) -> None:

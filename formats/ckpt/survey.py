@@ -1,7 +1,7 @@
-"""A checkpoint that cannot be opened: every file of it on its own, so that all damage is named and not only the first.
+"""Check every file of a checkpoint that cannot be opened, so that all damage is named and not only the first.
 
-Files are known by their content or ending. What only makes sense together with others, such as the data of
-torch.distributed.checkpoint, is not looked at.
+Files are recognised by their content or ending. Files that can only be read together with others, such as the data of
+torch.distributed.checkpoint, are not checked.
 """
 
 import json
@@ -27,7 +27,7 @@ _SEALED = (manifest.NAME, index.NAME)
 
 
 def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
-    """Why a checkpoint cannot be opened, and what is wrong with its files, each once."""
+    """The error as a finding, and the findings of all files, each once."""
     findings = [Finding("unreadable", error.what, error.where or str(path))]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * resources.workers):
@@ -38,7 +38,7 @@ def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
 
 
 def _root(path: Path, error: CkptError) -> Path:
-    """The checkpoint's own folder: of a run's folder with several steps, the one that the error speaks of."""
+    """The checkpoint's own folder: of a run's folder with several steps, the one that the error names."""
     blamed = None if error.where is None else Path(error.where)
     if blamed is None or path not in blamed.parents or not path.is_dir():
         return path

@@ -1,4 +1,4 @@
-"""Pairs of tensors added up: by layer, by role in the layer, by state, by kind."""
+"""Sums over pairs of tensors: by layer, by role in the layer, by state, by kind."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ def role_of(name: str) -> str:
 
 
 def grouped(pairs: Iterable[TensorDiff], by: Sequence[str]) -> list[tuple[tuple[str, ...], DiffSums]]:
-    """Pairs added up by all that `by` says together: norms and cosines are those of all tensors of a group as one."""
+    """Sums over groups of pairs, by the keys `by`. Norms and cosines are those of a group's tensors as one vector."""
     totals: dict[tuple[str, ...], DiffSums] = {}
     for pair in pairs:
         key = tuple(GROUPINGS[how](pair) for how in by)

@@ -26,7 +26,7 @@ from ckpt_formats.core.transfer import Transfer
 Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
 """`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
 COMPARED: tuple[Kind, ...] = ("equal", "changed", "retyped")
-"""The kinds of which there are numbers."""
+"""The kinds that have figures."""
 
 Key = tuple[str, str]
 """A parameter and a state."""
@@ -45,7 +45,7 @@ class TensorPairs:
 
     @property
     def nbytes(self) -> int:
-        """What comparing them reads."""
+        """Bytes that the comparison reads."""
         both = (
             (self.first_tensors[key], self.second_tensors[key])
             for key in self.first_tensors.keys() & self.second_tensors.keys()
@@ -66,14 +66,14 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """All that was compared, and what else differs."""
+    """The pairs that were compared, and all other differences."""
 
     pairs: tuple[TensorDiff, ...]
     values: tuple[str, ...] = ()
-    """Numbers kept of single parameters, options of groups and their members, and extras, in words."""
+    """Differences of numbers of parameters, options of groups, and extras, as text."""
     same_step: bool = True
     tensors_only: bool = False
-    """Nothing but tensors was compared."""
+    """Only tensors were compared."""
 
     @property
     def same(self) -> bool:
@@ -82,7 +82,7 @@ class Diff:
 
     @property
     def compared(self) -> tuple[TensorDiff, ...]:
-        """Those of which there are numbers."""
+        """The pairs that have figures."""
         return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
 
 
@@ -104,7 +104,7 @@ def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = 
 def compare(
     both: TensorPairs, resources: Resources, count_bytes: CountBytes = lambda nbytes: None, tensors_only: bool = False
 ) -> Diff:
-    """Everything that differs. Reads each byte of both once."""
+    """Everything that differs. Reads each byte of both checkpoints once."""
     first_tensors, second_tensors = both.first_tensors, both.second_tensors
     pairs = [
         TensorDiff(*key, "missing", _described(tensor))
@@ -133,7 +133,7 @@ def compare(
 
 
 def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
-    """Every tensor by parameter and state, under names that do not depend on who wrote them. Ties count once a name."""
+    """Every tensor by parameter and state, under names that do not depend on the engine; tied ones by each name."""
     tensors: dict[Key, Tensor] = {}
     for name, parameter in source.parameters.items():
         tensors |= {(name, state): tensor for state, tensor in _states(parameter)}

@@ -1,4 +1,4 @@
-"""All that was found, as plain data: what `--json` prints and what the page draws."""
+"""A comparison as plain data, which `--json` prints and the HTML page shows."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -12,7 +12,7 @@ from ckpt_formats.registry import detect
 
 
 def facts(first: Checkpoint, second: Checkpoint, diff: Diff, by: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything, in the first checkpoint's order. `docs/diff.md` says what each of it is."""
+    """All fields, in the order of the first checkpoint. `docs/diff.md` describes them."""
     both = (first, second)
     fields: dict[str, Any] = {
         "first": str(first.path),
@@ -35,13 +35,13 @@ def facts(first: Checkpoint, second: Checkpoint, diff: Diff, by: Sequence[str] =
 
 
 def totals(diff: Diff, by: Sequence[str]) -> list[dict[str, Any]]:
-    """What was compared, added up in groups."""
+    """The sums over groups of the tensors that were compared."""
     groups = grouped(diff.compared, by)
     return [{**dict(zip(by, key, strict=True)), **numbers(total)} for key, total in groups]
 
 
 def numbers(sums: DiffSums) -> dict[str, Any]:
-    """What is told of a pair or of several; null where there is no such number."""
+    """The figures of one pair or of several; null if a figure does not exist."""
     return {
         "elements": sums.elements,
         "changed": sums.changed,

@@ -1,4 +1,4 @@
-"""What differs besides tensors: counters, options of the optimizer, extras. In words."""
+"""Differences besides tensors: counters, options of the optimizer, extras. As text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,18 +9,16 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value, brief
 
-"""Characters of a value."""
-
 
 def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """All of them. What only one of two engines keeps of a parameter or of a group is no difference."""
+    """A line for each difference. A value of a parameter or group that only one of two engines stores is none."""
     yield from _numbers(first, second)
     yield from _options(first, second)
     yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), "extras")
 
 
 def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """What is kept of single parameters beside tensors, such as the steps that they have seen."""
+    """Differences of the numbers of parameters, such as their step counts."""
     a, b = _numbers_of(first), _numbers_of(second)
     apart: dict[str, list[str]] = {}
     for name in a.keys() & b.keys():
@@ -34,7 +32,7 @@ def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 
 
 def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
-    """By parameter. A `step` is a number, whether a tensor tells or a number."""
+    """The numbers of each parameter. A `step` is a number, whether it is stored as a tensor or as a number."""
     numbers: dict[str, dict[str, Value]] = {}
     with Reader(check=False) as reader:
         for name, parameter in source.parameters.items():
@@ -48,12 +46,12 @@ def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
 
 
 def _plain(step: float) -> float:
-    """A whole number as such, so that 3.0 and 3 are the same step."""
+    """An int if the value is a whole number, so that 3.0 and 3 are the same step."""
     return int(step) if step == step // 1 else float(step)
 
 
 def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """Options of the groups that parameters are in, since groups have no names."""
+    """Differences of the options of groups, by their parameters, since groups have no names."""
     first_options, second_options = (
         {name: group.options for group in c.groups for name in group.names} for c in (first, second)
     )
@@ -68,7 +66,7 @@ def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 
 
 def _listed(value: Any) -> Any:
-    """Lists and tuples of the same items are the same option."""
+    """The items of a tuple as a list, since lists and tuples of the same items are the same option."""
     return value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
 
 
