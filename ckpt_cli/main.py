@@ -155,8 +155,8 @@ def run() -> None:
     except Exception as error:
         if verbose:
             raise
-        what = _clean(f"{type(error).__name__}: {error}")
-        code = _fault(what, "this is a fault of ckpt; run again with -v, and report what it prints")
+        message = _clean(f"{type(error).__name__}: {error}")
+        code = _fault(message, "this is a fault of ckpt; run again with -v, and report what it prints")
     with suppress(OSError):
         notes.flush()
     sys.exit(code)
@@ -168,9 +168,9 @@ def _options() -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-def _fault(what: str, hint: str) -> int:
-    click.echo(f"error: {what}\nhint: {hint}", err=True)
-    _print_json(FAULT, "fault", what, None, hint)
+def _fault(message: str, hint: str) -> int:
+    click.echo(f"error: {message}\nhint: {hint}", err=True)
+    _print_json(FAULT, "fault", message, None, hint)
     return FAULT
 
 
@@ -200,12 +200,12 @@ def report(error: CkptError) -> int:
     return exit_code(error)
 
 
-def _print_json(code: int, kind: str, what: str, where: str | None, hint: str | None) -> None:
+def _print_json(code: int, kind: str, message: str, where: str | None, hint: str | None) -> None:
     """Print the error as the one object on stdout, with `--json`."""
     if "--json" in _options():
         import json
 
-        fields = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
+        fields = {"code": code, "kind": kind, "what": message, "where": where, "hint": hint}
         with suppress(OSError):  # the reader may be gone
             click.echo(json.dumps({"error": fields, "notes": notes.to_json()}))
 
@@ -215,9 +215,9 @@ def exit_code(error: CkptError) -> int:
 
 
 def _report_interrupt() -> int:
-    what = "no incomplete target is left; run the same command again to continue"
-    click.echo(f"interrupted: {what}", err=True)
-    _print_json(INTERRUPTED, "interrupted", what, None, None)
+    message = "no incomplete target is left; run the same command again to continue"
+    click.echo(f"interrupted: {message}", err=True)
+    _print_json(INTERRUPTED, "interrupted", message, None, None)
     return INTERRUPTED
 
 

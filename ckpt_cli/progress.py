@@ -44,13 +44,13 @@ def progress_bar(label: str) -> Iterator[Bar]:
 
 
 @contextmanager
-def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _counter(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function that counts bytes, up to `total`. It may be called from any thread."""
     if sys.stderr is None:  # closed by the parent process
         yield lambda nbytes: None
         return
     if not on_terminal():
-        yield _Lines(what, total)
+        yield _Lines(label, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -63,7 +63,7 @@ def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
@@ -93,8 +93,8 @@ def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[Non
 class _Lines:
     """Progress for logs: a line every half minute, none for short work."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
         self._started = self._printed = time.monotonic()
         self._lock = threading.Lock()
 
@@ -108,4 +108,4 @@ class _Lines:
             rate = self._done / (now - self._started)
         left = max(self._total - self._done, 0) / max(rate, 1)
         share = 100 * self._done // max(self._total, 1)
-        print(f"{self._what}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)
+        print(f"{self._label}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Run `append` and `diff -o`, and show their results."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import click
 
 from ckpt.chains import append as chain_append
 from ckpt.chains.estimate import stored_nbytes
-from ckpt.chains.trials import Trial
+from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult, DeltaPolicy, parent_folder
 from ckpt.chains.write import write_delta as write_delta_file
 from ckpt.pipeline import Resources, plan
@@ -95,7 +95,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
                 "losses": {state: dict(loss) for state, loss in member.losses.items()},
                 "seconds": round(result.seconds, 3),
                 "checksums_verified": result.checksums,
-                **({} if accepted is None else {"evaluation": asdict(accepted)}),
+                **({} if accepted is None else {"evaluation": _accepted_json(accepted)}),
             }
         )
         return
@@ -109,16 +109,20 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
     report.say(f"wrote {result.files} files in {result.seconds:.1f} s{resumed}")
 
 
+def _accepted_json(accepted: AcceptedStep) -> dict[str, float]:
+    return {"step": accepted.step_size, "loss": accepted.loss, "exact": accepted.exact}
+
+
 def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
     if as_json:
         report.data(fields)
         return
     place = fields.get("chain") or fields["target"]
-    what = f"step {fields['step']}, {fields['kind']}" if "step" in fields else f"a delta against {fields['parent']}"
+    kind = f"step {fields['step']}, {fields['kind']}" if "step" in fields else f"a delta against {fields['parent']}"
     lossy = f", approximate by codec {fields['approximate']}" if "approximate" in fields else ""
     raw, stored = fields["raw_nbytes"], fields["stored_nbytes"]
     sizes = f"about {format_nbytes(stored)} for {format_nbytes(raw)}, {times(raw, stored)}"
-    click.echo(printable(f"{place}: {what}, {sizes}{lossy}"))
+    click.echo(printable(f"{place}: {kind}, {sizes}{lossy}"))
     report.say("estimated from some chunks; nothing was written")
 
 

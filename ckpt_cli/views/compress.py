@@ -43,7 +43,7 @@ def _print(rows: list[StateSizes], sizes: str) -> None:
 
 
 def _json(rows: list[StateSizes]) -> dict[str, object]:
-    whole = total(rows)
-    ratio = None if whole.ratio is None else round(whole.ratio, 4)
-    sums = {"raw_nbytes": whole.raw, "stored_nbytes": whole.stored, "ratio": ratio}
+    total_row = total(rows)
+    ratio = None if total_row.ratio is None else round(total_row.ratio, 4)
+    sums = {"raw_nbytes": total_row.raw, "stored_nbytes": total_row.stored, "ratio": ratio}
     return sums | {"states": [row.to_json() for row in rows]}

@@ -110,9 +110,9 @@ def print_ranks(
     if as_json:
         rows = []
         for part in parts:
-            local, remote = moves(checkpoint, part)
+            own, foreign = moves(checkpoint, part)
             row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
-            rows.append(row | {"kept_nbytes": local, "moved_nbytes": remote})
+            rows.append(row | {"kept_nbytes": own, "moved_nbytes": foreign})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
         return
     click.echo("before")
@@ -159,13 +159,13 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
                 if low < high:
                     a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
                     cells.update(range(a, b + 1))
-        local, remote = moves(checkpoint, part)
+        own, foreign = moves(checkpoint, part)
         rows.append(
             (
                 _rank(part.rank, part.file),
                 part.role,
                 cells,
-                f"{format_nbytes(local + remote)}, {format_nbytes(remote)} from other ranks",
+                f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks",
             )
         )
     return _rows(rows)
@@ -174,15 +174,15 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
 def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
     """The bytes of a new file that its rank had before, and the bytes that come from files of other ranks."""
     ranks = {shard.path: shard.rank for shard in checkpoint.files}
-    local = remote = 0
+    own = foreign = 0
     for raw in sources(part):
         nbytes = prod(raw.shape) * raw.dtype.itemsize
         old = ranks.get(raw.path, {})
         if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
-            local += nbytes
+            own += nbytes
         else:
-            remote += nbytes
-    return local, remote
+            foreign += nbytes
+    return own, foreign
 
 
 def sources(part: FilePlan) -> Iterator[FileBlob]:
@@ -200,7 +200,7 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
         if parameter.role == "extra":
             continue
         for tensor in parameter.states.values():
-            for fragment in (f for whole in (tensor, *tensor.replicas) for f in whole.fragments):
+            for fragment in (f for copy in (tensor, *tensor.replicas) for f in copy.fragments):
                 low, high = _flat_range(tensor.shape, fragment.box)
                 first, last = (min((at + x) * _COLUMNS // total, _COLUMNS - 1) for x in (low, max(low, high - 1)))
                 for raw in fragment.blob.sources():

@@ -524,9 +524,9 @@ def _adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
             f"`init_lora_weights` is {_shown(initial)}: this method changes the model's own weights before training",
             "PEFT can save such an adapter as a plain one: see `path_initial_model_for_weight_conversion`.",
         )
-    others = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
-    if others:
-        raise _refusal(adapter, f"options of the adapter which are not supported: {_some(others)}")
+    unknown = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
+    if unknown:
+        raise _refusal(adapter, f"options of the adapter which are not supported: {_some(unknown)}")
     return config
 
 

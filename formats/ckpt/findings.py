@@ -114,8 +114,8 @@ def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list
         except CkptError as error:
             return [Finding("unreadable", error.what, str(seal.path), tensors)]
     count_bytes(seal.nbytes)
-    what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
-    return [] if is_valid else [Finding("checksum", what, str(seal.path), tensors)]
+    message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+    return [] if is_valid else [Finding("checksum", message, str(seal.path), tensors)]
 
 
 def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
@@ -214,8 +214,8 @@ def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> It
         differing += int(unequal.any(axis=1).sum())
     if differing:
         files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
-        what = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
-        yield Finding("copy", what, ", ".join(files), (name,))
+        message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
+        yield Finding("copy", message, ", ".join(files), (name,))
 
 
 def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:

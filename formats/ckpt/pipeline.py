@@ -72,8 +72,8 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
     """The files to write, before any tensor is read. Raises `CkptError` if the job cannot succeed."""
     check_complete(source)
     check_not_suspicious(source)
-    others = (path for edit in source.history for path in edit.inputs())
-    for path in (source.path, *(one.path for one in format.inputs()), *others):
+    inputs = (path for edit in source.history for path in edit.inputs())
+    for path in (source.path, *(one.path for one in format.inputs()), *inputs):
         check_target(target, path)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
@@ -222,19 +222,19 @@ def _write_all(
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
     """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
-    evidence = [piece for receipt in receipts for piece in receipt.evidence]
+    evidence = [item for receipt in receipts for item in receipt.evidence]
     broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
-    return len({piece.seal for piece in evidence})
+    return len({item.seal for item in evidence})
 
 
 def seals_error(broken: list[Seal]) -> Corrupt:
     """The error for byte ranges that do not match their checksums. It names the file and the first range."""
     seal = broken[0]
-    others = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
+    more = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
     return Corrupt(
-        f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{others}",
+        f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{more}",
         where=seal.path,
         hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
     )

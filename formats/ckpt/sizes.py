@@ -112,8 +112,8 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
 
 def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
     """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
-    whole = sum(dtype.itemsize for dtype in delta.form.values())
-    return round(delta.nbytes * blob.dtype.itemsize / whole)
+    full = sum(dtype.itemsize for dtype in delta.form.values())
+    return round(delta.nbytes * blob.dtype.itemsize / full)
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

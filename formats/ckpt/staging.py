@@ -106,11 +106,11 @@ class Staging:
         """Flush everything to the disk, then rename it to the target."""
         with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
             list(pool.map(_flush, (*self.data.rglob("*"), self.data)))
-        whole = self.data if product is None else self.data / product
+        complete = self.data if product is None else self.data / product
         self._published.touch()
         reached("before rename")
         try:
-            rename_new(whole, self.target)
+            rename_new(complete, self.target)
         except FileExistsError:
             raise exists(self.target) from None
         reached("renamed")

@@ -33,8 +33,8 @@ def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
         for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * resources.workers):
             findings += several
     first = findings[0].where
-    others = [one for one in findings[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
-    return [findings[0], *sorted(others, key=lambda finding: finding.where)]
+    remaining = [one for one in findings[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
+    return [findings[0], *sorted(remaining, key=lambda finding: finding.where)]
 
 
 def _root(path: Path, error: CkptError) -> Path:
@@ -102,5 +102,5 @@ def _torch(path: Path) -> Iterator[Finding]:
     with Reader(check=False) as reader:
         for seal in open_file(path).seals():
             if not seal_is_valid(seal, reader):
-                what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
-                yield Finding("checksum", what, str(path))
+                message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+                yield Finding("checksum", message, str(path))

@@ -89,8 +89,10 @@ def _step(
         notes = (Notice(text, weight=Weight.UNSURE),)
     last = chain.members[-1].step if chain is not None and chain.members else None
     if last is not None and step <= last:
-        what = f"step {step} exists already" if step == last else f"step {step} is before {last}, the chain's last step"
+        message = (
+            f"step {step} exists already" if step == last else f"step {step} is before {last}, the chain's last step"
+        )
         raise Unsupported(
-            what, where=run, hint="Only later steps can be appended. If the run started again, start another chain."
+            message, where=run, hint="Only later steps can be appended. If the run started again, start another chain."
         )
     return step, notes

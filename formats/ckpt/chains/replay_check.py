@@ -117,9 +117,9 @@ def _check_chunk(
                 for one in segment.layout.ranks[rank].ranges(index)
                 if one.offset <= first < one.offset + one.size
             )
-            what = (
+            message = (
                 f"step {replay.step}: {name!r} of `{tensor}` differs from what the log gives: "
                 f"{int(unequal.sum()):,} of {unequal.size:,} values of a chunk differ"
             )
-            return Finding("replay", what, str(segment.folder), (tensor,))
+            return Finding("replay", message, str(segment.folder), (tensor,))
     return None

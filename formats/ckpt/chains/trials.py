@@ -57,7 +57,7 @@ class Evaluation:
 class AcceptedStep:
     """The step size of the quantizer, and the losses of its state and of the exact one."""
 
-    step: float
+    step_size: float
     loss: float
     exact: float
 
@@ -153,9 +153,9 @@ def _run(evaluation: Evaluation, state: Path) -> float:
         raise _refused(evaluation, f"ended with the line {last[:80]!r}, which is not a number") from None
 
 
-def _refused(evaluation: Evaluation, what: str) -> Unsupported:
+def _refused(evaluation: Evaluation, problem: str) -> Unsupported:
     return Unsupported(
-        f"the evaluation command {printable(evaluation.command[0])} {what}",
+        f"the evaluation command {printable(evaluation.command[0])} {problem}",
         hint=f"In the command (--eval-cmd), the path of a universal checkpoint replaces {PLACEHOLDER}. "
         "Its last line is the loss, a number.",
     )

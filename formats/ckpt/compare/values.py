@@ -61,8 +61,8 @@ def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
             a, b = encode(first_options[name][key]), encode(second_options[name][key])
             if a != b and _listed(a) != _listed(b):
                 changes.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
-    for what, names in sorted(changes.items()):
-        yield f"option of the optimizer for {len(names)} parameters, {what}"
+    for change, names in sorted(changes.items()):
+        yield f"option of the optimizer for {len(names)} parameters, {change}"
 
 
 def _listed(value: Any) -> Any:
