@@ -168,4 +168,4 @@ def _with_content(source: Checkpoint, format: Universal) -> Universal:
 def _replays(source: Checkpoint) -> bool:
     """Are chunks replayed several times if one tensor is read after the other?"""
     replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
-    return any(replay is not None and replay.count > 1 for replay in replays)
+    return any(replay is not None and replay.chunking.count > 1 for replay in replays)
