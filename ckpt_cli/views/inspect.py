@@ -98,7 +98,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         for key, value in checkpoint.extras.items():
             click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MAX_VALUE))}")
     if any(shard.rank for shard in checkpoint.files):
-        click.echo("\nparts of files" + " " * 18 + "first parameter … last")
+        click.echo("\nfiles" + " " * 27 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
 
