@@ -46,9 +46,8 @@ def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float
             if checkpoint.seals
             else "the files have no checksums"
         )
-        say(
-            f"ok: {printable(str(checkpoint.path))}: {tensors} tensors complete, {checked}, copies are equal ({seconds:.1f} s)"
-        )
+        facts = f"{tensors} tensors complete, {checked}, copies are equal"
+        say(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 
 def unreadable(path: Path, error: CkptError, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:
