@@ -315,7 +315,7 @@ def opened(tmp_path: Path, data: bytes) -> ckpt.Checkpoint:
 
 def test_every_cut_is_damage(tmp_path: Path) -> None:
     data = serialize(model(), 100)
-    for length in range(len(data)):
+    for length in [*range(40), *range(40, len(data), 29)]:
         with pytest.raises(Corrupt):
             opened(tmp_path, data[:length])
     with pytest.raises(Corrupt, match="follow"):
@@ -324,7 +324,7 @@ def test_every_cut_is_damage(tmp_path: Path) -> None:
 
 def test_flipped_bytes_are_an_error_of_ours_or_other_values(tmp_path: Path) -> None:
     data, random = serialize(model(), 100), np.random.default_rng(0)
-    for _ in range(500):
+    for _ in range(150):
         flipped = bytearray(data)
         for at in random.integers(0, len(data), 3):
             flipped[at] = random.integers(0, 256)
