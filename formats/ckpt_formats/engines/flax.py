@@ -50,7 +50,7 @@ class Flax(WritableFormat):
     summary = "model weights: a .msgpack file of Flax"
 
     separator: str | None = None
-    """Where names are split into the keys of nested dicts: `.`, `/`, or nowhere (`""`); None: as in the source, else `.`."""
+    """Where names are split into keys of nested dicts: `.`, `/`, or nowhere (`""`); None: as the source, else `.`."""
 
     def detect(self, path: Path) -> bool:
         return (path.suffix == SUFFIX and path.is_file()) or any((path / name).is_file() for name in (FILE, INDEX))
