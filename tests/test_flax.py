@@ -14,6 +14,7 @@ from ckpt_formats.core import files
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.flax import Flax
 from ckpt_formats.registry import detect
 from damage import SAMPLES, UNSUPPORTED
 from damage import ckpt as command
@@ -140,6 +141,17 @@ def test_the_folder_of_a_model_is_read(tmp_path: Path) -> None:
     (tmp_path / "m" / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(Unsupported, match="several files"):
         ckpt.open(tmp_path / "m")
+
+
+@pytest.mark.parametrize("width", [1, 16, 70_000])
+def test_a_file_without_an_ending_is_known_by_its_first_bytes(width: int, tmp_path: Path) -> None:
+    tree = {f"w{i}": np.float32(i) for i in range(width)}
+    assert len(ckpt.open(file(tmp_path, tree, "checkpoint_1000"))) == width
+    ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Flax())
+    assert detect(tmp_path / "out").name == "flax"
+    for head in (b"", b"\x80", b"\x81", b"x", b"{}", b"\x80\x02", b"PK\3\4"):
+        (tmp_path / "other").write_bytes(head)
+        assert not Flax().detect(tmp_path / "other")
 
 
 def test_plain_values_are_extras(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 See docs/flax.md. Source: flax.serialization; transformers.modeling_flax_utils.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ _OPTIMIZER = "opt_state"
 _UNMATCHED = Notice(
     "optimizer states (`opt_state`) could not be matched to parameters: they are copied unchanged", weight=Weight.LOST
 )
+_DICT = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9-\xdb]", re.DOTALL)
 _SEPARATOR = "separator"
 Tree = dict[str, "Tree | Parameter"]
 
@@ -53,7 +55,9 @@ class Flax(WritableFormat):
     """Where names are split into keys of nested dicts: `.`, `/`, or nowhere (`""`); None: as the source, else `.`."""
 
     def detect(self, path: Path) -> bool:
-        return (path.suffix == SUFFIX and path.is_file()) or any((path / name).is_file() for name in (FILE, INDEX))
+        if path.is_file():
+            return path.suffix == SUFFIX or _begins_as_dict(path)
+        return any((path / name).is_file() for name in (FILE, INDEX))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         file = path / FILE if path.is_dir() else path
@@ -114,6 +118,16 @@ class Flax(WritableFormat):
             return self.separator
         stated = source.origin.layout.get(_SEPARATOR) if source.origin.engine == "flax" else None
         return stated if isinstance(stated, str) else "."
+
+
+def _begins_as_dict(path: Path) -> bool:
+    """Is the first value of a file a dict with a text as its first key? `flax.training` gives its files no suffix."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(6)
+    except OSError:
+        return False
+    return _DICT.match(head) is not None
 
 
 def _leaves(value: Value, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Value]]:
