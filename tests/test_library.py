@@ -304,6 +304,21 @@ def test_arrays_have_the_dtype_that_is_asked_for() -> None:
         weight.__array__(copy=False)
 
 
+def test_a_slice_of_a_truncated_file_is_an_error_and_a_replaced_file_is_noticed_at_the_end(tmp_path: Path) -> None:
+    ckpt.save(ckpt.open(ZERO1).weights_only(), tmp_path / "a.safetensors", ckpt.Safetensors())
+    run, data = ckpt.open(tmp_path / "a.safetensors"), (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").unlink()
+    (tmp_path / "a.safetensors").write_bytes(data)
+    assert [finding.kind for finding in ckpt.verify(run)] == ["changed"]
+    with pytest.raises(ckpt.Corrupt, match="changed"):
+        ckpt.save(run, tmp_path / "b.safetensors", ckpt.Safetensors())
+    with pytest.raises(ckpt.Corrupt, match="changed"):
+        ckpt.diff(run, ckpt.open(ZERO1).weights_only())
+    (tmp_path / "a.safetensors").write_bytes(data[:3000])
+    with pytest.raises(ckpt.Corrupt, match="ends at byte"):
+        run["head.weight"][...]
+
+
 # Laziness
 
 
