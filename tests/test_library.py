@@ -401,8 +401,8 @@ def test_a_slice_of_a_large_file_reads_that_slice(tmp_path: Path) -> None:
     big = random.normal(size=(4096, 512)).astype(np.float32)
     base = ckpt.open(ZERO1)
     source = base.weights_only().select(only=[r"^head\.weight$"])
-    made = _with_array(source, "head.weight", big)
-    ckpt.save(made, tmp_path / "big.safetensors", ckpt.Safetensors())
+    large = _with_array(source, "head.weight", big)
+    ckpt.save(large, tmp_path / "big.safetensors", ckpt.Safetensors())
     run = ckpt.open(tmp_path / "big.safetensors")
     row = 512 * 4
     for edited in (run, run.cast("bf16"), run.rename({"head.weight": "x"}), ckpt.average([run, run])):

@@ -79,13 +79,13 @@ class Flax(WritableFormat):
             role: Role = "buffer" if keys[0] == "batch_stats" else "parameter"
             parameters[name] = Parameter(name, role, {MODEL: value})
         notices = (_UNMATCHED,) if _OPTIMIZER in extras else ()
-        carried = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
+        extras_by_name = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
         origin = Origin("flax", step=step if is_natural(step) else None, layout={_SEPARATOR: separator})
         return Checkpoint(
             path,
             origin,
             parameters,
-            extras=carried,
+            extras=extras_by_name,
             files=(SourceFile(file, nbytes, "model"),),
             notices=notices,
         )
