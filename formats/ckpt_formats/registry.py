@@ -36,7 +36,7 @@ ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
 """What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
 _OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
 """Around these, trainers of Hugging Face's leave files of their own."""
-_MOST_FOLDERS = 16
+_MAX_FOLDERS = 16
 """Folders in a checkpoint that are looked through for what it is not."""
 _OURS = ("universal", "chain")
 """What is in these says itself what it was before."""
@@ -89,36 +89,43 @@ def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkp
         check_alone(path)
     located = _located(path)
     format = located.format
-    found = identified(lambda: _read(located, options or ReadOptions()))
-    _check_folders(found, located)
-    check_whole_of_meta(found)
-    written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
+    checkpoint = identified(lambda: _read(located, options or ReadOptions()))
+    _check_folders(checkpoint, located)
+    check_whole_of_meta(checkpoint)
+    written = [
+        checkpoint.extras,
+        [group.options for group in checkpoint.groups],
+        [p.values for p in checkpoint.parameters.values()],
+    ]
     check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
-    notices = (*located.notices, *found.notices)
+    notices = (*located.notices, *checkpoint.notices)
     if format.name not in _OURS:
-        notices = (*notices, *check_states(found.parameters, found.groups, located.path, even=format.even_states))
+        notices = (
+            *notices,
+            *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
+        )
     if is_file:
         notices = (*notices, *parts_unread(path))
     elif format.name not in _OURS:
         named = {name for notice in notices for name in notice.names}
-        notices = (*notices, *unread(path, (shard.path for shard in found.files), named))
+        notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
     used = options or ReadOptions()
     shapes = None if used.shapes is None else used.shapes.history
     opened = Opened(path, (used.rules, used.order, used.orders, shapes))
     others = {} if used.shapes is None else used.shapes.identities
-    found = replace(found, notices=notices, history=(opened,), identities={**others, **found.identities})
-    if format.name in _OURS or (found.original is not None and found.original.format == format.name):
-        return found
-    return replace(found, original=OriginalForm(format.name, path.name if is_file else None))
+    checkpoint = replace(checkpoint, notices=notices, history=(opened,), identities={**others, **checkpoint.identities})
+    if format.name in _OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
+        return checkpoint
+    return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
 
 
 def _read(located: "_Located", options: "ReadOptions") -> "Checkpoint":
     """The checkpoint, and what a trainer around its engine left beside it."""
     from ckpt_formats.engines.hf.trainer_files import with_run_around
 
-    found = located.format.read(located.path, options)
+    checkpoint = located.format.read(located.path, options)
     of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
-    return with_run_around(found, located.path) if of_engine else found
+    return with_run_around(checkpoint, located.path) if of_engine else checkpoint
 
 
 class _Located(NamedTuple):
@@ -160,12 +167,12 @@ def _state_of_chain(path: Path) -> _Located | None:
     return None if address is None else _Located(address.run, ChainFormat(address))
 
 
-def _check_folders(found: "Checkpoint", located: _Located) -> None:
+def _check_folders(checkpoint: "Checkpoint", located: _Located) -> None:
     """Raises `Incomplete` if files were read from a folder in which another engine has left its traces."""
     from ckpt_formats.detection.traces import check_traces, names_in
 
-    folders = dict.fromkeys(shard.path.parent for shard in found.files)
-    for folder in [folder for folder in folders if folder != located.path][:_MOST_FOLDERS]:
+    folders = dict.fromkeys(shard.path.parent for shard in checkpoint.files)
+    for folder in [folder for folder in folders if folder != located.path][:_MAX_FOLDERS]:
         if folder.is_relative_to(located.path):
             check_traces(folder, set(names_in(folder)), located.format.name)
 
@@ -232,9 +239,9 @@ def _unknown(path: Path) -> CkptError:
     return _not_known(path, _listing(path))
 
 
-def _not_known(path: Path, held: str) -> NotFound:
+def _not_known(path: Path, listing: str) -> NotFound:
     return NotFound(
-        f"not a checkpoint that we know ({', '.join(FORMATS)}){held}",
+        f"not a checkpoint that we know ({', '.join(FORMATS)}){listing}",
         where=printable(str(path)),
         hint="Name the folder that the engine wrote: the one of one step, or the one above that holds `latest`.",
     )

@@ -205,10 +205,10 @@ def open_to_read(path: Path, identities: Identities | None = None) -> int:
     except ValueError as error:
         raise NotFound("no file can have this name: it holds a NUL character") from error
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        result = os.fstat(file)
+        if not stat.S_ISREG(result.st_mode):
             raise NotFound("is not a regular file", where=path)
-        note(path, found, identities or {})
+        note(path, result, identities or {})
     except BaseException:
         os.close(file)
         raise

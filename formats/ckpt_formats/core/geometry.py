@@ -11,7 +11,7 @@ from types import EllipsisType
 
 Shape = tuple[int, ...]
 
-_FEW = 64
+_SMALL_COUNT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,20 @@ class Box:
 def missing(whole: Box, parts: Iterable[Box]) -> list[Box]:
     """The blocks of `whole` that no part covers. Exact, and without a mask array."""
     within = [common for part in parts if (common := whole & part) is not None]
-    if len(within) > _FEW and (cut := _middle(whole, within)) is not None:
+    if len(within) > _SMALL_COUNT and (halves_of_whole := _middle(whole, within)) is not None:
         # Halves have half as many parts each, and each part is taken from everything that is left.
-        return [gap for half in cut for gap in missing(half, within)]
-    left = [whole] if whole.size else []
+        return [gap for half in halves_of_whole for gap in missing(half, within)]
+    gaps = [whole] if whole.size else []
     for part in within:
-        left = [rest for box in left for rest in box.minus(part)]
-    return left
+        gaps = [rest for box in gaps for rest in box.minus(part)]
+    return gaps
 
 
 def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
     """The two halves of a block, divided where a part begins or ends; None if none does so inside."""
     axes = range(len(whole.start))
-    cuts = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
-    inside = [[at for at in found if whole.start[i] < at < whole.stop[i]] for i, found in enumerate(cuts)]
+    ends_by_axis = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
+    inside = [[at for at in ends if whole.start[i] < at < whole.stop[i]] for i, ends in enumerate(ends_by_axis)]
     axis = max(axes, key=lambda i: len(inside[i]), default=None)
     if axis is None or not inside[axis]:
         return None
@@ -110,19 +110,19 @@ def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
 
 def overlaps(parts: Iterable[Box]) -> Iterator[tuple[int, int]]:
     """Pairs of indices of parts that hold an element in common."""
-    held = [(i, box) for i, box in enumerate(parts) if box.size]
-    axes = range(len(held[0][1].start)) if held else ()
+    filled = [(i, box) for i, box in enumerate(parts) if box.size]
+    axes = range(len(filled[0][1].start)) if filled else ()
     # Swept along the axis with the most cuts, few parts are open at once.
-    axis = max(axes, key=lambda axis: len({box.start[axis] for _, box in held}), default=0)
-    along = slice(axis, axis + 1)
-    boxes = sorted((box.start[along], box.stop[along], i, box) for i, box in held)
-    alive: list[tuple[Shape, int, Box]] = []
+    axis = max(axes, key=lambda axis: len({box.start[axis] for _, box in filled}), default=0)
+    interval = slice(axis, axis + 1)
+    boxes = sorted((box.start[interval], box.stop[interval], i, box) for i, box in filled)
+    open_boxes: list[tuple[Shape, int, Box]] = []
     for low, high, i, box in boxes:
-        alive = [a for a in alive if not a[0] or a[0] > low]
-        for _, j, other in alive:
+        open_boxes = [a for a in open_boxes if not a[0] or a[0] > low]
+        for _, j, other in open_boxes:
             if box & other:
                 yield (min(i, j), max(i, j))
-        alive.append((high, i, box))
+        open_boxes.append((high, i, box))
 
 
 def slab(shape: Shape, axis: int, start: int, stop: int) -> Box:
@@ -155,25 +155,25 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
             yield Box((last, *box.start), (last + 1, *box.stop))
 
 
-def slabs(shape: Shape, most: int) -> Iterator[Box]:
+def slabs(shape: Shape, max_size: int) -> Iterator[Box]:
     """Cut a tensor into blocks of at most `most` elements, in storage order.
 
     One after another, the blocks are the tensor in C order, so a file can be
     written front to back from them.
     """
     size = prod(shape)
-    if size <= most:
+    if size <= max_size:
         if size:
             yield Box.whole(shape)
         return
     row = prod(shape[1:])
-    rows = max(most, 1) // row
+    rows = max(max_size, 1) // row
     if rows:
         for low in range(0, shape[0], rows):
             yield slab(shape, 0, low, min(low + rows, shape[0]))
         return
     for i in range(shape[0]):
-        for box in slabs(shape[1:], most):
+        for box in slabs(shape[1:], max_size):
             yield Box((i, *box.start), (i + 1, *box.stop))
 
 

@@ -36,8 +36,8 @@ class Identity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> "Identity":
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    def of(cls, result: os.stat_result) -> "Identity":
+        return cls(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns)
 
 
 Identities = Mapping[Path, Identity]
@@ -70,12 +70,12 @@ def in_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """`call` of each item, in their order; files that it opens are recorded as if no other thread had opened them."""
     waiting = [(copy_context(), item) for item in items]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda one: one[0].run(call, one[1]), waiting))
+        return list(pool.map(lambda task: task[0].run(call, task[1]), waiting))
 
 
-def note(path: Path, found: os.stat_result, known: Identities) -> None:
+def note(path: Path, result: os.stat_result, known: Identities) -> None:
     """Record a file that was opened. Raises `Corrupt` if it is not the one that was opened, or is `known`, before."""
-    now = Identity.of(found)
+    now = Identity.of(result)
     if known.get(path, now) != now or any(record.setdefault(path, now) != now for record in _RECORDS.get()):
         raise _changed(path)
 
@@ -94,11 +94,11 @@ def changes(identities: Identities) -> Iterator[CkptError]:
 
 def check_unchanged(identities: Identities) -> None:
     """Raises the first of `changes`, which tells how many there are."""
-    found = list(changes(identities))
-    if found:
-        if len(found) > 1:
-            found[0].what += f" (and {len(found) - 1:,} more files)"
-        raise found[0]
+    errors = list(changes(identities))
+    if errors:
+        if len(errors) > 1:
+            errors[0].what += f" (and {len(errors) - 1:,} more files)"
+        raise errors[0]
 
 
 def _changed(path: Path) -> Corrupt:

@@ -77,11 +77,11 @@ class Rule:
     def sized(self, sizes: Mapping[str, int]) -> "Rule":
         """The same rule with numbers for its formulas. Raises `BadRules` for a size that is not known."""
         formulas = (self.length, self.units, *(() if isinstance(self.fused, int) else self.fused))
-        if not any(isinstance(one, str) for one in formulas):
+        if not any(isinstance(formula, str) for formula in formulas):
             return self
 
-        def number(said: Formula) -> int:
-            return evaluate(said, sizes, f"the rule for `{self.pattern}` ({self.origin})")
+        def number(formula: Formula) -> int:
+            return evaluate(formula, sizes, f"the rule for `{self.pattern}` ({self.origin})")
 
         return replace(
             self,

@@ -34,13 +34,13 @@ def check_states(
     for number, group in enumerate(groups):
         kinds: dict[bool, dict[str, States]] = {}
         for name in group.names:
-            one = parameters.get(name)
-            if one is not None and one.weight.size:
-                kinds.setdefault(len(one.weight.shape) > 1, {})[name] = _states(one)
-        for held in kinds.values():
-            yield from _check_kind(held, number, where)
-        if any(states for held in kinds.values() for states in held.values()):
-            without += (name for held in kinds.values() for name, states in held.items() if not states)
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.weight.size:
+                kinds.setdefault(len(parameter.weight.shape) > 1, {})[name] = _states(parameter)
+        for by_name in kinds.values():
+            yield from _check_kind(by_name, number, where)
+        if any(states for by_name in kinds.values() for states in by_name.values()):
+            without += (name for by_name in kinds.values() for name, states in by_name.items() if not states)
     if without and even:
         raise Incomplete(
             f"the optimizer has no states of {_some(without)}, but of others in the same group",
@@ -55,15 +55,15 @@ def check_states(
 
 def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
     """Groups with the same kinds of options are of one optimizer, which as a rule keeps the same for all of them."""
-    held = [
+    states_of_groups = [
         frozenset[str]().union(*(_states(parameters[name]) for name in group.names if name in parameters))
         for group in groups
     ]
-    for number, (group, states) in enumerate(zip(groups, held, strict=True)):
+    for number, (group, states) in enumerate(zip(groups, states_of_groups, strict=True)):
         fuller = [
-            o
-            for other, o in zip(groups, held, strict=True)
-            if states < o and other.options.keys() == group.options.keys()
+            others
+            for group_of_others, others in zip(groups, states_of_groups, strict=True)
+            if states < others and group_of_others.options.keys() == group.options.keys()
         ]
         if states and fuller:
             lacking = sorted(max(fuller, key=len) - states)
@@ -71,19 +71,19 @@ def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group])
             yield Notice(text, tuple(lacking), Weight.UNSURE)
 
 
-def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
+def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
     """Raises `Incomplete` for a state of every optimizer's kind, or one that most have; of others it is said."""
-    counts = Counter(states for states in held.values() if states)
-    holders = Counter(state for states in held.values() for state in states)
-    odd: dict[str, list[str]] = {}
-    for name, states in held.items():
+    counts = Counter(states for states in states_by_name.values() if states)
+    holders = Counter(state for states in states_by_name.values() for state in states)
+    names_by_lack: dict[str, list[str]] = {}
+    for name, states in states_by_name.items():
         fuller = [other for other in counts if states < other and states]
         if not fuller:
             continue
         lacking = sorted(max(fuller, key=lambda other: counts[other]) - states)
         if all(state.startswith(_BLOCKWISE) for state in lacking):
             continue
-        if any(state in _COMMON or 2 * holders[state] > len(held) for state in lacking):
+        if any(state in _COMMON or 2 * holders[state] > len(states_by_name) for state in lacking):
             raise Incomplete(
                 f"`{printable(name)}` has no {' and no '.join(f'`{printable(state)}`' for state in lacking)}, which "
                 "other "
@@ -91,9 +91,9 @@ def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterato
                 where=where,
                 hint="Files were lost, or are of another save: copy all files of one step again.",
             )
-        odd.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
-    for lost, names in odd.items():
-        text = f"these parameters of optimizer group {number} have no {lost}, which others have"
+        names_by_lack.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
+    for lacking_text, names in names_by_lack.items():
+        text = f"these parameters of optimizer group {number} have no {lacking_text}, which others have"
         yield Notice(text, tuple(names), Weight.UNSURE)
 
 

@@ -54,9 +54,9 @@ _KEYS = {
     "when",
 }
 _SETS = Path(__file__).parent / "rule_sets"
-_MOST_PATTERN = 1000
-_MOST_WAYS = 1e8
-"""As many as four open repeats in a row."""
+_MAX_PATTERN = 1000
+_MAX_BACKTRACKS = 1e8
+"""The count of four open repeats in a row."""
 
 
 def shipped() -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def safe_pattern(pattern: str, origin: str) -> str:
     repeats in a row nearly so. Raises `BadRules` for what is no expression,
     `Unsafe` for such a one.
     """
-    if len(pattern) > _MOST_PATTERN:
+    if len(pattern) > _MAX_PATTERN:
         raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
     try:
         with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def safe_pattern(pattern: str, origin: str) -> str:
             re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
-    if _ways(parsed) > _MOST_WAYS:
+    if _count_backtracks(parsed) > _MAX_BACKTRACKS:
         raise Unsafe(f"the pattern `{pattern}` leaves too many choices, which can take for ever", where=origin)
     return pattern
 
@@ -153,22 +153,22 @@ def _natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _ways(parsed: Any, repeated: bool = False) -> float:
-    """In how many ways it may be tried on a name of a hundred characters; a choice within a repeat has no end."""
+def _count_backtracks(parsed: Any, repeated: bool = False) -> float:
+    """How often the matcher may try again on a name of 100 characters; infinite for a choice within a repeat."""
     total = 1.0
     for op, argument in parsed:
-        name, ways = str(op), 1.0
+        name, count = str(op), 1.0
         if name.endswith("_REPEAT"):
             low, high, inner = argument
-            ways = min(high - low + 1, 100) * _ways(inner, repeated or high > 1)
+            count = min(high - low + 1, 100) * _count_backtracks(inner, repeated or high > 1)
         elif name == "SUBPATTERN":
-            total *= _ways(argument[3], repeated)
+            total *= _count_backtracks(argument[3], repeated)
         elif name == "ATOMIC_GROUP":
-            total *= _ways(argument, repeated)
+            total *= _count_backtracks(argument, repeated)
         elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _ways(argument[1], repeated)
+            total *= _count_backtracks(argument[1], repeated)
         elif name in ("BRANCH", "GROUPREF_EXISTS"):
             branches = argument[1] if name == "BRANCH" else argument[1:]
-            ways = sum(_ways(branch, repeated) for branch in branches if branch is not None)
-        total *= inf if repeated and ways > 1 else ways
+            count = sum(_count_backtracks(branch, repeated) for branch in branches if branch is not None)
+        total *= inf if repeated and count > 1 else count
     return total

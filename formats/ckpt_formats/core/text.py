@@ -6,7 +6,7 @@ import re
 PARTIAL = ".ckpt-partial"
 """Ends the name of a folder in which a checkpoint grows: nothing in it is one yet."""
 
-_MOST_SLUG = 80
+_MAX_SLUG = 80
 
 
 def file_stem(name: str) -> str:
@@ -18,7 +18,7 @@ def file_stem(name: str) -> str:
     >>> file_stem("layers.0.Attn/qkv")
     'layers.0.attn_qkv-b8b1a6beab0342a4ea39'
     """
-    slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MOST_SLUG].strip("._-") or "tensor"
+    slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MAX_SLUG].strip("._-") or "tensor"
     return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
 
 

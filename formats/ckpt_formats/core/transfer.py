@@ -53,10 +53,10 @@ class Transfer:
         Raises `Corrupt` if a replica of the tensor holds other bits.
         """
         block = tensor.crop(box)
-        held = self._scratch.get(slot)
-        if held is None or held.size < block.nbytes:
-            held = self._scratch[slot] = acquire_buffer(block.nbytes)
-        out = held[: block.nbytes].view(block.dtype).reshape(block.shape)
+        buffer = self._scratch.get(slot)
+        if buffer is None or buffer.size < block.nbytes:
+            buffer = self._scratch[slot] = acquire_buffer(block.nbytes)
+        out = buffer[: block.nbytes].view(block.dtype).reshape(block.shape)
         block.read_into(out, self.reader)
         self._moved(block.nbytes if counted else 0)
         return out

@@ -44,30 +44,30 @@ class Delta(Universal):
         plan = super().plan(source)
         return replace(plan, files=tuple(self._file(file, source) for file in plan.files))
 
-    def _file(self, part: FilePlan, source: Checkpoint) -> FilePlan:
-        (parameter,) = part.parameters
+    def _file(self, file: FilePlan, source: Checkpoint) -> FilePlan:
+        (parameter,) = file.parameters
         codec = self.delta_codecs.get(parameter.name)
         earlier = None if self.earlier is None else self.earlier.parameters.get(parameter.name)
         if codec is None or (self.earlier is not None and earlier is None):
-            return part
+            return file
         content = StatesContent(self.encoding, codec.config(), _step(source, self.earlier, parameter, earlier))
         parameters = (parameter,) if earlier is None else (parameter, earlier)
-        return replace(part, parameters=parameters, content=content, size=parameter.nbytes)
+        return replace(file, parameters=parameters, content=content, size=parameter.nbytes)
 
-    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        assert isinstance(part.content, StatesContent)
-        return self._write(folder, part, transfer, part.content.encoding, delta_base(part, transfer))
+    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+        assert isinstance(file.content, StatesContent)
+        return self._write(folder, file, transfer, file.content.encoding, delta_base(file, transfer))
 
 
-def delta_base(part: FilePlan, transfer: Transfer) -> DeltaBase | None:
+def delta_base(file: FilePlan, transfer: Transfer) -> DeltaBase | None:
     """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
-    content = part.content
+    content = file.content
     if not isinstance(content, StatesContent) or content.codec is None:
         return None
-    earlier = part.parameters[1] if len(part.parameters) > 1 else None
+    earlier = file.parameters[1] if len(file.parameters) > 1 else None
     step = StepInfo(**content.step)
     before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
-    step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
+    step = replace(step, before=before, after=_read_count(file.parameters[0], transfer, step.after))
     return DeltaBase(earlier, delta_from_config(dict(content.codec)), step)
 
 
@@ -80,9 +80,9 @@ def fitted_to_checkpoint(
         for name in names:
             parameter, before = source.parameters[name], None if earlier is None else earlier.parameters.get(name)
             if earlier is None or before is not None:
-                found = sample(parameter, DeltaBase(before, codec), transfer)
-                if found is not None:
-                    yield found
+                chunk_sample = sample(parameter, DeltaBase(before, codec), transfer)
+                if chunk_sample is not None:
+                    yield chunk_sample
 
     return codec.survey(samples(), next(iter(_steps(source, earlier)), StepInfo()))
 
@@ -90,7 +90,7 @@ def fitted_to_checkpoint(
 def warnings_for(codec: DeltaCodec, source: Checkpoint) -> list[str]:
     """What the user of a codec should know about this run."""
     steps = _steps(source, None) or [StepInfo()]
-    return list(dict.fromkeys(said for step in steps if (said := codec.warning(step)) is not None))
+    return list(dict.fromkeys(warning for step in steps if (warning := codec.warning(step)) is not None))
 
 
 def _steps(source: Checkpoint, before: Checkpoint | None) -> list[StepInfo]:
@@ -117,9 +117,9 @@ def _step(
 
 def _count(source: Checkpoint, parameter: Parameter) -> int | None:
     """Steps that the optimizer has done with a parameter, else with all."""
-    said = parameter.values.get("step")
-    if isinstance(said, (int, float)) and not isinstance(said, bool) and said == said // 1:
-        return int(said)
+    count = parameter.values.get("step")
+    if isinstance(count, (int, float)) and not isinstance(count, bool) and count == count // 1:
+        return int(count)
     return source.origin.step
 
 

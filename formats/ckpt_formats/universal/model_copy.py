@@ -24,11 +24,13 @@ class ModelCopy:
         self.derived = True
         self._codec = Rounded()
         self._values = xxhash.xxh3_128()
-        only = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
-        held = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
-        made = isinstance(only, DerivedBlob) and only.codec == self._codec
-        self._by_definition = made and isinstance(only, DerivedBlob) and (only.base is master or only.base is held)
-        self._lost = ErrorStats()
+        blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
+        master_blob = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
+        is_rounded = isinstance(blob, DerivedBlob) and blob.codec == self._codec
+        self._by_definition = (
+            is_rounded and isinstance(blob, DerivedBlob) and (blob.base is master or blob.base is master_blob)
+        )
+        self._errors = ErrorStats()
 
     @classmethod
     def of(cls, parameter: Parameter) -> "ModelCopy | None":
@@ -39,7 +41,9 @@ class ModelCopy:
         alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
         return cls(copy, master) if alike and Rounded.can_round(master.dtype, copy.dtype) else None
 
-    def compare(self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, kept: Array | None = None) -> None:
+    def compare(
+        self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
+    ) -> None:
         """`kept` is what is kept of the master, where that is not the master itself."""
         if not self.derived:
             return
@@ -52,10 +56,10 @@ class ModelCopy:
                 self._codec.encode(values, master)
             except NotApplicable:
                 self.derived = False
-        if kept is not None:
-            self.derived &= self._codec.is_defined(kept, self.tensor.dtype)
-            rounded = np.ascontiguousarray(self._codec.decode(b"", kept.shape, self.tensor.dtype, kept))
-            self._lost += measured(values, rounded)
+        if decoded is not None:
+            self.derived &= self._codec.is_defined(decoded, self.tensor.dtype)
+            rounded = np.ascontiguousarray(self._codec.decode(b"", decoded.shape, self.tensor.dtype, decoded))
+            self._errors += measured(values, rounded)
             values = rounded
         self._values.update(as_bytes(values).data)
 
@@ -66,5 +70,5 @@ class ModelCopy:
 
     def state(self) -> StateEntry:
         digest = hash_text(self._values.intdigest())
-        loss = figures(self._lost, changed=False)
+        loss = figures(self._errors, changed=False)
         return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)

@@ -52,8 +52,8 @@ class _Megatron(LayoutOptions, WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = iteration_of(path)
         with form_of("a Megatron checkpoint", folder):
-            found = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
-        return replace(found, suspicions=suspicions_of(found))
+            checkpoint = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
+        return replace(checkpoint, suspicions=suspicions_of(checkpoint))
 
     def plan(self, source: Checkpoint) -> Plan:
         layout = resolve_layout(source, self)

@@ -27,8 +27,8 @@ def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chai
     """
     if not create and not (run / index.NAME).is_file():
         index.read(run)  # says that it is none
-    made = _make(run) if create else False
-    if not made and not (run / index.NAME).is_file():
+    created = _make(run) if create else False
+    if not created and not (run / index.NAME).is_file():
         _check_empty(run)
     taken = Locked("another process is changing this chain", where=run, hint="Wait for it to end.")
     try:
@@ -37,13 +37,13 @@ def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chai
             try:
                 yield chain
             finally:
-                if made and os.listdir(run) == [LOCK]:  # nothing came of it
+                if created and os.listdir(run) == [LOCK]:  # nothing came of it
                     os.unlink(run / LOCK)
                     os.rmdir(run)
     except OSError as error:
         raise unwritable(error, run) from error
     except OutputError:
-        if made:
+        if created:
             with suppress(OSError):
                 os.unlink(run / LOCK)
                 os.rmdir(run)
@@ -66,8 +66,8 @@ def leftovers(run: Path, chain: ChainIndex | None, going_on: str | None = None) 
     """
     named = {going_on and f".{going_on}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
     named |= {one.folder for one in (chain.segments if chain else ())}
-    ours = (entry for entry in sorted(run.iterdir()) if _is_ours(entry.name) and entry.name not in named)
-    return [entry for entry in ours if not is_growing(entry)]
+    entries = (entry for entry in sorted(run.iterdir()) if _is_ours(entry.name) and entry.name not in named)
+    return [entry for entry in entries if not is_growing(entry)]
 
 
 def _is_ours(name: str) -> bool:
@@ -145,8 +145,10 @@ def _make(run: Path) -> bool:
 def _check_empty(run: Path) -> None:
     if not run.is_dir():
         raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
-    others = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_ours(entry.name))
-    if others:
+    other_names = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_ours(entry.name))
+    if other_names:
         raise OutputError(
-            f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."
+            f"the folder is no chain, and holds {other_names[0]!r:.80}",
+            where=run,
+            hint="Name a folder that does not exist.",
         )
