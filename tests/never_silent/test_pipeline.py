@@ -204,7 +204,7 @@ def test_a_file_that_is_opened_again_must_be_the_one_that_was_opened_first(tmp_p
     for path in (one, two):
         path.write_bytes(bytes(64))
     identities = {path: Identity.of(path.stat()) for path in (one, two)}
-    with Reader(check=False, most_files=1, identities=identities) as reader:
+    with Reader(check=False, max_files=1, identities=identities) as reader:
         reader.read_into(one, 0, memoryview(bytearray(8)))
         reader.read_into(two, 0, memoryview(bytearray(8)))
         replace_file(one)

@@ -27,8 +27,8 @@ ParallelGroup = Literal["tensor", "expert"]
 class ShardBlock:
     """A block of a rank's own shard, and the block of the whole tensor it is."""
 
-    local: Box
-    whole: Box
+    shard: Box
+    full: Box
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
 
 
 def _shard(whole: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
-    shape = tuple(max((p.local.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
-    return from_fragments(shape, (Fragment(p.local, whole.crop(p.whole)) for p in blocks), whole.dtype)
+    shape = tuple(max((p.shard.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
+    return from_fragments(shape, (Fragment(p.shard, whole.crop(p.full)) for p in blocks), whole.dtype)
 
 
 def _padded(whole: Tensor, rows: int) -> Tensor:
@@ -300,4 +300,4 @@ def _padded(whole: Tensor, rows: int) -> Tensor:
 def _moved(shards: Sequence[Tensor], blocks: Sequence[Sequence[ShardBlock]]) -> Iterator[Fragment]:
     for shard, placed in zip(shards, blocks, strict=True):
         for p in placed:
-            yield from shard.placed(p.local, p.whole)
+            yield from shard.placed(p.shard, p.full)

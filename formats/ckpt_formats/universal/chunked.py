@@ -53,7 +53,7 @@ class ChunkDirectory:
 
         The bytes are valid until this thread asks for the next chunk.
         """
-        directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
+        directory = reader.cached_or((self.path, self.offset, "directory"), lambda: self._directory(reader))
         begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
         # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
         taken = nbytes if index + 1 < self.count else self.nbytes - begin
@@ -122,14 +122,14 @@ class ChunkedTensor:
         """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
         start, stop = self.flat_range(index)
         nbytes = (stop - start) * self.dtype.itemsize
-        made = reader.keep_filled(
+        made = reader.cached_or_filled(
             self._key(index), nbytes, lambda room: self._decode(index, room.view(self.dtype), reader)
         )
         return made.view(self.dtype)
 
     def fill(self, out: Array, index: int, reader: Reader) -> None:
         """The same into `out`, a vector: for a chunk that nobody else will ask for."""
-        kept = reader.kept(self._key(index))
+        kept = reader.cached(self._key(index))
         if kept is not None:
             out[:] = kept.view(self.dtype)
         else:

@@ -72,7 +72,7 @@ class StoredDelta:
 
     def values(self, index: int, reader: Reader) -> StateArrays:
         """A chunk of all states, decoded and checked. Raises `Corrupt`."""
-        held = reader.keep((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
+        held = reader.cached_or((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
         start, stop = self.flat_range(index)
         joint, at = {}, 0
         for state, dtype in self.form.items():
