@@ -481,4 +481,4 @@ def test_a_parameter_that_was_never_stepped_is_read_and_said(tmp_path: Path) -> 
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(WEIGHTS)}]}
     done = ckpt("verify", save({"model": dict(WEIGHTS), "optim": optim}, tmp_path / "saved"))
     assert done.code == 0
-    assert "no state of these parameters: it never stepped them, or their states were lost: b" in done.err
+    assert "no state of these parameters: it never updated them, or their states are missing: b" in done.err

@@ -1,7 +1,7 @@
 """Sums of products of a model's sizes: `2 * query_groups * head_dim + heads * head_dim`.
 
-Rules say lengths in them, so that one rule holds for models of every size. They
-come from files of strangers, so the language is no larger than that.
+Rules state lengths as formulas, so that one rule is valid for models of every size.
+Formulas come from untrusted files, so the language has nothing else.
 """
 
 import re
@@ -17,14 +17,14 @@ _MAX_RESULT = 1 << 62
 
 
 def is_formula(value: object) -> bool:
-    """Is it a whole number from 0, or a formula?"""
+    """Whether it is an integer >= 0, or a formula."""
     if isinstance(value, str):
         return len(value) <= _MAX_CHARACTERS and not value.isdecimal() and _FORMULA.fullmatch(value) is not None
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def evaluate(formula: Formula, sizes: Mapping[str, int], whose: str) -> int:
-    """The number that a formula is. Raises `BadRules` for a size that is not known.
+    """The value of a formula. `whose`: the rule, for the message. Raises `BadRules` for a size that is not known.
 
     >>> evaluate("heads * 64 + 2", {"heads": 8}, "a rule")
     514

@@ -1,4 +1,4 @@
-"""Optimizer states that some parameters lack, though others of their group have them."""
+"""Find optimizer states that some parameters lack and others of their group have."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +10,10 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 _BLOCKWISE = ("qmap", "absmax")
-"""States that 8-bit optimizers keep of large parameters only begin so."""
+"""How the names of states begin that 8-bit optimizers have only for large parameters."""
 
 _COMMON = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
-"""States that the optimizers which have them keep of every parameter."""
+"""States that an optimizer has for every parameter, if it has them at all."""
 
 States = frozenset[str]
 
@@ -23,12 +23,12 @@ _OF_THE_MODEL = frozenset((MODEL, MASTER))
 def check_states(
     parameters: Mapping[str, Parameter], groups: Sequence[Group], where: Path, *, even: bool
 ) -> Iterator[Notice]:
-    """Raises `Incomplete` if a parameter lacks states that others of its group and its number of axes have.
+    """Raise `Incomplete` if a parameter lacks states that others of its group have; yield notices of what is unsure.
 
-    One without any state is only noticed, since an optimizer makes none for a parameter
-    that never had a gradient; but where `even`, the engine keeps all states for all, so that is
-    an error as well. Optimizers such as Adafactor have other states for vectors than for
-    matrices, so that these are not compared.
+    A parameter without any state gives only a notice, because an optimizer makes no state
+    for a parameter that never had a gradient. If `even`, the engine has all states for all
+    parameters, so it is an error too. Vectors and matrices are not compared with each other:
+    optimizers such as Adafactor have different states for them.
     """
     without: list[str] = []
     for number, group in enumerate(groups):
@@ -45,16 +45,16 @@ def check_states(
         raise Incomplete(
             f"the optimizer has no states of {_some(without)}, but of others in the same group",
             where=where,
-            hint="Files were lost, or are of another save: copy all files of one step again.",
+            hint="Files are missing, or are of another save: copy all files of one step again.",
         )
     if without:
-        text = "the optimizer has no state of these parameters: it never stepped them, or their states were lost"
+        text = "the optimizer has no state of these parameters: it never updated them, or their states are missing"
         yield Notice(text, tuple(without), Weight.UNSURE)
     yield from _poorer_groups(parameters, groups)
 
 
 def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
-    """Groups with the same kinds of options are of one optimizer, which as a rule keeps the same for all of them."""
+    """Notices of groups with fewer states than another group with the same options, probably of the same optimizer."""
     states_of_groups = [
         frozenset[str]().union(*(_states(parameters[name]) for name in group.names if name in parameters))
         for group in groups
@@ -67,12 +67,12 @@ def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group])
         ]
         if states and fuller:
             lacking = sorted(max(fuller, key=len) - states)
-            text = f"optimizer group {number} has not these states, which another group has"
+            text = f"optimizer group {number} lacks these states, which another group has"
             yield Notice(text, tuple(lacking), Weight.UNSURE)
 
 
 def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
-    """Raises `Incomplete` for a state of every optimizer's kind, or one that most have; of others it is said."""
+    """Raise `Incomplete` for a missing state that is common or that most parameters have; else yield a notice."""
     counts = Counter(states for states in states_by_name.values() if states)
     holders = Counter(state for states in states_by_name.values() for state in states)
     names_by_lack: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) 
                 "other "
                 f"parameters of optimizer group {number} have",
                 where=where,
-                hint="Files were lost, or are of another save: copy all files of one step again.",
+                hint="Files are missing, or are of another save: copy all files of one step again.",
             )
         names_by_lack.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
     for lacking_text, names in names_by_lack.items():
@@ -98,7 +98,7 @@ def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) 
 
 
 def _states(parameter: Parameter) -> States:
-    """What the optimizer keeps of it, whether as tensors or as plain values; a value of None is nothing."""
+    """The names of its optimizer states, tensors and plain values. A value of None is no state."""
     values = [key for key, value in parameter.values.items() if value is not None]
     return frozenset((*parameter.states, *values)) - _OF_THE_MODEL
 

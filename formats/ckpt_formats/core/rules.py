@@ -1,9 +1,9 @@
-"""Rules from TOML files: the small language in which a user says how tensors are cut.
+"""Rules from TOML files: the small language in which a user states how tensors are sharded.
 
 [[rule]]
 match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
 axis = 0
-fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
+fused = [64, 32, 32]        # full lengths of q, k and v; or a count of equal parts
 
 [[rule]]
 match = '.*norm.*'
@@ -90,12 +90,12 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
 
 
 def safe_pattern(pattern: str, origin: str) -> str:
-    """The pattern, if it is one that cannot be made to run for ever.
+    """The pattern itself, if a match always ends in reasonable time.
 
-    Rules travel inside checkpoints, so they are input from strangers: a choice
-    within a repeat can take time exponential in the length of a name, and many
-    repeats in a row nearly so. Raises `BadRules` for what is no expression,
-    `Unsafe` for such a one.
+    Rules are stored in checkpoints, so they are untrusted input: a choice within a
+    repeat can take time exponential in the length of a name, and many repeats in a
+    row nearly as much. Raises `BadRules` for what is no regular expression, `Unsafe`
+    for one that could take too long.
     """
     if len(pattern) > _MAX_PATTERN:
         raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
@@ -107,7 +107,7 @@ def safe_pattern(pattern: str, origin: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
     if _count_backtracks(parsed) > _MAX_BACKTRACKS:
-        raise Unsafe(f"the pattern `{pattern}` leaves too many choices, which can take for ever", where=origin)
+        raise Unsafe(f"the pattern `{pattern}` has too many choices: a match may take too long", where=origin)
     return pattern
 
 
@@ -124,7 +124,7 @@ def _rule(table: Any, where: str) -> Rule:
     if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
         raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
     if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(is_formula, fused))):
-        raise BadRules("`fused` is a count of pieces, or the list of their lengths", where=where)
+        raise BadRules("`fused` is a count of parts, or the list of their lengths", where=where)
     for key in ("length", "units", "when"):
         if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
             raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
@@ -132,7 +132,7 @@ def _rule(table: Any, where: str) -> Rule:
     if over not in get_args(ParallelGroup) or not isinstance(padded, bool):
         raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
-        raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)
+        raise BadRules("`widths` has one list for each part: its lengths on each rank", where=where)
     return Rule(
         safe_pattern(table["match"], where),
         how,
