@@ -132,7 +132,7 @@ def _rule(table: Any, where: str) -> Rule:
     if over not in get_args(ParallelGroup) or not isinstance(padded, bool):
         raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
-        raise BadRules("`widths` has one list for each part: its lengths on each rank", where=where)
+        raise BadRules("`widths` is a list of lists: for each part, its lengths on each rank", where=where)
     return Rule(
         safe_pattern(table["match"], where),
         how,

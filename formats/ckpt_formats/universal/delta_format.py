@@ -1,4 +1,4 @@
-"""The universal format as a delta: the states of a checkpoint, coded against those of an earlier one."""
+"""The universal format as a delta: the states of a checkpoint, encoded against those of an earlier one."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,11 @@ class Delta(Universal):
 
     codec: str | None = AUTO
     earlier: Checkpoint | None = None
-    """What can be read of the parent, which may differ from what was once saved; None: no state needs a parent."""
+    """The parent as it can be read, which may differ from what was saved; None: no state needs a parent."""
     stored_against: Parent | None = None
     """Where the parent is, and its content id."""
     delta_codecs: Mapping[str, DeltaCodec] = field(default_factory=dict)
-    """The codec of each parameter by its name; a parameter that is not named is stored alone."""
+    """The delta codec of each parameter by its name; other parameters are stored without a delta."""
 
     @property
     def parent(self) -> Parent | None:
@@ -60,7 +60,7 @@ class Delta(Universal):
 
 
 def delta_base(file: FilePlan, transfer: Transfer) -> DeltaBase | None:
-    """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
+    """The base of a file's parameter, and its codec; None if the parameter is stored without a delta."""
     content = file.content
     if not isinstance(content, StatesContent) or content.codec is None:
         return None
@@ -74,7 +74,7 @@ def delta_base(file: FilePlan, transfer: Transfer) -> DeltaBase | None:
 def fitted_to_checkpoint(
     codec: DeltaCodec, names: Collection[str], source: Checkpoint, earlier: Checkpoint | None, transfer: Transfer
 ) -> DeltaCodec:
-    """The codec with what it must know of the whole state, from a chunk of each of these parameters at a time."""
+    """The codec with the figures that it needs of the full state, taken from chunks of these parameters."""
 
     def samples() -> Iterator[tuple[int, StatePair]]:
         for name in names:
@@ -88,13 +88,13 @@ def fitted_to_checkpoint(
 
 
 def warnings_for(codec: DeltaCodec, source: Checkpoint) -> list[str]:
-    """What the user of a codec should know about this run."""
+    """What the user should know about a codec for this run."""
     steps = _steps(source, None) or [StepInfo()]
     return list(dict.fromkeys(warning for step in steps if (warning := codec.warning(step)) is not None))
 
 
 def _steps(source: Checkpoint, before: Checkpoint | None) -> list[StepInfo]:
-    """The way from one to the other, for each group of the optimizer."""
+    """The step numbers before and after, and the options, for each group of the optimizer."""
     steps = None if before is None else before.origin.step, source.origin.step
     return [StepInfo(*steps, _options(group)) for group in source.groups]
 
@@ -106,7 +106,7 @@ def _options(group: Group) -> dict[str, Any]:
 def _step(
     source: Checkpoint, before: Checkpoint | None, parameter: Parameter, earlier: Parameter | None
 ) -> dict[str, Any]:
-    """What is known of the way from one to the other: the fields of `StepInfo`."""
+    """What is known of the steps from `before` to `source` for a parameter: the fields of `StepInfo`."""
     options = next((_options(group) for group in source.groups if parameter.name in group.names), {})
     return {
         "before": None if before is None or earlier is None else _count(before, earlier),
@@ -116,7 +116,7 @@ def _step(
 
 
 def _count(source: Checkpoint, parameter: Parameter) -> int | None:
-    """Steps that the optimizer has done with a parameter, else with all."""
+    """The number of steps that the optimizer has done for a parameter, else for all; None if it is not known."""
     count = parameter.values.get("step")
     if isinstance(count, (int, float)) and not isinstance(count, bool) and count == count // 1:
         return int(count)
@@ -124,7 +124,7 @@ def _count(source: Checkpoint, parameter: Parameter) -> int | None:
 
 
 def _read_count(parameter: Parameter, transfer: Transfer, known: int | None) -> int | None:
-    """The same where the optimizer keeps it as a tensor."""
+    """The number of steps if the optimizer has it as a tensor, else `known`."""
     tensor = parameter.states.get("step")
     if tensor is None or tensor.size != 1 or tensor.dtype.kind not in "iuf":
         return known

@@ -1,4 +1,4 @@
-"""The model's copy of a parameter, held against its master while the master passes by."""
+"""Compare the model's copy of a parameter with its master while the master is written."""
 
 import numpy as np
 import xxhash
@@ -17,7 +17,7 @@ from ckpt_formats.universal.error_figures import figures
 
 
 class ModelCopy:
-    """Is it the master, rounded? Then nothing of it needs to be stored."""
+    """Finds out whether the model's copy is the rounded master. Then none of its bytes needs to be stored."""
 
     def __init__(self, tensor: Tensor, master: Tensor) -> None:
         self.tensor = tensor
@@ -34,17 +34,21 @@ class ModelCopy:
 
     @classmethod
     def of(cls, parameter: Parameter) -> "ModelCopy | None":
-        """None where there are not both, of one shape, or the one cannot be rounded to the other."""
+        """None if the parameter has not both, of one shape, or if the master cannot be rounded to the copy."""
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             return None
-        alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if alike and Rounded.can_round(master.dtype, copy.dtype) else None
+        same_kind = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
+        return cls(copy, master) if same_kind and Rounded.can_round(master.dtype, copy.dtype) else None
 
     def compare(
         self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
     ) -> None:
-        """`kept` is what is kept of the master, where that is not the master itself."""
+        """Compare the block `box` of the copy, which is `tensor`, with the same block of the master.
+
+        `master`: the values of the block. `decoded`: those that will be read back, of the same shape and dtype; None
+        if they are the same.
+        """
         if not self.derived:
             return
         if self._by_definition:
@@ -64,11 +68,12 @@ class ModelCopy:
         self._values.update(as_bytes(values).data)
 
     def passing(self, transfer: Transfer) -> Passing:
-        """For a master that passes by as a vector."""
+        """The function that receives the chunks of the master, as vectors, while they are written."""
         copy = flat(self.tensor)
         return lambda box, master: self.compare(box, master, transfer, copy)
 
     def state(self) -> StateEntry:
+        """The entry of the copy in the manifest, after all blocks were compared."""
         digest = hash_text(self._values.intdigest())
         loss = figures(self._errors, changed=False)
         return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)

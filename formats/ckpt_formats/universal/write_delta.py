@@ -1,4 +1,4 @@
-"""Writing the states of a parameter as a delta: the bytes, and what was lost."""
+"""Write the states of a parameter as a delta: the bytes, and the errors of approximate values."""
 
 from collections.abc import Mapping
 from io import FileIO
@@ -28,9 +28,9 @@ from ckpt_formats.universal.replay import states_digest
 def write_delta(
     out: FileIO, plan: DeltaPlan, copy: ModelCopy | None, check: bool, transfer: Transfer, where: str
 ) -> tuple[DeltaEntry, dict[str, StateEntry]]:
-    """Write all chunks, from where the file is on, then their directory.
+    """Write all chunks at the file's position, then their directory. Returns the delta's entry, and each state's.
 
-    Raises `NotApplicable` if the codec cannot hold a chunk, or makes it longer than a reader takes.
+    Raises `NotApplicable` if the codec cannot encode a chunk, or if the result is longer than a reader accepts.
     """
     at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
     digests = {state: xxhash.xxh3_128() for state in plan.after}
@@ -51,7 +51,9 @@ def write_delta(
             raise NotApplicable(f"{len(data):,} bytes for {raw:,} of values")
         decoded = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
         if lossless and not _same(decoded, change.after):
-            raise RuntimeError(f"codec {plan.codec.name} does not give back what it was given: {where}, chunk {index}")
+            raise RuntimeError(
+                f"codec {plan.codec.name} does not decode to the values that it encoded: {where}, chunk {index}"
+            )
         if not lossless and (broken := plan.codec.broken_promise(change, decoded)) is not None:
             raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
         for state, values in decoded.items():
@@ -64,8 +66,8 @@ def write_delta(
         write(data)
         directory[index] = len(data), states_digest(decoded)
         nbytes += len(data)
-    filling = -nbytes % ALIGNMENT
-    write(bytes(filling))
+    padding = -nbytes % ALIGNMENT
+    write(bytes(padding))
     write(directory.tobytes())
     states = {
         state: StateEntry(
@@ -76,7 +78,7 @@ def write_delta(
         )
         for state, tensor in plan.after.items()
     }
-    total = nbytes + filling + directory.nbytes
+    total = nbytes + padding + directory.nbytes
     names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
     config = plan.codec.config()
     return DeltaEntry(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states

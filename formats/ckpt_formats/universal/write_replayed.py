@@ -1,4 +1,4 @@
-"""States that must be replayed, written chunk by chunk and all at once, so that no stored byte is read twice."""
+"""Write states that come from one replay, chunk by chunk and all at once, so that no stored byte is read twice."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -21,12 +21,12 @@ from ckpt_formats.universal.replay import DeltaBlob, StatesReplay
 
 
 def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
-    """The replay that whole states of a parameter come from, if any does."""
+    """The replay from which full states of a parameter come; None if none do."""
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
 
 
 def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
-    """The same parameter, with all states of a replay plain in the file at `path`, which is written."""
+    """Write all states of a replay, not encoded, to a file at `path`. Returns the parameter with these states."""
     blobs, plain, at = _blobs(parameter), dict[int, FileBlob](), 0
     for blob in blobs.values():
         if isinstance(blob, DeltaBlob) and blob.replay is replay:
@@ -52,7 +52,10 @@ def write_together(
     copy: ModelCopy | None,
     transfer: Transfer,
 ) -> dict[str, StateEntry]:
-    """Write the states of a replay as they are, each into its slot, which is counted from `begin`."""
+    """Write the states of a replay, not encoded, each to its slot, and return their entries.
+
+    The offsets of slots count from byte `begin` of the file.
+    """
     blobs = _blobs(parameter)
     replayed_slots = [
         slot for slot in slots if isinstance(blob := blobs.get(slot.name), DeltaBlob) and blob.replay is replay
