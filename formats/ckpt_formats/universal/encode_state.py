@@ -84,7 +84,7 @@ def choose_for(
             continue
         choices.append(choice)
         if coding.level != "max" or coding.codec is not None:
-            break  # this codec is the best for such states, or the user's; the next ones are for states it cannot encode
+            break  # this codec is the best one or the user's own; the next ones are for states that it cannot encode
     smallest = min(choices, key=lambda choice: choice.nbytes, default=None)
     return smallest if smallest is not None and smallest.nbytes <= _MAX_RATIO * raw else None
 
