@@ -98,7 +98,7 @@ class Torch(WritableFormat):
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
-    plain = _Encoder(source.parameters)
+    plain = _ItemEncoder(source.parameters)
     model: dict[str, Value] = {}
     states: dict[str, Value] = {}
     for name, parameter in source.parameters.items():
@@ -156,7 +156,7 @@ def _weight(parameter: Parameter) -> Tensor:
     return master if same and master is not None else weight
 
 
-class _Encoder:
+class _ItemEncoder:
     """Replaces names of tensors by the tensors, and values that `weights_only` refuses by typed JSON."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
@@ -199,7 +199,7 @@ def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
     path = file.path
     try:
         optimizer = file.root.get("optimizer") or {"state": {}, "param_groups": []}
-        restore = _Decoder(record["tensors"], path)
+        restore = _ItemDecoder(record["tensors"], path)
         parameters = {}
         for name, role in record["roles"].items():
             weight = (record["tensors"] if role == "extra" else file.root["model"])[name]
@@ -229,8 +229,8 @@ def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
-class _Decoder:
-    """The inverse of `_Encoder`. An object that is in several places is restored once, and shared again."""
+class _ItemDecoder:
+    """The inverse of `_ItemEncoder`. An object that is in several places is restored once, and shared again."""
 
     def __init__(self, tensors: Mapping[str, TensorRef], path: Path) -> None:
         self._names = {(ref.storage.key, ref.offset): TensorName(name) for name, ref in tensors.items()}

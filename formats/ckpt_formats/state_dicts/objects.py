@@ -40,7 +40,7 @@ _ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedObjects:
     """A tree without objects that hold weights, and what is to be said of them."""
 
     root: dict[str, Value]
@@ -66,7 +66,7 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
     return {"value": value}, ()
 
 
-def open_objects(root: Mapping[str, Value], where: str) -> Opened:
+def open_objects(root: Mapping[str, Value], where: str) -> OpenedObjects:
     """Give every object of the tree the form of a state dict. A tree without any stays as it is.
 
     Raises `Incomplete` for tensors without values.
@@ -91,7 +91,7 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
             opening.objects[f"{one.path}.params"] = unnamed
     beside = {OBJECTS: opening.objects, ATTRIBUTES: opening.attributes}
     extras = {next(free for free in numbered(key) if free not in made): extra for key, extra in beside.items() if extra}
-    return Opened(made, extras, tuple(opening.said()))
+    return OpenedObjects(made, extras, tuple(opening.said()))
 
 
 def attributes_of(root: Value) -> dict[str, Value]:
