@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from math import prod
 
 import numpy as np
 import xxhash
@@ -13,6 +12,7 @@ from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_all
@@ -20,13 +20,9 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, chunk_count, chunk_form
+from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY
 from ckpt_formats.universal.entry import StateEntry
 
-CHUNK = 1 << 18
-"""Elements of a chunk: its values and its encoded bytes stay in a core's cache."""
-_MAX_COLUMNS = 1 << 14
-"""Columns of a chunk. With more, a chunk has too few rows to compare with each other."""
 _MAX_RATIO = 0.99
 """Encoded bytes for each raw byte. Above it, the values are stored as they are."""
 _MIN_BYTES = 64
@@ -55,7 +51,7 @@ class CodecChoice:
 def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> CodecChoice | None:
     """The codec for a state, chosen by two of its chunks; None if its values are better stored as they are."""
     tensor = parameter.states[state]
-    count = chunk_count(tensor.shape, chunk_shape(tensor.shape))
+    count = Chunking.default(tensor.shape).count
     return choose_for(parameter, state, coding, transfer, sorted({0, count // 2})) if count else None
 
 
@@ -67,13 +63,13 @@ def choose_for(
     None if the result is not smaller than the values.
     """
     tensor = parameter.states[state]
-    chunk = chunk_shape(tensor.shape)
-    raw = sum(_box(tensor, chunk, index).size for index in indices) * tensor.dtype.itemsize
+    chunking = Chunking.default(tensor.shape)
+    raw = sum(chunking.box(index).size for index in indices) * tensor.dtype.itemsize
     if raw < _MIN_BYTES:
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
-        choice = CodecChoice(codec, chunk, codec.context)
+        choice = CodecChoice(codec, chunking.chunk, codec.context)
         source = _ChunkSource.of(parameter, state, choice)
         try:
             for position, index in enumerate(indices):
@@ -106,7 +102,7 @@ def write_coded(
     tensor, at = parameter.states[state], out.tell()
     source = _ChunkSource.of(parameter, state, choice)
     digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
-    directory = np.empty(chunk_count(tensor.shape, choice.chunk), ENTRY)
+    directory = np.empty(Chunking(tensor.shape, choice.chunk).count, ENTRY)
 
     def write(data: Bytes) -> None:
         write_all(out, data)
@@ -141,18 +137,6 @@ def write_coded(
     )
 
 
-def chunk_shape(shape: Shape) -> Shape:
-    """The shape of a tensor's chunks: complete rows of its last axes if these are not too long, else flat ranges.
-
-    >>> chunk_shape((4096, 256)), chunk_shape((8, 14336, 4096)), chunk_shape((64, 3, 3, 3)), chunk_shape((1000,))
-    ((1024, 256), (64, 4096), (9709, 27), (262144,))
-    """
-    widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
-    fitting = [width for width in widths if 1 < width <= _MAX_COLUMNS]
-    width = fitting[0] if fitting else widths[-1] if widths and 1 < widths[-1] <= CHUNK else None
-    return (CHUNK,) if width is None else (CHUNK // width, width)
-
-
 def flat(tensor: Tensor) -> Tensor:
     """The tensor's elements in C order, as a vector: (size,), of the same dtype. Lazy."""
     blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
@@ -180,29 +164,25 @@ class _ChunkSource:
 
     values: Tensor
     base: Tensor | None
-    chunk: Shape
+    chunking: Chunking
 
     @classmethod
     def of(cls, parameter: Parameter, state: str, choice: CodecChoice) -> "_ChunkSource":
         base = None if choice.base is None else flat(parameter.states[choice.base])
-        return cls(flat(parameter.states[state]), base, choice.chunk)
+        tensor = parameter.states[state]
+        return cls(flat(tensor), base, Chunking(tensor.shape, choice.chunk))
 
     def box(self, index: int) -> Box:
-        return _box(self.values, self.chunk, index)
+        return self.chunking.box(index)
 
     def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
         """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,)."""
         box = self.box(index)
-        form = chunk_form(self.chunk, box.size)
+        form = self.chunking.chunk_shape(box.size)
         values = transfer.fetch(self.values, box, counted=counted).reshape(form)
         if self.base is None:
             return values, None
         return values, transfer.fetch(self.base, box, "base", counted=False).reshape(form)
-
-
-def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
-    chunk_size = prod(chunk)
-    return Box((index * chunk_size,), (min((index + 1) * chunk_size, tensor.size),))
 
 
 def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:

@@ -11,11 +11,12 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures, Role
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
-from ckpt_formats.universal.chunked import ENTRY, MOST_ELEMENTS, chunk_count
+from ckpt_formats.universal.chunked import ENTRY, MOST_ELEMENTS
 
 MOST_JOINT = 64 << 20
 """Bytes of a chunk of all states that a delta holds."""
@@ -194,7 +195,7 @@ def _chunk(said: Any, check: FieldReader) -> Shape:
 
 def _check_chunks(chunk: Shape, shape: Shape, nbytes: int, check: FieldReader) -> None:
     check.true(prod(shape) % chunk[-1] == 0 or len(chunk) == 1, f"chunk {list(chunk)} for shape {list(shape)}")
-    count = chunk_count(shape, chunk)
+    count = Chunking(shape, chunk).count
     check.true(count * ENTRY.itemsize <= nbytes, f"{nbytes} bytes for {count} chunks")
 
 

@@ -110,7 +110,7 @@ def _write(
 def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[Parameter]:
     """The parameter, in a form in which its states can be read one after another without replaying each."""
     replay = stored_delta_of(parameter)
-    if replay is None or replay.count < 2:
+    if replay is None or replay.chunking.count < 2:
         yield parameter
         return
     beside = path.with_suffix(".replayed")
