@@ -17,7 +17,8 @@ _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 def lock(file: Path, error_if_locked: Locked, required: bool = True) -> Iterator[None]:
     """Within, hold the lock of a file, which is created if it does not exist.
 
-    Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is `required`.
+    Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is
+    `required`.
     """
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
