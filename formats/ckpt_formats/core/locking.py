@@ -1,4 +1,4 @@
-"""One writer at a time: a lock on a file, which the system gives back when its process ends, however it ends."""
+"""One writer at a time: a lock on a file, which the system releases when the process ends, also after a crash."""
 
 import errno
 import fcntl
@@ -10,36 +10,37 @@ from pathlib import Path
 from ckpt_formats.core.errors import Locked, NoSpace, OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
-def lock(file: Path, taken: Locked, required: bool = True) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be.
+def lock(file: Path, error_if_locked: Locked, required: bool = True) -> Iterator[None]:
+    """Within, hold the lock of a file, which is created if it does not exist.
 
-    Raises `taken` if another process holds it, `OutputError` if the file system cannot lock and a lock is `required`.
+    Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is
+    `required`.
     """
     try:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise unwritable(error, file) from error
     try:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _TAKEN:
-                raise taken from None
+            if error.errno in _LOCKED:
+                raise error_if_locked from None
             if required:
                 raise _unable(error, file) from error
-        if not _is(file, opened):
-            raise taken  # whoever held it has just removed or replaced the file
+        if not _is(file, descriptor):
+            raise error_if_locked  # the process that had the lock has just removed or replaced the file
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def unwritable(error: OSError, place: Path) -> OutputError:
-    """Say why the system would not let us write."""
+    """The error for a target that the system did not let us write, with the reason."""
     kind = NoSpace if error.errno in FULL else OutputError
     return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place)
 
