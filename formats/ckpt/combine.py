@@ -846,7 +846,7 @@ class MergedBlob(Blob):
             out[box.index] = rounded.reshape(box.shape)
 
     def sums(self, reader: Reader) -> Iterator[tuple[Box, Array]]:
-        """Blocks of the weight plus its update, as matrices (rows, columns...) of the computed type, in C order."""
+        """Blocks of the weight plus its update, as matrices (rows, columns...) of the computed dtype, in C order."""
         dtype, rank = self.computed_dtype, self.a.shape[0]
         with np.errstate(all="ignore"):
             a, b = (read(blob, reader).astype(dtype).astype(np.float64) for blob in (self.a, self.b))

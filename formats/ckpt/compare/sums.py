@@ -85,7 +85,7 @@ class DiffSums:
 
 
 def diff_sums(a: Array, b: Array) -> DiffSums:
-    """Compare two blocks of one shape: bit for bit if they have the same type, else by value.
+    """Compare two blocks of one shape: bit for bit if they have the same dtype, else by value.
 
     a, b: arrays of one shape, of any types of numbers or booleans.
     """

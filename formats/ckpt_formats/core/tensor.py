@@ -52,7 +52,7 @@ class Blob(ABC):
 
     @abstractmethod
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`, of the blob's own shape and dtype, contiguous or not."""
+        """Fill `out`: an array of this shape and dtype, the blob's own, contiguous or not."""
 
     def parts(self) -> "tuple[Blob, ...]":
         """The blobs that its values are computed from; none for a leaf. No data is read."""
@@ -328,7 +328,7 @@ class Tensor(Blob):
                 yield Fragment(part.box.within(local).shift(whole.start), part.blob)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`. Blocks that no fragment holds are left as they are: check `problems` first.
+        """Fill `out`: an array of this shape and dtype. Blocks without a fragment stay as they are: check `problems`.
 
         Raises `Corrupt` if a replica holds other bits.
         """
@@ -368,7 +368,7 @@ class Tensor(Blob):
 
 
 def read(blob: Blob, reader: Reader | None = None) -> Array:
-    """All values of a blob, in memory."""
+    """All values of a blob, in memory: an array of any shape and dtype, those of the blob."""
     out = np.empty(blob.shape, blob.dtype)
     if reader is not None:
         blob.read_into(out, reader)
@@ -379,9 +379,9 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
 
 
 def checked_read(tensor: Tensor) -> Array:
-    """All values of a tensor, in memory. Raises `Incomplete` if blocks of it are missing, `Corrupt` if it is damaged.
+    """All values of a tensor, in memory, of any shape and dtype.
 
-    Checksums that cover more than the tensor's own bytes are not verified; `ckpt verify` does that.
+    Raises `Incomplete` if blocks of it are missing, `Corrupt` if replicas differ. Checksums that cover more than the tensor's own bytes are not verified; `ckpt verify` does that.
     """
     for problem in tensor.problems():
         raise Incomplete(problem)

@@ -116,7 +116,7 @@ class ChunkedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def values(self, index: int, reader: Reader) -> Array:
-        """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
+        """A chunk, decoded and checked: (size) of the dtype; valid until the next one is cached. Raises `Corrupt`."""
         start, stop = self.chunking.range(index)
         nbytes = (stop - start) * self.dtype.itemsize
         decoded = reader.cached_or_filled(
@@ -125,7 +125,7 @@ class ChunkedTensor:
         return decoded.view(self.dtype)
 
     def fill(self, out: Array, index: int, reader: Reader) -> None:
-        """The same into `out`, a vector: for a chunk that nobody else will ask for."""
+        """The same into `out`, (size) of the dtype: for a chunk that is not needed again."""
         cached = reader.cached(self._key(index))
         if cached is not None:
             out[:] = cached.view(self.dtype)
@@ -220,7 +220,7 @@ class EncodedBlob(Blob):
 
 
 def read_chunks(out: Array, box: Box, chunking: Chunking, values: Callable[[int], Array]) -> None:
-    """Fill `out`, of the shape of `box`, with this block of a tensor; `values` gives a chunk of it, (n,)."""
+    """Fill `out` with the block `box` of a tensor: this shape, any dtype. `values` gives a chunk of it, (n,)."""
     for index in chunking.touched(box):
         at, chunk = 0, None
         for block in flat_boxes(chunking.shape, *chunking.range(index)):

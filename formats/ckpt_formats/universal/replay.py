@@ -131,7 +131,7 @@ class StatesReplay(Protocol):
     def chunking(self) -> Chunking: ...
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
-        """A chunk of all states, each as a vector. Raises `Corrupt`."""
+        """A chunk of all states: each (size) of its dtype in `form`. Raises `Corrupt`."""
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges that a block of the states comes from."""
@@ -169,7 +169,7 @@ class DeltaBlob(Blob):
 
 
 def states_digest(states: Mapping[str, Array]) -> int:
-    """The XXH3-64 of a chunk of several states, one after another."""
+    """The XXH3-64 of the bytes of a chunk of several states, one after another: arrays of any shape and dtype."""
     hashed = xxhash.xxh3_64()
     for values in states.values():
         hashed.update(values.reshape(-1).view(np.uint8).data)

@@ -27,7 +27,7 @@ class BlockBlob(Blob):
         return BlockBlob(self.tensor, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Read the block into `out`, an array of `shape` and `dtype`."""
+        """Read the block into `out`, an array of this shape and dtype."""
         self.tensor.crop(self.box).read_into(out, reader)
 
     def parts(self) -> tuple[Blob, ...]:

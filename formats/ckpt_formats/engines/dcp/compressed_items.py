@@ -139,7 +139,7 @@ class DecompressedBlob(Blob):
         return DecompressedBlob(self.frame, self.raw.crop(box))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Read the values into `out`, an array of `shape` and `dtype`."""
+        """Read the values into `out`, an array of this shape and dtype."""
         self.raw.read_into(out, _Stream(self.frame, reader))
 
     def sources(self) -> Iterator[FileBlob]:

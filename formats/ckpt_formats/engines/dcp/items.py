@@ -135,7 +135,7 @@ class ItemBlob(Blob):
         return ItemBlob(self.name, self.at, self.dtype, self.item, self.items, part)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Read the values into `out`, an array of `shape` and `dtype`. Raises like `ItemReader.blob`."""
+        """Read the values into `out`, an array of this shape and dtype. Raises like `ItemReader.blob`."""
         self._blob().read_into(out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
