@@ -647,7 +647,7 @@ _add_all(
             ("cut in its header", cut(lambda data: 100), BROKEN, ("not a safetensors file",)),
             ("cut behind its header", cut(lambda data: 8 + struct.unpack_from("<Q", data)[0]), BROKEN, ("within the file",)),
             ("cut by one byte", cut(lambda data: len(data) - 1), BROKEN, ("within the file",)),
-            ("one byte too many", add(b"\0"), BROKEN, ("header speaks of",)),
+            ("one byte too many", add(b"\0"), BROKEN, ("header describes",)),
             ("an absurd length of the header", write(struct.pack("<Q", 1 << 63) + b"{}"), BROKEN, ("not a safetensors file",)),
             ("a bit flipped in its length", flip(lambda data: 1), BROKEN, ("model.safetensors",)),
             ("a bit flipped in its header", flip(lambda data: 8), BROKEN, ("not valid JSON",)),
@@ -665,7 +665,7 @@ _add_all(
             ("a range behind the file", header(lambda said: _first(said).update(data_offsets=[1 << 40, 1 << 41])), BROKEN, ("within the file",)),
             ("a range of negative numbers", header(lambda said: _first(said).update(data_offsets=[-8, 0])), BROKEN, ("not a range",)),
             ("two ranges that overlap", header(lambda said: said.update(again=dict(_first(said)))), BROKEN, ("overlap",)),
-            ("a hole", header(lambda said: said.pop(next(k for k in said if k != "__metadata__"))), BROKEN, ("hole",)),
+            ("a hole", header(lambda said: said.pop(next(k for k in said if k != "__metadata__"))), BROKEN, ("gap",)),
             ("metadata that is a list", header(lambda said: said.update(__metadata__=[1])), BROKEN, ("__metadata__",)),
         ]
     ],
@@ -698,7 +698,7 @@ _add_all(
         ("the index leads to a root", index(lambda said: said["weight_map"].update(a="/etc/passwd")), UNSAFE, ("/etc/passwd",)),
         ("the index leads to a NUL", index(lambda said: said["weight_map"].update(a="a\0b")), BROKEN, ("index.json", r"\x00")),
         ("the index names a tensor that is not there", index(lambda said: said["weight_map"].update(a=said["weight_map"][_first_name(said)])), BROKEN, ("tensor `a`",)),
-        ("the index lacks a tensor", index(lambda said: said["weight_map"].pop(_first_name(said))), BROKEN, ("index.json", "the index says")),
+        ("the index lacks a tensor", index(lambda said: said["weight_map"].pop(_first_name(said))), BROKEN, ("index.json", "the index states")),
     ],
 )
 

@@ -12,7 +12,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
-from ckpt_formats.detection.unread_files import BESIDE
+from ckpt_formats.detection.unread_files import UNREAD
 from ckpt_formats.registry import open_checkpoint, writable
 
 SAMPLES = sorted(path for path in (Path(__file__).parents[1] / "sample_checkpoints").glob("dcp-*"))
@@ -46,7 +46,7 @@ def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
 def test_it_is_what_the_run_held(sample: Path) -> None:
     found = open_checkpoint(sample)
     assert_is_the_truth(found, sample / "truth.safetensors")
-    assert [str(notice) for notice in found.notices] == [f"{BESIDE}: truth.safetensors"]
+    assert [str(notice) for notice in found.notices] == [f"{UNREAD}: truth.safetensors"]
     assert find_problems(found, Resources()) == []
 
 

@@ -394,7 +394,7 @@ def test_many_views_of_one_flat_buffer_are_written_over_one_storage(tmp_path: Pa
         "parameter": StorageView(flat, 0, (4,), is_parameter=True, requires_grad=True, attrs={"tag": 1}),
     }
     with Reader() as reader:
-        seals = write_file(tmp_path / "a.pt", root, reading_chunks(reader, most=12))
+        seals = write_file(tmp_path / "a.pt", root, reading_chunks(reader, max_nbytes=12))
     assert len(seals) == 1
     got = torch.load(tmp_path / "a.pt", weights_only=True)
     want = torch.arange(20.0)
@@ -442,7 +442,7 @@ def test_values_that_hold_themselves_are_read_and_written() -> None:
     assert again[1].me[0] is again[1]
     record = Record(Global("a", "B"))
     record.args = (record,)
-    with pytest.raises(Unsupported, match="made of itself"):
+    with pytest.raises(Unsupported, match="argument of its own constructor"):
         emit(record)
 
 
@@ -729,7 +729,7 @@ def test_what_we_write_is_what_torch_reads_safely_and_what_we_read(
 ) -> None:
     path = tmp_path / "file.pt"
     with Reader() as reader:
-        seals = write_file(path, {"tree": tree, "tensors": given_tensors}, reading_chunks(reader, most=16))
+        seals = write_file(path, {"tree": tree, "tensors": given_tensors}, reading_chunks(reader, max_nbytes=16))
         ours = open_file(path)
         assert set(seals) - {seal for seal in seals if not seal.nbytes} <= set(ours.seals())
         assert all(seal_is_valid(seal, reader) for seal in ours.seals())

@@ -114,7 +114,7 @@ def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
 
 @pytest.mark.parametrize(
     ("order", "says"),
-    [(("a",), "names 1"), (("a", "nothing"), "not there"), (("a", "long"), "has \\[3\\]")],
+    [(("a",), "names 1"), (("a", "nothing"), "does not exist"), (("a", "long"), "has \\[3\\]")],
     ids=str,
 )
 def test_an_order_that_cannot_be_is_an_error(order: tuple[str, ...], says: str) -> None:

@@ -83,7 +83,7 @@ def test_what_has_no_place_is_refused_when_written(made: Any) -> None:
     ids=lambda made: type(made).__name__,
 )
 def test_a_text_that_json_would_change_is_refused_when_written(made: Value) -> None:
-    with pytest.raises(Unsupported, match="two halves"):
+    with pytest.raises(Unsupported, match="two surrogates"):
         encode([made])
 
 

@@ -129,7 +129,7 @@ def test_numbered_files_without_an_index_are_one_model_and_a_note_says_so(tmp_pa
         first, second = (f"{stem}-0000{i}-of-00002__{suffix}" for i in (1, 2))
         folder = put(tmp_path / suffix, **{first: WEIGHTS, second: OTHER})
         holds(folder, WEIGHTS | OTHER)
-        assert "index that says which tensor is where" in ckpt("verify", folder).err
+        assert "index that states the file of each tensor" in ckpt("verify", folder).err
         (folder / second.replace("__", ".")).unlink()
         done = ckpt("verify", folder)
         assert done.code == BROKEN
@@ -146,7 +146,7 @@ def indexed(folder: Path, total: int = 68) -> Path:
 
 def test_an_index_that_says_another_size_is_spoken_of(tmp_path: Path) -> None:
     assert "bytes" not in ckpt("inspect", indexed(tmp_path / "good")).err
-    assert "says that the tensors take 99 bytes, but they take 68" in ckpt("inspect", indexed(tmp_path / "m", 99)).err
+    assert "states 99 bytes for all tensors, but they have 68" in ckpt("inspect", indexed(tmp_path / "m", 99)).err
 
 
 def test_a_file_that_the_index_does_not_name_is_named(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_one_shard_of_a_model_is_read_and_said_to_be_one(with_index: bool, tmp_p
         (folder / "model.safetensors.index.json").unlink()
     done = ckpt("convert", folder / "model-00001-of-00002.safetensors", tmp_path / "out")
     assert done.code == 0
-    assert "file 1 of 2 of a model: the tensors of the others are not read" in done.err
+    assert "file 1 of 2 of a model; the tensors of the other files are not read" in done.err
     torch.save(WEIGHTS, folder / "pytorch_model-00001-of-00002.bin")
     assert "file 1 of 2" in ckpt("inspect", folder / "pytorch_model-00001-of-00002.bin").err
 
@@ -191,7 +191,7 @@ def test_a_file_of_one_rank_alone_is_refused_and_the_folder_named(pattern: str, 
     for command in (("inspect", found), ("verify", found), ("convert", found, tmp_path / "out")):
         done = ckpt(*command)
         assert done.code == UNSUPPORTED
-        assert "one file of several" in done.err
+        assert "one of several files" in done.err
         assert "Name the folder" in done.err
 
 
@@ -224,7 +224,7 @@ def test_numbered_files_of_two_models_are_not_joined(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", **{name: {str(i): torch.ones(2)} for i, name in enumerate(names)})
     done = ckpt("verify", folder)
     assert done.code == BROKEN
-    assert "two ways to cut a model" in done.err
+    assert "two different counts of files" in done.err
 
 
 # Files of torch in a folder
@@ -413,7 +413,7 @@ def test_the_one_checkpoint_of_a_folder_is_read_and_the_rest_named(tmp_path: Pat
     put(tmp_path / "run", train__csv=b"1")
     done = ckpt("verify", tmp_path / "run")
     assert done.code == 0
-    assert "final is read, the one checkpoint in the folder" in done.err
+    assert "final is read, the only checkpoint in the folder" in done.err
     assert "train.csv" in done.err
     holds(tmp_path / "run", WEIGHTS)
 
@@ -427,7 +427,7 @@ def test_of_several_checkpoints_the_one_that_a_pointer_names_is_read(tmp_path: P
     (tmp_path / "run" / "latest").write_text("step_5")
     holds(tmp_path / "run", WEIGHTS)
     done = ckpt("verify", tmp_path / "run")
-    assert "step_5 is read, as `latest` says" in done.err
+    assert "step_5 is read, because `latest` names it" in done.err
     assert "step_20/" in done.err
     (tmp_path / "run" / "latest").unlink()
     (tmp_path / "run" / "latest").symlink_to("step_20")

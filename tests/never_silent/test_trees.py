@@ -449,7 +449,7 @@ def test_entries_that_have_the_names_of_ours_are_somebody_elses(tmp_path: Path) 
         ({0: {"m": torch.ones(2)}}, [{"lr": 0.1}], "does not list"),
         ({7: {"m": torch.ones(2)}}, [{"params": [0]}], "no group lists"),
         ({"v": {"m": torch.ones(2)}}, [{"params": ["v"]}], "does not have"),
-        ({0: {"m": torch.ones(5)}}, [{"params": [0]}], "in none"),
+        ({0: {"m": torch.ones(5)}}, [{"params": [0]}], "no assignment"),
     ],
     ids=["keys", "states", "options", "twice", "two groups", "names", "no params", "unlisted", "unknown", "shape"],
 )
@@ -484,7 +484,7 @@ def test_tensors_that_share_values_but_are_trained_apart_are_two_parameters(tmp_
         found = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": state}))
         assert weights(found) == {"a.weight", "b.weight"}
         assert has_states(found, model, optimizer)
-        assert "share their values" in said(found)
+        assert "share values" in said(found)
 
 
 def named_states(state: Any, names: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Typed look-ups in JSON of strangers; each says what is wrong, and in which file."""
+"""Typed look-ups in JSON that may be malformed; errors name the wrong field and the file."""
 
 import re
 from collections.abc import Iterable
@@ -14,49 +14,58 @@ from ckpt_formats.core.values import Value
 
 @dataclass(frozen=True)
 class FieldReader:
-    """Of the JSON in one file."""
+    """Reads fields of the JSON in one file. Every method raises `Corrupt` if the field has another type."""
 
     path: Path
 
-    def true(self, fact: bool, what: str) -> None:
-        if not fact:
-            raise Corrupt(f"the manifest is not valid: {what}", where=self.path)
+    def true(self, condition: bool, message: str) -> None:
+        """Raise `Corrupt` with this message unless the condition is true."""
+        if not condition:
+            raise Corrupt(f"the manifest is not valid: {message}", where=self.path)
 
-    def mapping(self, said: Any, key: str) -> dict[str, Any]:
-        value = self.get(said, key)
+    def mapping(self, fields: Any, key: str) -> dict[str, Any]:
+        """The object under a key."""
+        value = self.get(fields, key)
         self.true(isinstance(value, dict), f"{key} is not an object")
         return value  # type: ignore[no-any-return]
 
-    def sequence(self, said: Any, key: str) -> list[Any]:
-        value = self.get(said, key)
+    def sequence(self, fields: Any, key: str) -> list[Any]:
+        """The list under a key."""
+        value = self.get(fields, key)
         self.true(isinstance(value, list), f"{key} is not a list")
         return value  # type: ignore[no-any-return]
 
-    def text(self, said: Any, key: str) -> str:
-        value = self.get(said, key)
+    def text(self, fields: Any, key: str) -> str:
+        """The text under a key."""
+        value = self.get(fields, key)
         self.true(isinstance(value, str), f"{key} is not a text")
         return value  # type: ignore[no-any-return]
 
-    def texts(self, said: Iterable[Any], key: str) -> tuple[str, ...]:
-        texts = tuple(said)
+    def texts(self, items: Iterable[Any], key: str) -> tuple[str, ...]:
+        """The items as texts; `key` names them in the message."""
+        texts = tuple(items)
         self.true(all(isinstance(text, str) for text in texts), f"{key} are not all texts")
         return texts
 
-    def values(self, said: Any, key: str) -> dict[str, Value]:
-        value = decode(self.mapping(said, key), self.path)
+    def values(self, fields: Any, key: str) -> dict[str, Value]:
+        """The mapping under a key, decoded from typed JSON."""
+        value = decode(self.mapping(fields, key), self.path)
         self.true(isinstance(value, dict), f"{key} is not a mapping")
         return value  # type: ignore[no-any-return]
 
-    def natural(self, said: Any, key: str) -> int:
-        value = self.get(said, key)
+    def natural(self, fields: Any, key: str) -> int:
+        """The integer from 0 under a key."""
+        value = self.get(fields, key)
         self.true(is_natural(value), f"{key} is not a whole number from 0")
         return value  # type: ignore[no-any-return]
 
-    def hash(self, said: Any, key: str) -> str:
-        value = self.text(said, key)
+    def hash(self, fields: Any, key: str) -> str:
+        """The checksum under a key: `xxh3-128:` and 32 hexadecimal digits."""
+        value = self.text(fields, key)
         self.true(re.fullmatch(r"xxh3-128:[0-9a-f]{32}", value) is not None, f"{key} is not a checksum")
         return value
 
-    def get(self, said: Any, key: str) -> Any:
-        self.true(isinstance(said, dict) and key in said, f"{key} is missing")
-        return said[key]
+    def get(self, fields: Any, key: str) -> Any:
+        """The value of a key of an object."""
+        self.true(isinstance(fields, dict) and key in fields, f"{key} is missing")
+        return fields[key]

@@ -1,7 +1,7 @@
 """The safetensors container: a JSON header, then the tensors' bytes (spec: huggingface/safetensors, README).
 
-Eight bytes of header length, little-endian; the header, which maps names to
-dtype, shape and a range of the data that follows; the data without holes.
+A file has three parts: the length of the header (8 bytes, little-endian); the header,
+which maps each name to dtype, shape and a range of the data; the data, without gaps.
 """
 
 import json
@@ -21,30 +21,30 @@ from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 
-MOST_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 """Bytes: the limit of the reference implementation."""
 
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of an element, where it has less than a byte; elements follow one another, as they do in torch's types."""
+"""Element types of less than one byte, and their bits per element. Elements are packed without gaps, as in torch."""
 
 _BY_TAG: dict[str, DType] = {tag: DTYPES[name] for name, tag in SAFETENSORS_TAGS.items()}
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """The index of one file."""
+    """The header of one file."""
 
     path: Path
     nbytes: int
     tensors: Mapping[str, FileBlob]
     metadata: Mapping[str, str]
     packed: tuple[str, ...] = ()
-    """Tensors with several elements in a byte: here they are bytes, with a last axis that is shorter by as much."""
+    """Names of tensors with several elements per byte. They are read as uint8, with a shorter last axis."""
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor goes: its bytes begin at `offset` of the data."""
+    """The position of one tensor in a new file: its bytes begin at byte `offset` of the data."""
 
     name: str
     dtype: DType
@@ -53,40 +53,41 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> SafetensorsFile:
-    """The index of a file, checked: ranges inside the file, without overlap or holes, of the sizes that shapes say.
+    """The header of a file. All ranges lie inside the file, do not overlap, leave no gaps, and match the shapes.
 
-    Raises `Corrupt` naming the entry that is wrong.
+    Raises `Corrupt`, and names the wrong entry; `Unsupported` for an unknown element type.
     """
     try:
         with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
-            if not 2 <= length <= min(nbytes - 8, MOST_HEADER):
+            if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)
-            raw = file.read(length)
+            encoded = file.read(length)
     except OSError as error:
         raise unreadable(error, path) from error
-    header = parse_json_object(raw, path)
+    header = parse_json_object(encoded, path)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt("the header's __metadata__ is not a map of texts", where=path)
     base = 8 + length
     tensors = {name: _tensor(path, base, nbytes, name, entry) for name, entry in header.items()}
-    at = base
+    expected = base
     for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
-        if blob.offset != at:
+        if blob.offset != expected:
             raise Corrupt(
-                f"entry `{name}` begins at byte {blob.offset}, expected {at}: entries overlap or leave a hole",
+                f"entry `{name}` begins at byte {blob.offset}, expected {expected}: entries overlap or leave a gap",
                 where=path,
             )
-        at += blob.span
-    if at != nbytes:
+        expected += blob.span
+    if expected != nbytes:
         raise Corrupt(
-            f"the file has {nbytes} bytes, its header speaks of {at}",
+            f"the file has {nbytes} bytes, its header describes {expected}",
             where=path,
             hint="It was truncated or appended to.",
         )
@@ -94,10 +95,13 @@ def read_header(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, nbytes, tensors, metadata, packed)
 
 
-def header_bytes(slots: Iterable[TensorSlot], metadata: Mapping[str, str], room: int = 0, plain: bool = False) -> bytes:
-    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `room` bytes in all.
+def header_bytes(
+    slots: Iterable[TensorSlot], metadata: Mapping[str, str], min_nbytes: int = 0, reference_style: bool = False
+) -> bytes:
+    """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `min_nbytes` bytes.
 
-    `plain` is as the library of safetensors has it: to a multiple of 8 bytes, and all characters as they are.
+    `reference_style` writes it as the safetensors library does: padded to a multiple of 8 bytes, and with
+    characters outside ASCII not escaped. Raises `Unsupported` for what the format cannot store.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for slot in slots:
@@ -108,7 +112,7 @@ def header_bytes(slots: Iterable[TensorSlot], metadata: Mapping[str, str], room:
                 hint="`ckpt convert` leaves it out with --skip.",
             )
         if slot.name == "__metadata__":
-            raise Unsupported("safetensors has no room for a tensor called `__metadata__`")
+            raise Unsupported("safetensors cannot store a tensor called `__metadata__`")
         entries[slot.name] = {
             "dtype": tag,
             "shape": list(slot.shape),
@@ -117,11 +121,11 @@ def header_bytes(slots: Iterable[TensorSlot], metadata: Mapping[str, str], room:
     try:
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Unsupported("safetensors has no room for a name with half a character") from None
-    if not plain and not text.isascii():
+        raise Unsupported("safetensors cannot store a name with an unpaired surrogate") from None
+    if not reference_style and not text.isascii():
         text = json.dumps(entries, separators=(",", ":")).encode()
-    alignment = 8 if plain else 64
-    text = text.ljust(max(room, -(-(len(text) + 8) // alignment) * alignment) - 8)
+    alignment = 8 if reference_style else 64
+    text = text.ljust(max(min_nbytes, -(-(len(text) + 8) // alignment) * alignment) - 8)
     return struct.pack("<Q", len(text)) + text
 
 
@@ -136,30 +140,30 @@ def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
 def parse_json(raw: bytes, where: Path) -> Any:
     """A JSON value without duplicate keys. Raises `Corrupt`."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
             raise ValueError("a key appears twice")
-        return found
+        return unique
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON: {error}", where=where) from None
 
 
 def _packed(shape: list[int], bits: int, where: str) -> list[int]:
-    """The shape of the bytes of a tensor whose elements have fewer than 8 bits; flat, if its rows end within a byte."""
+    """The shape in bytes of a tensor whose elements have fewer than 8 bits; flat if its rows end inside a byte."""
     if prod(shape) * bits % 8:
-        raise Corrupt(f"shape {brief(shape, 80)} of elements of {bits} bits does not end with a byte", where=where)
+        raise Corrupt(f"shape {brief(shape, 80)} of elements of {bits} bits does not fill whole bytes", where=where)
     if shape and shape[-1] * bits % 8 == 0:
         return [*shape[:-1], shape[-1] * bits // 8]
     return [prod(shape) * bits // 8]
 
 
-def is_natural(value: Any, most: int = 1 << 62) -> bool:
-    """Is it a whole number from 0? (JSON's `true` is not.)"""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+def is_natural(value: Any, limit: int = 1 << 62) -> bool:
+    """Whether the value is an integer from 0 to `limit`. (JSON's `true` is not.)"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
 
 
 def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:
@@ -176,11 +180,13 @@ def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBl
         shape, dtype = _packed(shape, _PACKED[tag], where), DTYPES["uint8"]
     if dtype is None:
         raise Unsupported(
-            f"tensor `{printable(name)}` has the element type {brief(tag)}, which is not known",
+            f"tensor `{printable(name)}` has the element type {brief(tag)}, which is unknown",
             where=path,
             hint="Save it as another type, or without this tensor.",
         )
     start, stop = offsets
     if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
-        raise Corrupt(f"range {start}:{stop} does not hold shape {shape} of {dtype.name} within the file", where=where)
+        raise Corrupt(
+            f"range {start}:{stop} does not match shape {shape} of {dtype.name}, or is not within the file", where=where
+        )
     return FileBlob.packed(path, base + start, tuple(shape), dtype)

@@ -1,9 +1,8 @@
-"""A model in safetensors files, one or many: read as one, and cut into several.
+"""A model in one or several safetensors files: read as one model, and split into files.
 
-Files that the ranks of a job wrote, each its own blocks, are read too: PyTorch's
-`HuggingFaceStorageWriter` notes in a file's metadata where each of its tensors
-begins in the whole (source: torch.distributed.checkpoint.hf_storage). The whole
-shape is nowhere; it reaches as far as the blocks do.
+Each file may also store only blocks of tensors: PyTorch's `HuggingFaceStorageWriter` writes
+one file per rank, and its metadata state where each block begins in the full tensor (source:
+torch.distributed.checkpoint.hf_storage). No file states the full shape: it is computed from the blocks.
 """
 
 import os
@@ -34,122 +33,125 @@ from ckpt_formats.core.transfer import Transfer
 SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = f"{SUFFIX}{INDEX_SUFFIX}"
 _SHARDING = "DCP_SHARDING_INFO"
-_OF_SHARDING = ("DCP_VERSION", _SHARDING)
+_SHARDING_KEYS = ("DCP_VERSION", _SHARDING)
 
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """The tensors of a model, and what the files say beside."""
+    """The tensors of a model, and the metadata of their files."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-    """Of all files together, without what only says that they are PyTorch's."""
+    """Of all files together, without the entries that PyTorch writes into every file."""
     shards: tuple[SourceFile, ...]
     notices: tuple[Notice, ...] = ()
-    cut: bool = False
-    """Whether files hold blocks of tensors."""
+    has_blocks: bool = False
+    """True if the files store blocks of tensors."""
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors, which the ecosystem's own writer puts into the metadata."""
-        said = self.metadata.items()
-        return {alias: name for alias, name in said if name in self.tensors and alias not in self.tensors}
+        """Further names of tied tensors, which the safetensors library stores in the metadata: alias -> name."""
+        entries = self.metadata.items()
+        return {alias: name for alias, name in entries if name in self.tensors and alias not in self.tensors}
 
 
 def shard_paths(path: Path) -> tuple[list[Path], ShardIndex | None]:
     """The files of a model, and its index if it has one. `path` is a file, an index, or the folder of either."""
     if path.name.endswith(SUFFIX) and path.is_file():
         return [path], None
-    found = path if path.is_file() else one_set(path, SUFFIX)
-    if isinstance(found, Path):
-        index = read_index(found)
+    files = path if path.is_file() else one_set(path, SUFFIX)
+    if isinstance(files, Path):
+        index = read_index(files)
         return index.files(), index
-    return found, None
+    return files, None
 
 
 def read_weights(paths: Iterable[Path], index: ShardIndex | None = None) -> ShardedWeights:
     """The tensors of several files.
 
-    Raises `Corrupt` if two files hold one tensor, `Incomplete` if the index tells of others.
+    Raises `Corrupt` if two files have a tensor of the same name, `Incomplete` if the files do not match the index.
     """
     files = [read_header(path) for path in paths]
     placed = [_SHARDING in file.metadata for file in files]
-    tensors = _joined(files) if any(placed) else _together(files)
+    tensors = _tensors_of_blocks(files) if any(placed) else _distinct_tensors(files)
     if index is not None:
         index.check({name: file.path.name for file in files for name in file.tensors})
-    said = {key: value for file in files for key, value in file.metadata.items() if key not in _OF_SHARDING}
-    if said.get("format") == "pt":
-        del said["format"]
+    metadata = {key: value for file in files for key, value in file.metadata.items() if key not in _SHARDING_KEYS}
+    if metadata.get("format") == "pt":
+        del metadata["format"]
     shards = [SourceFile(file.path, file.nbytes, "model") for file in files]
     if index is None:
         numbered = len(files) > 1 and not any(placed)
-        notices = (*_of_packed(files), *((NO_INDEX,) if numbered else ()))
-        return ShardedWeights(tensors, said, tuple(shards), notices, any(placed))
+        notices = (*_packed_notices(files), *((NO_INDEX,) if numbered else ()))
+        return ShardedWeights(tensors, metadata, tuple(shards), notices, any(placed))
     notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
-    return ShardedWeights(tensors, said, (*shards, index.shard()), (*_of_packed(files), *notices))
+    return ShardedWeights(tensors, metadata, (*shards, index.shard()), (*_packed_notices(files), *notices))
 
 
-def _of_packed(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
+def _packed_notices(files: Sequence[SafetensorsFile]) -> tuple[Notice, ...]:
     names = tuple(name for file in files for name in file.packed)
     text = (
-        "elements of 4 or 6 bits (F4, F6) are read and written as their bytes (uint8), several in one, with a last "
-        "axis that is shorter by as much"
+        "elements of 4 or 6 bits (F4, F6) are read and written as bytes (uint8): a byte has several elements, so the "
+        "last axis is shorter"
     )
     return (Notice(text, names, Weight.UNSURE),) if names else ()
 
 
 @dataclass(frozen=True)
 class WeightsContent:
-    """What a file of weights holds besides its tensors."""
+    """The content of a file of weights in addition to its tensors."""
 
     metadata: Mapping[str, str]
     header: int
-    """Bytes that the header had in the file that it once was; 0 if it was none."""
+    """Length of the header in the source file, in bytes; 0 if there is none."""
 
 
-def cut(parameters: Iterable[Parameter], most: int | None) -> list[list[Parameter]]:
-    """The parameters' weights in groups of at most so many bytes, or of one tensor; None: in one group."""
+def split_weights(parameters: Iterable[Parameter], max_nbytes: int | None) -> list[list[Parameter]]:
+    """The parameters, with their weights only, in groups of at most `max_nbytes` bytes; None: in one group.
+
+    A tensor that is larger is a group of its own.
+    """
     groups: list[list[Parameter]] = [[]]
-    held = 0
+    nbytes = 0
     for parameter in parameters:
-        if groups[-1] and most is not None and held + parameter.weight.nbytes > most:
+        if groups[-1] and max_nbytes is not None and nbytes + parameter.weight.nbytes > max_nbytes:
             groups.append([])
-            held = 0
+            nbytes = 0
         groups[-1].append(replace(parameter, states={MODEL: parameter.weight}, values={}))
-        held += parameter.weight.nbytes
+        nbytes += parameter.weight.nbytes
     return groups
 
 
 def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str], header: int = 0) -> FilePlan:
-    """The part that writes a file of weights. Raises `Unsupported` for tensors that it cannot hold.
+    """The plan of a file of weights. Raises `Unsupported` for tensors that safetensors cannot store.
 
-    `header` is how many bytes the header had in the file that it once was, and has again if that is enough.
+    `header` is the length of the header in the source file, in bytes. The new header is padded to that length.
     """
     header_bytes(_slots(parameters), metadata)
     return FilePlan(name, tuple(parameters), WeightsContent(dict(metadata), header), role="model")
 
 
-def write_weights(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-    """Write the file, front to back. The receipt tells the bytes of every tensor."""
-    slots = list(_slots(part.parameters))
-    content = part.content
+def write_weights(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
+    """Write the file from front to back. The receipt lists the bytes of every tensor."""
+    slots = list(_slots(plan.parameters))
+    content = plan.content
     assert isinstance(content, WeightsContent)
-    head = header_bytes(slots, content.metadata, content.header, plain=bool(content.header))
-    seal = write_sealed(folder, part.file, _stream(head, part.parameters, transfer))
+    header = header_bytes(slots, content.metadata, content.header, reference_style=bool(content.header))
+    seal = write_sealed(folder, plan.file, _stream(header, plan.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
-    return Receipt(part.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
+    return Receipt(plan.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
 
 
 def lost_states(source: Checkpoint) -> tuple[Notice, ...]:
-    """The states for which files of weights have no place, in words."""
+    """A notice that lists the states which files of weights cannot store."""
     states = sorted({state for p, state, t in source.tensors() if p.role != "extra" and t is not p.weight})
     return (Notice(f"optimizer states ({', '.join(states)})"),) if states else ()
 
 
 def write_last(folder: Path, name: str, text: str) -> None:
-    """A file that is there whole, or not at all."""
-    draft = folder / f"{name}.tmp"
-    draft.write_text(text, "utf-8")
-    os.replace(draft, folder / name)
+    """Write a text file atomically: it is complete or absent."""
+    temporary = folder / f"{name}.tmp"
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, folder / name)
 
 
 def _stream(head: bytes, parameters: Sequence[Parameter], transfer: Transfer) -> Iterator[bytes | memoryview]:
@@ -166,7 +168,7 @@ def _slots(parameters: Sequence[Parameter]) -> Iterator[TensorSlot]:
         at += tensor.nbytes
 
 
-def _together(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
+def _distinct_tensors(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, raw in file.tensors.items():
@@ -176,32 +178,38 @@ def _together(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     return tensors
 
 
-def _joined(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
+def _tensors_of_blocks(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     blocks: dict[str, list[tuple[Box, FileBlob]]] = {}
     for file in files:
         offsets = _offsets(file)
         for name, raw in file.tensors.items():
             blocks.setdefault(name, []).append((Box.whole(raw.shape).shift(offsets[name]), raw))
     tensors = {}
-    for name, held in blocks.items():
-        ranks = {len(raw.shape) for _, raw in held}
+    for name, members in blocks.items():
+        ranks = {len(raw.shape) for _, raw in members}
         if len(ranks) > 1:
-            raise Corrupt(f"tensor `{printable(name)}`: its blocks have {sorted(ranks)} axes", where=held[-1][1].path)
-        shape = tuple(map(max, zip(*(box.stop for box, _ in held), strict=True)))
-        tensors[name] = from_fragments(shape, (Fragment(box, raw) for box, raw in held), held[0][1].dtype)
+            raise Corrupt(
+                f"tensor `{printable(name)}`: its blocks have {sorted(ranks)} axes", where=members[-1][1].path
+            )
+        shape = tuple(map(max, zip(*(box.stop for box, _ in members), strict=True)))
+        tensors[name] = from_fragments(shape, (Fragment(box, raw) for box, raw in members), members[0][1].dtype)
     return tensors
 
 
 def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
-    """Where each of a file's tensors begins in the whole one."""
+    """Where each tensor of a file begins in the full tensor, by name."""
     if _SHARDING not in file.metadata:
-        raise Corrupt("does not say where its tensors are in the whole, as the other files do", where=file.path)
-    said = parse_json_object(file.metadata[_SHARDING].encode("utf-8", "surrogatepass"), file.path)
-    return {name: _offset(said.get(name), name, raw, file.path) for name, raw in file.tensors.items()}
+        raise Corrupt(
+            "does not state where its tensors are in the full tensors, but the other files do", where=file.path
+        )
+    sharding = parse_json_object(file.metadata[_SHARDING].encode("utf-8", "surrogatepass"), file.path)
+    return {name: _offset(sharding.get(name), name, raw, file.path) for name, raw in file.tensors.items()}
 
 
-def _offset(said: Any, name: str, raw: FileBlob, path: Path) -> tuple[int, ...]:
-    at = said.get("saved_offsets") if isinstance(said, dict) else None
-    if not isinstance(at, list) or len(at) != len(raw.shape) or not all(is_natural(n, 1 << 48) for n in at):
-        raise Corrupt(f"does not say where tensor `{printable(name)}` is in the whole: {said!r:.80}", where=path)
-    return tuple(at)
+def _offset(entry: Any, name: str, raw: FileBlob, path: Path) -> tuple[int, ...]:
+    start = entry.get("saved_offsets") if isinstance(entry, dict) else None
+    if not isinstance(start, list) or len(start) != len(raw.shape) or not all(is_natural(n, 1 << 48) for n in start):
+        raise Corrupt(
+            f"does not state where tensor `{printable(name)}` is in the full tensor: {entry!r:.80}", where=path
+        )
+    return tuple(start)

@@ -1,4 +1,4 @@
-"""A JSON object in a file whose first line holds the checksum of all bytes after it. What we read is hostile."""
+"""A JSON object in a file whose first line has the checksum of all bytes after it. The file may be hostile."""
 
 import json
 import re
@@ -14,21 +14,21 @@ from ckpt_formats.core.files import read_whole
 _FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
 
 
-def dump(said: dict[str, Any]) -> bytes:
-    """The bytes of such a file: a line for each field, and for each item of a field that is a list."""
-    body = (",\n".join(f" {_text(key)}: {_lines(value)}" for key, value in said.items()) + "\n}\n").encode()
+def dump(fields: dict[str, Any]) -> bytes:
+    """The bytes of such a file: one line for each field, and one for each item of a field that is a list."""
+    body = (",\n".join(f" {_text(key)}: {_lines(value)}" for key, value in fields.items()) + "\n}\n").encode()
     return b'{"checksum":"%s",\n' % hash_text(xxhash.xxh3_128_intdigest(body)).encode() + body
 
 
-def load(path: Path, most: int, what: str) -> dict[str, Any]:
-    """Read one back, of at most so many bytes. Raises `Corrupt`, saying `what` it is not."""
-    raw = read_whole(path, most)
-    first = _FIRST_LINE.match(raw)
-    if first is None:
-        raise Corrupt(f"not {what}", where=path)
-    if xxhash.xxh3_128_hexdigest(raw[first.end() :]) != first[1].decode():
-        raise Corrupt("the manifest's checksum does not fit its text: it was damaged or edited", where=path)
-    return parse_json_object(raw, path)
+def load(path: Path, max_nbytes: int, kind: str) -> dict[str, Any]:
+    """The object in a file of at most `max_nbytes` bytes. Raises `Corrupt`; `kind` names the file in the message."""
+    content = read_whole(path, max_nbytes)
+    checksum_line = _FIRST_LINE.match(content)
+    if checksum_line is None:
+        raise Corrupt(f"not {kind}", where=path)
+    if xxhash.xxh3_128_hexdigest(content[checksum_line.end() :]) != checksum_line[1].decode():
+        raise Corrupt("the manifest's checksum does not match its text: it was damaged or edited", where=path)
+    return parse_json_object(content, path)
 
 
 def _lines(value: Any) -> str:
@@ -38,13 +38,15 @@ def _lines(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    # Without an indent, which only an encoder in Python can do, at ten times the cost.
+    # Without indent: only the encoder in Python supports it, at ten times the cost.
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def hash_text(digest: int) -> str:
+    """A digest as text: `xxh3-128:` and 32 hexadecimal digits."""
     return f"xxh3-128:{digest:032x}"
 
 
 def hash_number(text: str) -> int:
+    """The digest of such a text."""
     return int(text.removeprefix("xxh3-128:"), 16)

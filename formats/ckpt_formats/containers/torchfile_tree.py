@@ -1,4 +1,4 @@
-"""One output file that is a tree of values in a PyTorch archive: a part like any other."""
+"""The plan of an output file that stores a tree of values in a PyTorch archive."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,24 +18,24 @@ _STEM = "archive"
 def tree_part(
     file: str, tree: Value, parameters: Iterable[Parameter], role: str = "all", rank: Mapping[str, int] | None = None
 ) -> FilePlan:
-    """The part that writes a tree. Raises `Unsupported` for values that PyTorch cannot hold."""
+    """The plan of a file that stores a tree. Raises `Unsupported` for values that PyTorch cannot store."""
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
     return FilePlan(file, tuple(parameters), layout, layout.nbytes, role, rank or {}, tensors)
 
 
-def apart(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's states, to be stored for it alone.
+def unshare_states(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of a parameter's `Tensor` objects, so that the archive stores them for this parameter alone.
 
-    Archives store one object once, however often it occurs, and what is stored once is one tensor to PyTorch. Tied
-    weights want that; step counts that parameters have in common do not, since optimizers count in place.
+    An archive stores an object once, however often it occurs, and PyTorch loads it as one tensor. That is right for
+    tied weights, but wrong for a step count that parameters share, because optimizers update it in place.
     """
     return {state: replace(tensor) for state, tensor in states.items()}
 
 
-def write_tree(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-    """Write the file, front to back."""
-    layout = part.content
+def write_tree(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
+    """Write the file from front to back."""
+    layout = plan.content
     assert isinstance(layout, FileLayout)
-    seal = write_sealed(folder, part.file, layout.stream(transfer.chunks))
-    return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
+    seal = write_sealed(folder, plan.file, layout.stream(transfer.chunks))
+    return Receipt(plan.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())

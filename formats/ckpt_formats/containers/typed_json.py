@@ -1,4 +1,4 @@
-"""Values as JSON that loses nothing: what JSON cannot say is an object with one key that begins with `$`.
+"""Values as JSON without loss: a value that JSON cannot express is an object with one key that begins with `$`.
 
 1, 1.5, "text", true, null, [..], {..}   themselves
 {"$tuple": [..]}  {"$set": [..]}  {"$frozenset": [..]}  {"$size": [..]}
@@ -26,29 +26,29 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
-_MOST_WRITTEN = 32_000_000
-"""Values, of which a text or an array counts one more for every 32 bytes."""
-_MOST_AGAIN = 400_000
-"""The same, of what has been written before, being shared by several places."""
-_MOST_DEPTH = 150
-_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_MAX_WRITTEN = 32_000_000
+"""Values. A text or an array counts one more for every 32 bytes."""
+_MAX_REPEATED = 400_000
+"""The same count, for values that are written again because several places share them."""
+_MAX_DEPTH = 150
+_SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def encode(value: Value) -> Any:
-    """A value as JSON. Raises `Unsafe` for one that contains itself or is absurdly large written out."""
+    """A value as JSON. Raises `Unsafe` for a value that contains itself or becomes too large."""
     return _Encoder().encode(value, 0)
 
 
-def decode(said: Any, where: Path) -> Value:
-    """The value that `encode` was given. Raises `Corrupt`."""
+def decode(content: Any, where: Path) -> Value:
+    """The value whose JSON is `content`: the inverse of `encode`. Raises `Corrupt`."""
     try:
-        return _decode(said, 0)
+        return _decode(content, 0)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise Corrupt(f"not a typed value: {flaw(error)}", where=where) from None
 
 
 def same(value: Value, other: Value) -> bool:
-    """Are they equal as typed values? Those with tensors never are, since only their bytes could tell."""
+    """Whether two values are equal as typed values. False for values with tensors: their bytes are not read."""
     try:
         return bool(encode(value) == encode(other))
     except CkptError:
@@ -56,23 +56,23 @@ def same(value: Value, other: Value) -> bool:
 
 
 class _Encoder:
-    """Counts what it writes: shared parts are written out each time, and a file may share them without end."""
+    """Encodes and counts values. Shared parts are written each time, and a hostile file may share without limit."""
 
     def __init__(self) -> None:
         self._written = 0
-        self._again = 0
+        self._repeated = 0
         self._seen: set[int] = set()
 
     def encode(self, value: Value, depth: int) -> Any:
         self._count(value)
-        if depth > _MOST_DEPTH or self._written > _MOST_WRITTEN or self._again > _MOST_AGAIN:
-            raise Unsafe("a value that contains itself, or is nested or repeated without end")
+        if depth > _MAX_DEPTH or self._written > _MAX_WRITTEN or self._repeated > _MAX_REPEATED:
+            raise Unsafe("a value contains itself, or is nested too deeply or repeated too often")
         if value is None or isinstance(value, bool):
             return value
         for kind, write in _WRITERS:
             if isinstance(value, kind):
                 return write(value, lambda inner: self.encode(inner, depth + 1))
-        raise Unsupported(f"{kind_of(value)} has no place among the values of a checkpoint")
+        raise Unsupported(f"{kind_of(value)} cannot be a value of a checkpoint")
 
     def _count(self, value: Value) -> None:
         amount = 1
@@ -83,7 +83,7 @@ class _Encoder:
         self._written += amount
         if amount > 1 or isinstance(value, (list, tuple, dict, set, frozenset, Record)):
             if id(value) in self._seen:
-                self._again += amount
+                self._repeated += amount
             self._seen.add(id(value))
 
 
@@ -91,8 +91,8 @@ Inner = Callable[[Value], Any]
 
 
 def _str(value: str, inner: Inner) -> Any:
-    if not value.isascii() and _HALVES.search(value):
-        raise Unsupported("a text with a character in two halves, which JSON cannot tell from the whole")
+    if not value.isascii() and _SURROGATES.search(value):
+        raise Unsupported("a text has a character as two surrogates, which JSON cannot distinguish from the character")
     return str(value)
 
 
@@ -119,29 +119,29 @@ def _sorted(values: Any, inner: Inner) -> list[Any]:
 
 
 def _std_dict(value: StdDict, inner: Inner) -> Any:
-    said: dict[str, Any] = {"class": _name(value.cls, inner), "items": _pairs(value.items(), inner)}
+    fields: dict[str, Any] = {"class": _name(value.cls, inner), "items": _pairs(value.items(), inner)}
     if value.factory is not None:
-        said["factory"] = _name(value.factory, inner)
+        fields["factory"] = _name(value.factory, inner)
     if value.attrs:
-        said["attrs"] = {inner(key): inner(item) for key, item in value.attrs.items()}
-    return {"$std": said}
+        fields["attrs"] = {inner(key): inner(item) for key, item in value.attrs.items()}
+    return {"$std": fields}
 
 
 def _record(value: Record, inner: Inner) -> Any:
-    said: dict[str, Any] = {"class": _name(value.cls, inner)}
+    fields: dict[str, Any] = {"class": _name(value.cls, inner)}
     if value.new:
-        said["new"] = True
+        fields["new"] = True
     if value.args:
-        said["args"] = [inner(item) for item in value.args]
+        fields["args"] = [inner(item) for item in value.args]
     if value.kwargs:
-        said["kwargs"] = {inner(key): inner(item) for key, item in value.kwargs.items()}
+        fields["kwargs"] = {inner(key): inner(item) for key, item in value.kwargs.items()}
     if value.state is not None:
-        said["state"] = inner(value.state)
+        fields["state"] = inner(value.state)
     if value.items:
-        said["items"] = [inner(item) for item in value.items]
+        fields["items"] = [inner(item) for item in value.items]
     if value.mapping:
-        said["mapping"] = _pairs(value.mapping, inner)
-    return {"$object": said}
+        fields["mapping"] = _pairs(value.mapping, inner)
+    return {"$object": fields}
 
 
 def _name(value: Global, inner: Inner) -> list[Any]:
@@ -149,19 +149,19 @@ def _name(value: Global, inner: Inner) -> list[Any]:
 
 
 def _array(value: Any, inner: Inner) -> Any:
-    if (said := opaque(value)) is not None:
-        return inner(said)
+    if (record := opaque(value)) is not None:
+        return inner(record)
     array = np.asarray(value)
     dtype: DType = array.dtype
     named = DTYPES.get(dtype.name) == dtype
-    if not named and not _is_plain(dtype):
-        raise Unsupported(f"NumPy values of type {dtype} have no place in a checkpoint")
-    said = {"dtype": dtype.name if named else dtype.str, "data": _text(array.tobytes())}
-    return {"$array": said | ({"shape": list(value.shape)} if isinstance(value, np.ndarray) else {})}
+    if not named and not _is_simple(dtype):
+        raise Unsupported(f"NumPy values of type {dtype} cannot be stored in a checkpoint")
+    fields: dict[str, Any] = {"dtype": dtype.name if named else dtype.str, "data": _text(array.tobytes())}
+    return {"$array": fields | ({"shape": list(value.shape)} if isinstance(value, np.ndarray) else {})}
 
 
-def _is_plain(dtype: DType) -> bool:
-    """Neither of Python objects, nor structured, nor from another library than NumPy."""
+def _is_simple(dtype: DType) -> bool:
+    """Whether the type is NumPy's own, not structured, and not of Python objects."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.isbuiltin != 2
 
 
@@ -169,7 +169,7 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-# The first match counts, so a subclass stands before its base.
+# The first match counts, so a subclass precedes its base.
 _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
     (np.generic, _array),
     (np.ndarray, _array),
@@ -192,38 +192,38 @@ _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
 ]
 
 
-def _decode(said: Any, depth: int) -> Value:
-    if depth > _MOST_DEPTH:
+def _decode(content: Any, depth: int) -> Value:
+    if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
-    if isinstance(said, list):
-        return [_decode(item, depth + 1) for item in said]
-    if not isinstance(said, dict):
-        return said
-    if len(said) == 1:
-        ((key, body),) = said.items()
+    if isinstance(content, list):
+        return [_decode(item, depth + 1) for item in content]
+    if not isinstance(content, dict):
+        return content
+    if len(content) == 1:
+        ((key, body),) = content.items()
         if key.startswith("$"):
             return _READERS[key](body, lambda inner: _decode(inner, depth + 1))
-    return {key: _decode(item, depth + 1) for key, item in said.items()}
+    return {key: _decode(item, depth + 1) for key, item in content.items()}
 
 
 def _global(body: Any) -> Global:
     if not isinstance(body, list):
         raise ValueError("the name of a class is not a list of two")
-    module, name = map(_a_text, body)
+    module, name = map(_require_text, body)
     return Global(module, name)
 
 
-def _a_text(body: Any) -> str:
+def _require_text(body: Any) -> str:
     if not isinstance(body, str):
         raise ValueError(f"{body!r:.40} is not a text")
     return body
 
 
 def _from_std(body: dict[str, Any], inner: Inner) -> StdDict:
-    made = StdDict(_global(body["class"]), _global(body["factory"]) if "factory" in body else None)
-    made.update((inner(key), inner(item)) for key, item in body["items"])
-    made.attrs = {key: inner(item) for key, item in body.get("attrs", {}).items()}
-    return made
+    result = StdDict(_global(body["class"]), _global(body["factory"]) if "factory" in body else None)
+    result.update((inner(key), inner(item)) for key, item in body["items"])
+    result.attrs = {key: inner(item) for key, item in body.get("attrs", {}).items()}
+    return result
 
 
 def _object(body: dict[str, Any], inner: Inner) -> Record:
@@ -239,16 +239,16 @@ def _object(body: dict[str, Any], inner: Inner) -> Record:
 
 
 def _from_array(body: dict[str, Any], inner: Inner) -> Any:
-    code, data = _a_text(body["dtype"]), base64.b64decode(body["data"], validate=True)
+    code, data = _require_text(body["dtype"]), base64.b64decode(body["data"], validate=True)
     dtype = DTYPES[code] if code in DTYPES else np.dtype(code)
-    if code not in DTYPES and not _is_plain(dtype):
+    if code not in DTYPES and not _is_simple(dtype):
         raise ValueError(f"an array of type {code!r:.40}")
     shape = tuple(body["shape"]) if "shape" in body else ()
     if len(data) != prod(shape) * dtype.itemsize:
-        raise ValueError("an array whose shape does not fit its data")
+        raise ValueError("an array whose shape does not match its data")
     array = np.frombuffer(data, dtype).reshape(shape).copy()
     if dtype.kind == "U":
-        array.tolist()  # raises ValueError where there is no such character
+        array.tolist()  # raises ValueError for an invalid character
     return array if "shape" in body else array[()]
 
 
@@ -264,7 +264,7 @@ _READERS: dict[str, Callable[[Any, Inner], Value]] = {
     "$dict": lambda b, inner: {inner(key): inner(item) for key, item in b},
     "$set": lambda b, inner: set(map(inner, b)),
     "$frozenset": lambda b, inner: frozenset(map(inner, b)),
-    "$tensor": lambda b, inner: TensorName(_a_text(b)),
+    "$tensor": lambda b, inner: TensorName(_require_text(b)),
     "$global": lambda b, inner: _global(b),
     "$object": _object,
     "$array": _from_array,

@@ -1,1 +1,1 @@
-"""What lies at a path: whose checkpoint it is, which of several, and what in it is not part of one."""
+"""What is at a path: the engine of a checkpoint, the one of several that is meant, and files that are not read."""

@@ -1,4 +1,4 @@
-"""Checkpoints of other frameworks, which are not read: known by their names, so that the refusal says what they are."""
+"""Checkpoints of other frameworks. They are not read; their file names tell what they are, for the error message."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ _HINTS = {
     "an archive": "Unpack it, and name the folder of the checkpoint.",
     "arrays of NumPy, as MLX and others save weights": "Save them as safetensors: safetensors.numpy.save_file.",
 }
-_HINT = "Save them from there as safetensors, which is read."
+_HINT = "Save them there as safetensors, which is read."
 _MAGIC = (
     (b"GGUF", "weights of llama.cpp (GGUF), most often quantised"),
     (b"\x89HDF\r\n", "weights of Keras or TensorFlow"),
@@ -41,7 +41,7 @@ _OF_TORCH = (".tar", ".pickle")
 
 
 def check_file(path: Path) -> None:
-    """Raises `Unsupported` for a file of another framework."""
+    """Raise `Unsupported` for a file of another framework."""
     head = _head(path)
     if path.suffix.lower() in _OF_TORCH and head.startswith(STARTS):
         return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
@@ -51,7 +51,7 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path, names: Iterable[str]) -> None:
-    """Raises `Unsupported` for a folder that has files of other frameworks. Its readers know nothing else in it."""
+    """Raise `Unsupported` for a folder with files of other frameworks. Call it if no reader knows the folder."""
     for name in sorted(names):
         if (kind := _kind_of(name)) is not None:
             raise Unsupported(
@@ -70,4 +70,4 @@ def _head(path: Path) -> bytes:
         with open_regular(path) as file:
             return file.read(8)
     except CkptError:
-        return b""  # who reads it says what is wrong with it
+        return b""  # the reader of the file reports the error

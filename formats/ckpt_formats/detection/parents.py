@@ -1,7 +1,7 @@
-"""The checkpoint that is meant by a folder which is none itself, and holds one or several.
+"""The checkpoint that is meant by a folder which contains one or several checkpoints.
 
-The one in it; of several, the one that a pointer names (`latest`, `latest_checkpointed_iteration.txt`), or the
-newest of Hugging Face's Trainer. Of others nobody knows which is meant.
+If there is one, that one; of several, the one that a pointer names (`latest`, `latest_checkpointed_iteration.txt`),
+or the newest one of Hugging Face's Trainer. All other cases are errors.
 """
 
 import os
@@ -21,86 +21,90 @@ POINTERS = (
     "last_checkpoint",
     "latest_checkpoint.txt",
 )
-_MOST_FOLDERS = 2_000
-_MOST_NAMED = 8
-_MOST_POINTER = 4096
+_MAX_FOLDERS = 2_000
+_MAX_NAMED = 8
+_MAX_POINTER = 4096
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,15})")
 _NUMBERS = re.compile(r"\d{1,15}")
 
 
 def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path, Notice] | None:
-    """The checkpoint that is meant, and what to tell of the choice; None if the folder holds none.
+    """The checkpoint that is meant, and a notice about the choice; None if the folder contains none.
 
-    Raises `NotFound` if there are several and nothing says which, or a pointer is no file;
+    Raises `NotFound` if there are several and nothing states which one, or if a pointer is not a file;
     `Incomplete` if a pointer names none of them.
     """
     folders = _folders(path)
-    names = {folder.name for folder in folders}
-    links = {one.name for one in folders if one.is_symlink() and Path(os.path.realpath(one)).name in names - {one.name}}
+    folder_names = {folder.name for folder in folders}
+    links = {
+        folder.name
+        for folder in folders
+        if folder.is_symlink() and Path(os.path.realpath(folder)).name in folder_names - {folder.name}
+    }
     inside = [folder for folder in folders if folder.name not in links and is_checkpoint(folder)]
     if not inside:
         return None
-    named = _named_by_pointer(path)
-    if named is not None:
-        pointer, name = named
-        chosen = next((folder for folder in inside if _is_called(folder.name, name)), None)
+    pointed = _read_pointer(path)
+    if pointed is not None:
+        pointer, name = pointed
+        chosen = next((folder for folder in inside if _matches_pointer(folder.name, name)), None)
         if chosen is None:
             raise Incomplete(
-                f"`{pointer}` names {printable(name)!r}, which is not among the checkpoints here: {_listed(inside)}",
+                f"`{pointer}` names {printable(name)!r}, which is not one of the checkpoints here: {_shown(inside)}",
                 where=printable(str(path)),
                 hint="Name one of them.",
             )
         return chosen, Notice(
-            f"of {len(inside)} checkpoints here, {printable(chosen.name)} is read, as `{pointer}` says"
+            f"of {len(inside)} checkpoints here, {printable(chosen.name)} is read, because `{pointer}` names it"
         )
     if len(inside) == 1:
-        text = f"{printable(inside[0].name)} is read, the one checkpoint in the folder"
+        text = f"{printable(inside[0].name)} is read, the only checkpoint in the folder"
         return inside[0], Notice(text, weight=Weight.UNSURE)
-    inside.sort(key=lambda folder: _age(folder))
+    inside.sort(key=lambda folder: _age_key(folder))
     if all(_OF_TRAINER.fullmatch(folder.name) for folder in inside):
         newest = inside[-1]
         text = f"of {len(inside)} checkpoints here, {printable(newest.name)} is read, the newest"
         return newest, Notice(text, weight=Weight.UNSURE)
     raise NotFound(
-        f"holds {len(inside)} checkpoints: {_listed(inside)}", where=printable(str(path)), hint="Name one of them."
+        f"holds {len(inside)} checkpoints: {_shown(inside)}", where=printable(str(path)), hint="Name one of them."
     )
 
 
 def _folders(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            found = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []
-    return [path / name for name in sorted(found)[:_MOST_FOLDERS]]
+    return [path / name for name in sorted(names)[:_MAX_FOLDERS]]
 
 
-def _named_by_pointer(path: Path) -> tuple[str, str] | None:
+def _read_pointer(path: Path) -> tuple[str, str] | None:
     for pointer in POINTERS:
         if (path / pointer).is_symlink() and (path / pointer).is_dir():
             return pointer, Path(os.path.realpath(path / pointer)).name
         if not (path / pointer).exists():
             continue
         with open_regular(path / pointer) as file:
-            name = file.read(_MOST_POINTER).decode("utf-8", "replace").strip()
+            name = file.read(_MAX_POINTER).decode("utf-8", "replace").strip()
         return pointer, Path(name).name
     return None
 
 
-def _is_called(folder: str, name: str) -> bool:
-    """Is this the folder that a pointer names, in full or by the number of the step?"""
+def _matches_pointer(folder: str, name: str) -> bool:
+    """Whether a pointer names this folder, by its full name or by the number of the step."""
     if folder == name:
         return True
     numbers = _NUMBERS.findall(folder)
     return name.isascii() and name.isdecimal() and len(name) < 16 and len(numbers) == 1 and int(numbers[0]) == int(name)
 
 
-def _age(folder: Path) -> tuple[list[int], float, str]:
-    """What sorts the newest last: the numbers in the name, then the time."""
+def _age_key(folder: Path) -> tuple[list[int], float, str]:
+    """A key that sorts the newest folder last: the numbers in the name, then the time."""
     return [int(number) for number in _NUMBERS.findall(folder.name)], folder.stat().st_mtime, folder.name
 
 
-def _listed(folders: Sequence[Path]) -> str:
-    names = [printable(folder.name) for folder in sorted(folders, key=_age)]
-    more = f"{len(names) - _MOST_NAMED:,} others, " if len(names) > _MOST_NAMED else ""
-    return more + ", ".join(names[-_MOST_NAMED:])
+def _shown(folders: Sequence[Path]) -> str:
+    names = [printable(folder.name) for folder in sorted(folders, key=_age_key)]
+    omitted = f"{len(names) - _MAX_NAMED:,} others, " if len(names) > _MAX_NAMED else ""
+    return omitted + ", ".join(names[-_MAX_NAMED:])

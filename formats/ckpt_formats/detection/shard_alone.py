@@ -1,4 +1,4 @@
-"""A file that is one of several of a checkpoint, given alone: known by its name, its neighbours, its index."""
+"""A single file of a checkpoint of several files, known by its name, by other files, or by an index."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.detection.traces import names_in
 
-_OF_A_RANK = (
+_RANK_FILES = (
     (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
     (r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt", "DeepSpeed"),
     (r"layer_\d+-model_\d+-model_states\.pt", "DeepSpeed's pipeline"),
@@ -21,17 +21,17 @@ _OF_A_RANK = (
 _META = re.compile(r"consolidated\.(\d\d)\.pth")
 _RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
-_MOST_INDICES = 16
+_MAX_INDICES = 16
 
 
 def check_alone(path: Path) -> None:
-    """Raises `Unsupported` for a file that one rank of several wrote: alone it is nothing that can be named."""
+    """Raise `Unsupported` for a file of one rank of several, which is not a checkpoint by itself."""
     named = f"{path.absolute().parent.name}/{path.name}"
-    for pattern, engine in _OF_A_RANK:
+    for pattern, engine in _RANK_FILES:
         if re.fullmatch(pattern, path.name) or re.fullmatch(pattern, named):
             folder = path.parent if "/" not in pattern else path.absolute().parent.parent
             raise Unsupported(
-                f"one file of several of a checkpoint of {engine}",
+                f"one of several files of a checkpoint of {engine}",
                 where=printable(str(path)),
                 hint=f"Name the folder: {printable(str(folder))}",
             )
@@ -39,50 +39,52 @@ def check_alone(path: Path) -> None:
         others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
         if others != ["consolidated.00.pth"]:
             raise Unsupported(
-                f"one of {len(others)} files over which tensor parallelism cut a model of Meta's",
+                f"one of {len(others)} files into which tensor parallelism split a model of Meta's",
                 where=printable(str(path)),
-                hint="They are not joined here: transformers' convert_llama_weights_to_hf.py does.",
+                hint="ckpt does not join them; transformers' convert_llama_weights_to_hf.py does.",
             )
 
 
-def check_whole_of_meta(found: Checkpoint) -> None:
-    """Raises `Incomplete` for one file of a model of Meta's whose others are lost: its sizes contradict each other."""
-    if not any(_META.fullmatch(shard.path.name) for shard in found.files):
+def check_whole_of_meta(checkpoint: Checkpoint) -> None:
+    """Raise `Incomplete` for one of several files of a model of Meta's: its shapes contradict each other."""
+    if not any(_META.fullmatch(shard.path.name) for shard in checkpoint.files):
         return
-    table, norm = found.parameters.get("tok_embeddings.weight"), found.parameters.get("norm.weight")
-    said = found.extras.get("hf/params.json")
-    rows = said.get("vocab_size") if isinstance(said, dict) else None
-    if table is None or norm is None or len(table.weight.shape) != 2 or len(norm.weight.shape) != 1:
+    embedding, norm = checkpoint.parameters.get("tok_embeddings.weight"), checkpoint.parameters.get("norm.weight")
+    params = checkpoint.extras.get("hf/params.json")
+    rows = params.get("vocab_size") if isinstance(params, dict) else None
+    if embedding is None or norm is None or len(embedding.weight.shape) != 2 or len(norm.weight.shape) != 1:
         return
-    width = table.weight.shape[1] < norm.weight.shape[0]
-    if width or (isinstance(rows, int) and table.weight.shape[0] < rows):
+    is_narrow = embedding.weight.shape[1] < norm.weight.shape[0]
+    if is_narrow or (isinstance(rows, int) and embedding.weight.shape[0] < rows):
         raise Incomplete(
-            f"one of several files over which tensor parallelism cut a model of Meta's: `tok_embeddings.weight` has "
-            f"the shape {list(table.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
-            where=found.path,
+            f"one of several files into which tensor parallelism split a model of Meta's: `tok_embeddings.weight` has "
+            f"the shape {list(embedding.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
+            where=checkpoint.path,
             hint="Copy all files consolidated.*.pth, and join them with transformers' convert_llama_weights_to_hf.py.",
         )
 
 
 def parts_unread(path: Path) -> Iterator[Notice]:
-    """What to tell of a file that can be read alone, though there are others of the same checkpoint."""
+    """Notices for a file that can be read alone, although the checkpoint has further files."""
     number = number_of(path.name)
     if number is not None and number.count > 1:
-        text = f"this is file {number.place} of {number.count} of a model: the tensors of the others are not read"
-        yield Notice(f"{text}. Name the folder, or its index, to read all", weight=Weight.LOST)
+        text = f"this is file {number.number} of {number.count} of a model; the tensors of the other files are not read"
+        yield Notice(f"{text}. To read all, name the folder or its index", weight=Weight.LOST)
         return
-    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MOST_INDICES]:
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MAX_INDICES]:
         try:
-            files = set(read_index(index).where.values())
+            files = set(read_index(index).file_of.values())
         except CkptError:
-            continue  # the index is not what was asked for
+            continue  # an index that cannot be read is no reason to refuse the file
         if path.name in files and len(files) > 1:
             named = printable(index.name)
-            text = f"this is one of {len(files)} files of a model, as {named} says: the others are not read"
+            text = f"this is one of {len(files)} files of a model according to {named}; the others are not read"
             yield Notice(text, tuple(sorted(files - {path.name})), Weight.LOST)
             return
     if _RANK.fullmatch(path.name):
-        form = _NUMBER.sub("0", path.name)
-        others = [name for name in names_in(path.parent) if name != path.name and _NUMBER.sub("0", name) == form]
-        text = "by its name, one rank of several wrote this file: what others wrote is not read"
+        name_pattern = _NUMBER.sub("0", path.name)
+        others = [
+            name for name in names_in(path.parent) if name != path.name and _NUMBER.sub("0", name) == name_pattern
+        ]
+        text = "by its name, one rank of several wrote this file; files of other ranks are not read"
         yield Notice(text, tuple(others), Weight.LOST if others else Weight.UNSURE)

@@ -1,9 +1,9 @@
-"""What an engine leaves in a folder whose marking file is lost.
+"""Traces of an engine in a folder whose main file is missing.
 
-A format knows a folder by the file that its engine writes last, or that says the most. Where that file is lost,
-a more general format may know the folder by what else lies there, and would read less than was saved. So before a
-format takes a folder, the others' traces are looked for in it. A folder in which an engine has left traces, and
-which that engine's format does not know, is an incomplete checkpoint of that engine.
+A format detects a folder by the main file of its engine. If that file is missing, a more general format may detect
+the folder by other files, and would read less than was saved. So before a format reads a folder, this module looks
+for traces of the other engines. A folder with traces of an engine that the engine's format does not detect is an
+incomplete checkpoint of that engine.
 """
 
 import json
@@ -19,20 +19,20 @@ from ckpt_formats.core.text import printable
 
 Names = Collection[str]
 
-MOST_NAMES = 200_000
-"""Entries of a folder that are looked at."""
-_MOST_FOLDERS = 64
-_MOST_JSON = 1 << 16
-_OF_DEEPSPEED = re.compile(
+MAX_NAMES = 200_000
+"""Limit of the entries of a folder that are read."""
+_MAX_FOLDERS = 64
+_MAX_JSON = 1 << 16
+_DEEPSPEED_FILE = re.compile(
     r"layer_\d+-model_\d+-model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
     r"|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
 )
-_OF_DCP = re.compile(r"__\d+_\d+\.distcp")
-_METADATA_OF_DCP = re.compile(r"\.metadata|__\d+\.metadata|\.metadata\.tmp|__\d+\.metadata\.tmp")
-_RANK_OF_MEGATRON = re.compile(r"mp_rank_\d+(_\d+){0,2}")
-_STEP_OF_DEEPSPEED = re.compile(r"global_step\d+")
-_PARAMETER_OF_OURS = re.compile(r".*-[0-9a-f]{20}\.safetensors")
-_OF_A_RUN = re.compile(
+_DCP_DATA = re.compile(r"__\d+_\d+\.distcp")
+_DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata|\.metadata\.tmp|__\d+\.metadata\.tmp")
+_MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+){0,2}")
+_DEEPSPEED_STEP = re.compile(r"global_step\d+")
+_UNIVERSAL_PARAMETER = re.compile(r".*-[0-9a-f]{20}\.safetensors")
+_RUN_FILE = re.compile(
     r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth"
     r"|pytorch_model_fsdp.*|adapter_config\.json"
 )
@@ -40,30 +40,33 @@ _OF_A_RUN = re.compile(
 
 @dataclass(frozen=True)
 class Trace:
-    """How an engine's checkpoint is known that its format does not know: `lost` gives what is missing, or None."""
+    """How an incomplete checkpoint of an engine is detected.
+
+    `find_missing` returns a text that names what is missing; None if the folder has no traces or is complete.
+    """
 
     formats: tuple[str, ...]
-    """Those that read such folders when they are whole."""
+    """The formats that read such folders when they are complete."""
     engine: str
-    lost: Callable[[Path, Names], str | None]
+    find_missing: Callable[[Path, Names], str | None]
     hint: str = "Copy all files of the checkpoint into one folder, hidden ones too."
 
 
 def check_traces(path: Path, names: Names, format: str | None) -> None:
-    """Raises `Incomplete` for what is left of a checkpoint which another format would know if it were whole.
+    """Raise `Incomplete` for a folder that another format would read if it were complete.
 
-    `format` is the one that would take the folder.
+    `format` is the format that detects the folder now.
     """
     for trace in TRACES:
-        if format not in trace.formats and (lost := trace.lost(path, names)) is not None:
+        if format not in trace.formats and (missing := trace.find_missing(path, names)) is not None:
             raise Incomplete(
-                f"an incomplete checkpoint of {trace.engine}: {lost}", where=printable(str(path)), hint=trace.hint
+                f"an incomplete checkpoint of {trace.engine}: {missing}", where=printable(str(path)), hint=trace.hint
             )
 
 
 def check_run(path: Path, names: Names) -> None:
-    """Raises `Incomplete` for what a trainer of Hugging Face's leaves of a run, without a model."""
-    left = sorted(name for name in names if _OF_A_RUN.fullmatch(name))
+    """Raise `Incomplete` for a folder with files that a trainer of Hugging Face writes, but without a model."""
+    left = sorted(name for name in names if _RUN_FILE.fullmatch(name))
     if left:
         raise Incomplete(
             f"an incomplete checkpoint of Hugging Face's libraries: {printable(left[0])} is here, but no model",
@@ -73,10 +76,10 @@ def check_run(path: Path, names: Names) -> None:
 
 
 def names_in(path: Path) -> list[str]:
-    """What a folder holds, up to a bound; nothing, if it cannot be read."""
+    """The names in a folder, sorted, at most `MAX_NAMES`; none if it cannot be read."""
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False))
+            return sorted(entry.name for entry, _ in zip(entries, range(MAX_NAMES), strict=False))
     except OSError:
         return []
 
@@ -84,59 +87,59 @@ def names_in(path: Path) -> list[str]:
 def _universal(path: Path, names: Names) -> str | None:
     if "parameters" not in names or "manifest.json" in names:
         return None
-    held = names_in(path / "parameters")
-    return "manifest.json is missing" if any(map(_PARAMETER_OF_OURS.fullmatch, held)) else None
+    files = names_in(path / "parameters")
+    return "manifest.json is missing" if any(map(_UNIVERSAL_PARAMETER.fullmatch, files)) else None
 
 
 def _deepspeed_universal(path: Path, names: Names) -> str | None:
     if "zero" not in names or (path / "zero" / "optimizer_state.pt").is_file():
         return None
-    folders = names_in(path / "zero")[:_MOST_FOLDERS]
-    held = any((path / "zero" / name / "fp32.pt").is_file() for name in folders)
-    return "zero/optimizer_state.pt is missing" if held else None
+    folders = names_in(path / "zero")[:_MAX_FOLDERS]
+    has_weights = any((path / "zero" / name / "fp32.pt").is_file() for name in folders)
+    return "zero/optimizer_state.pt is missing" if has_weights else None
 
 
 def _megatron_dist(path: Path, names: Names) -> str | None:
-    data = any(map(_OF_DCP.fullmatch, names)) or ".metadata" in names
-    said = "metadata.json" in names and _says_backend(path / "metadata.json")
-    if not (said or ("common.pt" in names and (data or "metadata.json" in names))):
+    has_data = any(map(_DCP_DATA.fullmatch, names)) or ".metadata" in names
+    has_backend = "metadata.json" in names and _has_backend(path / "metadata.json")
+    if not (has_backend or ("common.pt" in names and (has_data or "metadata.json" in names))):
         return None
-    lacking = [name for name in (".metadata", "common.pt", "metadata.json") if name not in names]
-    return f"{' and '.join(lacking)} missing" if lacking else None
+    missing = [name for name in (".metadata", "common.pt", "metadata.json") if name not in names]
+    return f"{' and '.join(missing)} missing" if missing else None
 
 
-def _says_backend(path: Path) -> bool:
-    """Does Megatron core's file say how the shards are stored?"""
+def _has_backend(path: Path) -> bool:
+    """Whether a file of Megatron core states how the shards are stored."""
     try:
         with open_regular(path) as file:
-            said = json.loads(file.read(_MOST_JSON))
+            content = json.loads(file.read(_MAX_JSON))
     except (CkptError, OSError, ValueError, RecursionError):
         return False
-    return isinstance(said, dict) and "sharded_backend" in said
+    return isinstance(content, dict) and "sharded_backend" in content
 
 
 def _megatron_legacy(path: Path, names: Names) -> str | None:
-    ranks = [name for name in sorted(names) if _RANK_OF_MEGATRON.fullmatch(name) and (path / name).is_dir()]
-    lacking = [name for name in ranks[:_MOST_FOLDERS] if not (path / name / "model_optim_rng.pt").is_file()]
-    return f"{lacking[0]}/model_optim_rng.pt is missing" if lacking else None
+    ranks = [name for name in sorted(names) if _MEGATRON_RANK.fullmatch(name) and (path / name).is_dir()]
+    incomplete = [name for name in ranks[:_MAX_FOLDERS] if not (path / name / "model_optim_rng.pt").is_file()]
+    return f"{incomplete[0]}/model_optim_rng.pt is missing" if incomplete else None
 
 
 def _deepspeed(path: Path, names: Names) -> str | None:
-    own = next((name for name in sorted(names) if _OF_DEEPSPEED.fullmatch(name)), None)
-    return None if own is None else f"{own} is here, but no mp_rank_00_model_states.pt"
+    file = next((name for name in sorted(names) if _DEEPSPEED_FILE.fullmatch(name)), None)
+    return None if file is None else f"{file} is here, but no mp_rank_00_model_states.pt"
 
 
 def _dcp(path: Path, names: Names) -> str | None:
-    data = next((name for name in sorted(names) if _OF_DCP.fullmatch(name)), None)
-    whole = data is None or any(map(_METADATA_OF_DCP.fullmatch, names))
-    return None if whole else f"{data} is here, but no .metadata, which torch writes last"
+    data = next((name for name in sorted(names) if _DCP_DATA.fullmatch(name)), None)
+    is_complete = data is None or any(map(_DCP_METADATA.fullmatch, names))
+    return None if is_complete else f"{data} is here, but no .metadata, which torch writes last"
 
 
 def _pointer_of_deepspeed(path: Path, names: Names) -> str | None:
-    steps = [name for name in sorted(names) if _STEP_OF_DEEPSPEED.fullmatch(name) and (path / name).is_dir()]
+    steps = [name for name in sorted(names) if _DEEPSPEED_STEP.fullmatch(name) and (path / name).is_dir()]
     if not steps or "latest" in names or "latest_universal" in names:
         return None
-    return f"{', '.join(steps[:5])} {'is' if len(steps) == 1 else 'are'} here, but no `latest`, which says the step"
+    return f"{', '.join(steps[:5])} {'is' if len(steps) == 1 else 'are'} here, but no `latest`, which names the step"
 
 
 TRACES = (
@@ -147,7 +150,7 @@ TRACES = (
     Trace(("deepspeed", "deepspeed-universal"), "DeepSpeed", _deepspeed),
     Trace(("dcp", "megatron"), "PyTorch Distributed Checkpoint", _dcp),
 )
-_INSIDE = Trace(
+_AROUND_A_STEP = Trace(
     ("deepspeed", "deepspeed-universal"),
     "DeepSpeed",
     _pointer_of_deepspeed,
@@ -156,8 +159,8 @@ _INSIDE = Trace(
 
 
 def check_around(path: Path, names: Names, format: str) -> None:
-    """Raises `Incomplete` if a format takes a folder for what lies around an engine's folder of a step in it."""
-    if format not in _INSIDE.formats and (lost := _INSIDE.lost(path, names)) is not None:
+    """Raise `Incomplete` if a format would read only the files around the folder of a DeepSpeed step."""
+    if format not in _AROUND_A_STEP.formats and (missing := _AROUND_A_STEP.find_missing(path, names)) is not None:
         raise Incomplete(
-            f"an incomplete checkpoint of DeepSpeed: {lost}", where=printable(str(path)), hint=_INSIDE.hint
+            f"an incomplete checkpoint of DeepSpeed: {missing}", where=printable(str(path)), hint=_AROUND_A_STEP.hint
         )

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import MOST_HEADER, is_natural, read_header
+from ckpt_formats.containers.safetensors import MAX_HEADER, is_natural, read_header
 from ckpt_formats.containers.safetensors_shards import (
     SAFETENSORS_INDEX,
     SUFFIX,
-    cut,
     lost_states,
     read_weights,
     shard_paths,
+    split_weights,
     weights_part,
     write_last,
     write_weights,
@@ -50,7 +50,7 @@ class Safetensors(WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         found = read_weights(*shard_paths(path))
         single = path.name.endswith(SUFFIX) and path.is_file()
-        if single and found.cut:
+        if single and found.has_blocks:
             raise Unsupported(
                 "holds blocks of tensors, as one rank of several writes them",
                 where=path,
@@ -78,11 +78,11 @@ class Safetensors(WritableFormat):
 
     def plan(self, source: Checkpoint) -> Plan:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
-        groups = cut(weights, None if self.single_file else self.shard_nbytes)
+        groups = split_weights(weights, None if self.single_file else self.shard_nbytes)
         form = _form_of(source)
         header = form.get("header", 0)
         files = tuple(
-            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MOST_HEADER) else 0)
+            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MAX_HEADER) else 0)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
         return Plan(files, _dropped(source, form), single_file=f"model{SUFFIX}" if self.single_file else None)

@@ -25,7 +25,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.detection.traces import names_in
 from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
 from ckpt_formats.engines.torch_save import Torch
-from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
+from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
 from ckpt_formats.state_dicts.steps import step_of
@@ -88,7 +88,7 @@ def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Che
         checkpoint = _with_optimizers(model.content, optimizers, options)
     parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for file in other_files:
-        key = next(key for key in numbered(_key(file.path)) if key not in extras)
+        key = next(key for key in candidate_names(_key(file.path)) if key not in extras)
         extras[key] = names_for_tensors(file.content.root, key, parameters)
     side_files, shards, large = read_side_files(path / name for name in names_in(path) if name.endswith(_SIDE_SUFFIXES))
     for name, value in side_files.items():
@@ -136,7 +136,8 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
         if inner is not file.content.root:  # other values of the file, such as a seed
             other_values = {str(name): value for name, value in file.content.root.items() if value is not inner}
             root |= {
-                next(free for free in numbered(name) if free not in root): value for name, value in other_values.items()
+                next(free for free in candidate_names(name) if free not in root): value
+                for name, value in other_values.items()
             }
     state_read = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(

@@ -18,7 +18,7 @@ from typing import get_args
 
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile.reader import STARTS
-from ckpt_formats.containers.torchfile_tree import apart, tree_part, write_tree
+from ckpt_formats.containers.torchfile_tree import tree_part, unshare_states, write_tree
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import (
     MASTER,
@@ -106,7 +106,7 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
             continue
         model[name] = _weight(parameter)
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
-        others = apart({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        others = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
         if meeting := sorted(parameter.values.keys() & (masters.keys() | others.keys())):
             raise Unsupported(
                 f"`{printable(name)}` has a state and a value that are both called `{printable(meeting[0])}`"
@@ -264,7 +264,7 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
     carried = attributes_of(file.root)
-    found = training_state(root, file.path, options.order, options.orders, carried=carried)
+    found = training_state(root, file.path, options.order, options.orders, further_extras=carried)
     if not found.parameters:
         said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
         raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)

@@ -28,7 +28,7 @@ from ckpt_formats.engines.hf.read import HAS_RECIPE
 from ckpt_formats.engines.hf.side_files import PREFIX
 from ckpt_formats.engines.torch_folder import TorchFolder
 from ckpt_formats.names.views import rows_of, stacked, strided
-from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
+from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
 
@@ -95,7 +95,7 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
         notices.append(Notice(text, tuple(newer), Weight.LOST))
     parameters, extras = dict(checkpoint.parameters), dict(checkpoint.extras)
     for key, value in state.items():
-        free = next(name for name in numbered(key) if name not in extras)
+        free = next(name for name in candidate_names(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
     return replace(
         checkpoint,

@@ -1,17 +1,19 @@
-"""Trees of state dicts, as training scripts save them: read into a checkpoint's parts, and written again.
+"""Trees of state dicts, as training scripts save them: read into a checkpoint, and written again.
 
-keys          how a tree is keyed: nested or flat, in one dict or two
-leaves        tensors at the leaves of a tree, and names for them
-optimizer_form  what an optimizer's state dict looks like, wherever it lies in a tree
-numbered      optimizers that number their parameters, told to tensors by shapes and order
-optimizer     optimizers' states and groups, told to the model's tensors
-model         where in a tree the model is
-objects       pickled modules, optimizers and tensors of parts, as the dicts they stand for: modules,
-              pickled_optimizer, tensor_parts; inside
-not_weights   what lies among the model's tensors and is none
-steps, part   what a tree states of its step, and of being a part of a model
-read          a tree, sorted into model, optimizer and the rest: `sorted_state`
-write         a checkpoint as the tree that a script loads
-saved_form    the tree as it was in its file, to write it so again; storages: which of its tensors share memory
-record        what we know beyond such a tree, as one entry of it
+keys                 how a tree is keyed: nested or flat, in one dict or two
+leaves               tensors at the leaves of a tree, and their names
+optimizer_form       detects optimizers' state dicts anywhere in a tree
+parameter_order      matches numbered parameters to tensors by shapes, order and values
+numbered_optimizers  the same for several optimizers of one model
+optimizer            matches optimizers' states and groups to the model's tensors
+model                finds the model in a tree
+objects              pickled modules, optimizers and composite tensors as dicts; uses modules,
+                     pickled_optimizer, tensor_parts, walk
+unused_values        notices for values among the model's tensors that are not tensors
+steps                the step that a tree states; statements: values that several places must agree on
+partial_model        signs that a tree is only a part of a model
+read                 a tree, split into model, optimizer and extras: `training_state`
+write                a checkpoint as the tree that a script loads
+original_form        how the tree was in its file; storages: which tensors share memory
+record               further facts about a checkpoint, as one entry of such a tree
 """

@@ -1,4 +1,4 @@
-"""Values with tensors in them, from a PyTorch file to the extras of a checkpoint and back."""
+"""Values that contain tensors: from a PyTorch file to the extras of a checkpoint, and back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
@@ -12,36 +12,37 @@ from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
-_MOST_DEPTH = 150
-_MOST_SHOWN = 40
+_MAX_DEPTH = 150
+_MAX_SHOWN = 40
 _PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
 
 
 def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
-    """The value with a `TensorName` for every tensor; the tensors become parameters of the role `extra`.
+    """The value with a `TensorName` in the place of every tensor.
 
-    `name` is the place of the value, such as `lr_scheduler`; tensors are named by
-    theirs, such as `rng/cpu`. Several places of one tensor share one parameter.
+    Adds the tensors to `parameters`, with the role `extra`. `name` is the place of the
+    value, such as `lr_scheduler`; a tensor is named by its place, such as `rng/cpu`. A tensor
+    in several places becomes one parameter. Raises `Unsafe` for a value that is nested too deeply.
     """
     return _Visitor(_Extraction(parameters)).walk(value, name, 0)
 
 
 def tensors_for_names(value: Value, parameters: Mapping[str, Parameter]) -> Value:
-    """The value with the tensors back in their places."""
+    """The value with tensors in the places of their names: the inverse of `names_for_tensors`."""
 
-    def leaf(found: Value, name: str) -> Value:
-        return parameters[found.name].states[MODEL] if isinstance(found, TensorName) else found
+    def leaf(item: Value, name: str) -> Value:
+        return parameters[item.name].states[MODEL] if isinstance(item, TensorName) else item
 
     return _Visitor(leaf).walk(value, "", 0)
 
 
-def rebuilt(value: Value, leaf: Callable[[Value], Value]) -> Value:
-    """The value with what `leaf` makes of everything in it that is no container."""
-    return _Visitor(lambda found, name: leaf(found)).walk(value, "", 0)
+def map_leaves(value: Value, leaf: Callable[[Value], Value]) -> Value:
+    """The value with `leaf(item)` in the place of every item that is not a container."""
+    return _Visitor(lambda item, name: leaf(item)).walk(value, "", 0)
 
 
-def rebuilt_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
-    """The same, where `leaf` is also told the place: keys and numbers with slashes between, after `name`."""
+def map_leaves_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
+    """The same, but `leaf` also gets the place: `name`, then keys and numbers, joined by slashes."""
     return _Visitor(leaf).walk(value, name, 0)
 
 
@@ -54,14 +55,14 @@ class _Extraction:
         if not isinstance(value, (TensorRef, Tensor, Storage, StorageSlice)):
             return value
         if id(value) not in self._names:
-            free = next(n for n in numbered(name) if n not in self._parameters)
+            free = next(n for n in candidate_names(name) if n not in self._parameters)
             self._parameters[free] = Parameter(free, "extra", {MODEL: _tensor(value)})
-            self._names[id(value)] = (value, free)  # the value is kept, so that its id stays its own
+            self._names[id(value)] = (value, free)  # the reference keeps the value alive, so that its id stays unique
         return TensorName(self._names[id(value)][1])
 
 
 class _Visitor:
-    """Rebuilds a tree of values; what several places share is rebuilt once, and shared again."""
+    """Rebuilds a tree of values. A value that several places share is rebuilt once and shared again."""
 
     def __init__(self, leaf: Callable[[Value, str], Value]) -> None:
         self._leaf = leaf
@@ -70,22 +71,22 @@ class _Visitor:
     def walk(self, value: Value, name: str, depth: int) -> Value:
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise Unsafe(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
-        made = self._rebuilt(value, name, depth + 1)
-        if made is not value:
-            self._done[id(value)] = (value, made)
-        return made
+        result = self._rebuild(value, name, depth + 1)
+        if result is not value:
+            self._done[id(value)] = (value, result)
+        return result
 
-    def _rebuilt(self, value: Value, name: str, depth: int) -> Value:
+    def _rebuild(self, value: Value, name: str, depth: int) -> Value:
         def inner(item: Value, key: Value) -> Value:
             return self.walk(item, f"{name}/{key}", depth)
 
         if isinstance(value, StdDict):
-            made = StdDict(value.cls, value.factory)
-            made.update(self._pairs(value.items(), inner))
-            made.attrs = inner(value.attrs, "attrs")
-            return made
+            result = StdDict(value.cls, value.factory)
+            result.update(self._pairs(value.items(), inner))
+            result.attrs = inner(value.attrs, "attrs")
+            return result
         if isinstance(value, dict):
             return dict(self._pairs(value.items(), inner))
         if type(value) is list:
@@ -104,19 +105,19 @@ class _Visitor:
             )
         if isinstance(value, (set, frozenset)) and not all(isinstance(item, _PLAIN_KEYS) for item in value):
             return type(value)(inner(item, "item") for item in value)
-        if (said := opaque(value)) is not None:
-            return inner(said, "array")
+        if (record := opaque(value)) is not None:
+            return inner(record, "array")
         return value if isinstance(value, Size) else self._leaf(value, name)
 
     def _pairs(
         self, pairs: Iterable[tuple[Value, Value]], inner: Callable[[Value, Value], Value]
     ) -> Iterator[tuple[Value, Value]]:
-        """Keys are rebuilt, too: tensors may be some."""
+        """The pairs, rebuilt. Keys are rebuilt too, because a key may be a tensor."""
         for key, item in pairs:
             if isinstance(key, _PLAIN_KEYS):
                 yield key, inner(item, key)
             else:
-                shown = brief(key, _MOST_SHOWN)
+                shown = brief(key, _MAX_SHOWN)
                 yield inner(key, f"{shown} (key)"), inner(item, shown)
 
 
@@ -126,17 +127,17 @@ def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:
     if isinstance(value, TensorRef):
         return tensor_of(value)
     storage, start, numel = (
-        (value, 0, value.numel) if isinstance(value, Storage) else (value.whole, value.start, value.numel)
+        (value, 0, value.numel) if isinstance(value, Storage) else (value.storage, value.start, value.numel)
     )
     offset = storage.offset + start * storage.itemsize
-    if storage.dtype is None:  # NumPy has no such type: the bytes as they are
+    if storage.dtype is None:  # NumPy lacks the type: the bytes as they are stored
         return Tensor.of(
             FileBlob.packed(storage.path, offset, (numel * storage.itemsize,), DTYPES["uint8"], storage.seal)
         )
     return Tensor.of(FileBlob.packed(storage.path, offset, (numel,), storage.dtype, storage.seal))
 
 
-def numbered(name: str) -> Iterator[str]:
-    """The name, then the name with a number, and so on: for the first that is free."""
+def candidate_names(name: str) -> Iterator[str]:
+    """The name, then the name with numbers: `name`, `name~1`, `name~2`, ... The caller takes the first free one."""
     yield name
     yield from (f"{name}~{i}" for i in count(1))

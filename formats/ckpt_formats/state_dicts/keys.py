@@ -12,38 +12,39 @@ if TYPE_CHECKING:  # the names of styles are in `--help`, which needs no NumPy
 
 @dataclass(frozen=True)
 class StateKeys:
-    """Keys of the top level.
+    """The keys of the top level of a tree.
 
-    With `flat`, the optimizer's dict has one level, `state.<FQN>.<state>` and
-    `param_groups.<FQN>.<option>`, as `flatten_optimizer_state_dict` of
-    `torch.distributed.checkpoint.state_dict` makes it, and TorchTitan saves it.
-    With `flat` and no `optimizer`, its entries are themselves at the top level.
+    With `flat`, the optimizer's dict has one level, with keys `state.<FQN>.<state>` and
+    `param_groups.<FQN>.<option>`. `flatten_optimizer_state_dict` of
+    `torch.distributed.checkpoint.state_dict` returns this form, and TorchTitan saves it.
+    With `flat` and without `optimizer`, these entries are at the top level.
     """
 
     model: str | None = "model"
-    """None: the names of the model's tensors are themselves keys of the top level."""
+    """None: the names of the model's tensors are keys of the top level."""
     optimizer: str | None = "optim"
     flat: bool = False
 
     def to_json(self) -> dict[str, Value]:
+        """The keys as a JSON object, which `keys_of` reads."""
         return asdict(self)
 
 
 NESTED = StateKeys()
-"""As PyTorch's tutorials have them."""
+"""The keys in PyTorch's tutorials."""
 TORCHTITAN = StateKeys(None, "optimizer", True)
 ACCELERATE = StateKeys("model", "optimizer")
-"""In two folders, one of which holds `model` and the other `optimizer`."""
+"""In two folders: one contains `model`, the other `optimizer`."""
 
 Style = Literal["nested", "torchtitan", "accelerate"]
 STYLES: dict[Style, StateKeys] = {"nested": NESTED, "torchtitan": TORCHTITAN, "accelerate": ACCELERATE}
-"""By what users call them."""
+"""By the names in `--help`."""
 
 
-def keys_of(said: Value) -> StateKeys | None:
-    """What `to_json` gave; None for anything else."""
-    if not isinstance(said, Mapping) or set(said) != {"model", "optimizer", "flat"}:
+def keys_of(content: Value) -> StateKeys | None:
+    """The keys whose `to_json` is `content`; None for any other content."""
+    if not isinstance(content, Mapping) or set(content) != {"model", "optimizer", "flat"}:
         return None
-    model, optimizer, flat = said["model"], said["optimizer"], said["flat"]
+    model, optimizer, flat = content["model"], content["optimizer"], content["flat"]
     named = all(key is None or isinstance(key, str) for key in (model, optimizer))
     return StateKeys(model, optimizer, flat) if named and isinstance(flat, bool) else None

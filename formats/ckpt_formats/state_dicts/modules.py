@@ -1,7 +1,7 @@
-"""Pickled `nn.Module`s: their tensors by the names that `state_dict()` gives, and what else they are.
+"""Pickled `nn.Module`s: their tensors by the names of `state_dict()`, and their other attributes.
 
-A pickle has a module as an object whose attributes are `_parameters`, `_buffers` and `_modules`, dicts by name, and
-whatever its class sets. Source: torch/nn/modules/module.py, `_save_to_state_dict`.
+In a pickle, a module is an object with the attributes `_parameters`, `_buffers` and `_modules`, which are dicts by
+name, and with the attributes that its class sets. Source: torch/nn/modules/module.py, `_save_to_state_dict`.
 """
 
 from collections.abc import Iterator
@@ -11,66 +11,66 @@ from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Record, Value
 
 _TENSORS, _MODULES = ("_parameters", "_buffers"), "_modules"
-_NOT_SAVED = "_non_persistent_buffers_set"
-_INTERNAL = {*_TENSORS, _MODULES, _NOT_SAVED, "training", "_is_full_backward_hook", "_version", "_backend"}
-_MOST_NAMES = 500_000
+_NON_PERSISTENT = "_non_persistent_buffers_set"
+_INTERNAL = {*_TENSORS, _MODULES, _NON_PERSISTENT, "training", "_is_full_backward_hook", "_version", "_backend"}
+_MAX_NAMES = 500_000
 
 
 @dataclass(frozen=True)
 class Module:
-    """What a pickled module holds."""
+    """The content of a pickled module."""
 
     cls: str
     tensors: dict[str, Value] = field(default_factory=dict)
-    """By the name in `state_dict()`; of any kind that the pickle has."""
+    """By the name in `state_dict()`. A value may be of any kind of tensor."""
     attributes: dict[str, Value] = field(default_factory=dict)
-    """What `state_dict()` leaves out: of each module, by its name, the class and the attributes, as a `Record`."""
-    within: list[Record] = field(default_factory=list)
-    """The module and all modules in it."""
+    """What `state_dict()` omits: module name -> a `Record` of its class and its other attributes."""
+    modules: list[Record] = field(default_factory=list)
+    """The module and all its submodules."""
 
 
 def is_module(value: Value) -> bool:
-    """Is it an object with the attributes of a module?"""
+    """Whether a value is an object with the attributes of a module."""
     if not isinstance(value, Record):
         return False
-    if _compiled(value) is not None:
+    if _wrapped_module(value) is not None:
         return True
     return all(isinstance(value.get(name), dict) for name in (*_TENSORS, _MODULES))
 
 
 def read_module(record: Record, where: str) -> Module:
-    """A module with all modules in it. Raises `Unsafe` for one with names without end."""
-    found = Module(record.cls.name)
+    """The content of a module and its submodules. Raises `Unsafe` for too many names."""
+    result = Module(record.cls.name)
     for name, module in _modules(record, where):
-        found.within.append(module)
+        result.modules.append(module)
         prefix = f"{name}." if name else ""
-        skipped = module.get(_NOT_SAVED)
+        skipped = module.get(_NON_PERSISTENT)
         skipped = skipped if isinstance(skipped, (set, frozenset, list, tuple)) else ()
-        kept: dict[str, Value] = {}
-        for key, value in _own(module):
+        attributes: dict[str, Value] = {}
+        for key, value in _members(module):
             if key in skipped:
-                kept.setdefault("_buffers", {})[key] = value
+                attributes.setdefault("_buffers", {})[key] = value
             elif value is not None:
-                found.tensors[f"{prefix}{key}"] = value
-        if len(found.tensors) > _MOST_NAMES:
-            raise Unsafe(f"a pickled module calls its tensors by more than {_MOST_NAMES:,} names", where=where)
-        kept.update((key, value) for key, value in _attributes(module).items() if key not in _INTERNAL and value != {})
-        found.attributes[name] = Record(module.cls, state=kept or None)
-    return found
+                result.tensors[f"{prefix}{key}"] = value
+        if len(result.tensors) > _MAX_NAMES:
+            raise Unsafe(f"a pickled module has more than {_MAX_NAMES:,} names for its tensors", where=where)
+        attributes.update((key, value) for key, value in _state(module).items() if key not in _INTERNAL and value != {})
+        result.attributes[name] = Record(module.cls, state=attributes or None)
+    return result
 
 
 def _modules(record: Record, where: str) -> Iterator[tuple[str, Record]]:
-    """The module and those in it by their names, in the order of `state_dict()`; none inside itself."""
-    waiting: list[tuple[str, Record, tuple[int, ...]]] = [("", record, ())]
+    """The module and its submodules with their names, in the order of `state_dict()`; none inside itself."""
+    pending: list[tuple[str, Record, tuple[int, ...]]] = [("", record, ())]
     count = 0
-    while waiting:
-        name, module, above = waiting.pop()
+    while pending:
+        name, module, above = pending.pop()
         count += 1
-        if count > _MOST_NAMES:
-            raise Unsafe(f"a pickled module holds more than {_MOST_NAMES:,} others", where=where)
+        if count > _MAX_NAMES:
+            raise Unsafe(f"a pickled module has more than {_MAX_NAMES:,} submodules", where=where)
         yield name, module
         prefix, path = f"{name}." if name else "", (*above, id(module))
-        waiting += [
+        pending += [
             (f"{prefix}{key}", child, path)
             for key, child in reversed(_children(module))
             if is_module(child) and id(child) not in path
@@ -78,16 +78,16 @@ def _modules(record: Record, where: str) -> Iterator[tuple[str, Record]]:
 
 
 def _children(module: Record) -> list[tuple[str, Value]]:
-    inner = _compiled(module)
+    inner = _wrapped_module(module)
     if inner is not None:
         return [("_orig_mod", inner)]
     children = module.get(_MODULES)
     return [(str(key), child) for key, child in children.items()]
 
 
-def _own(module: Record) -> Iterator[tuple[str, Value]]:
-    """Tensors of the module itself; also members that are objects, but no modules: something may be in them."""
-    if _compiled(module) is not None:
+def _members(module: Record) -> Iterator[tuple[str, Value]]:
+    """The tensors of the module itself, and members that are objects but not modules: they may contain tensors."""
+    if _wrapped_module(module) is not None:
         return
     for kind in _TENSORS:
         for key, value in module.get(kind).items():
@@ -97,11 +97,11 @@ def _own(module: Record) -> Iterator[tuple[str, Value]]:
             yield str(key), child
 
 
-def _attributes(module: Record) -> dict[str, Value]:
+def _state(module: Record) -> dict[str, Value]:
     return module.state if isinstance(module.state, dict) else {}
 
 
-def _compiled(value: Record) -> Record | None:
-    """What `torch.compile` has wrapped: `OptimizedModule(module, context)`."""
+def _wrapped_module(value: Record) -> Record | None:
+    """The module that `torch.compile` wrapped: `OptimizedModule(module, context)`; else None."""
     inner = value.args[0] if value.cls.name == "OptimizedModule" and value.args else None
     return inner if isinstance(inner, Record) else None

@@ -1,8 +1,8 @@
-"""An optimizer's states and groups, told to the names of the model's tensors.
+"""Matches optimizers' states and groups to the names of the model's tensors.
 
-Names are stated by the keys themselves, or by the groups (`param_names`). Where parameters
-are numbered, the user names them, or there is one way in which they fit the model
-(`numbered`). A tensor has the states of one optimizer only.
+The keys themselves are names, or the groups state names (`param_names`). If parameters are
+numbered, the user gives their names, or there is exactly one assignment to the model's tensors
+(`numbered_optimizers`). A tensor has the states of at most one optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,33 +18,34 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.numbered_optimizers import Numbered, number
+from ckpt_formats.state_dicts.numbered_optimizers import Numbered, match_numbers
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_equals, is_state_of
 
 T = TypeVar("T")
 
 RESERVED_STATES = frozenset((MASTER, MODEL))
-"""What an optimizer may call a state, but a checkpoint calls the weights."""
+"""Names that an optimizer may use for a state, but that mean the weights in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class ParameterOrders:
-    """The names of the parameters that optimizers number, as the user says them."""
+    """The names of parameters that optimizers number, as the user gives them."""
 
     only: Sequence[str] = ()
-    """Of the only optimizer that numbers its parameters."""
+    """For the only optimizer that numbers its parameters."""
     by_place: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Of an optimizer, by its place in the file: `optimizer_states.0`."""
+    """For several optimizers: place in the file, such as `optimizer_states.0` -> names."""
 
     @property
     def any(self) -> bool:
+        """Whether the user gave an order."""
         return bool(self.only or self.by_place)
 
 
 @dataclass
 class MatchedOptimizer:
-    """Optimizers whose states have found their parameters, and what became of the others."""
+    """Optimizers whose states are matched to parameters, and notices about the others."""
 
     optimizers: list[Optimizer] = field(default_factory=list)
     groups: list[tuple[str, Group]] = field(default_factory=list)
@@ -52,20 +53,20 @@ class MatchedOptimizer:
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     values: dict[str, dict[str, Value]] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
-    """Tensors that share the values of another, but have states of their own."""
+    """Tensors that share the values of another tensor, but have their own states."""
     notices: list[Notice] = field(default_factory=list)
 
-    def attempt(self, one: Optimizer, step: Callable[[Optimizer], T]) -> T | None:
-        """What a step towards names gives; None, and a notice, if the optimizer cannot be told to names."""
+    def attempt(self, optimizer: Optimizer, step: Callable[[Optimizer], T]) -> T | None:
+        """The result of `step`; None, and a notice, if the optimizer cannot be matched."""
         try:
-            return step(one)
-        except _Unmatched as why:
-            self.notices.append(_unmatched(one, str(why)))
+            return step(optimizer)
+        except _CannotMatch as why:
+            self.notices.append(_unmatched_notice(optimizer, str(why)))
             return None
 
 
-class _Unmatched(Exception):
-    """Why an optimizer cannot be told to names."""
+class _CannotMatch(Exception):
+    """The reason why an optimizer cannot be matched to names."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,16 @@ class _KeyedStates:
 
     @property
     def keys(self) -> list[Value]:
-        """Of the parameters, in the order of the groups; without groups, of the states."""
+        """The keys of the parameters, in the order of the groups; without groups, the keys of the states."""
         listed = [key for group in self.members for key in group]
         return listed or ([] if self.groups else list(self.states))
 
     @property
     def numbers(self) -> bool:
-        return any(not isinstance(key, str) for key in self.keys) and _stated(self.groups, self.members) is None
+        return any(not isinstance(key, str) for key in self.keys) and _stated_names(self.groups, self.members) is None
 
 
-def match(
+def match_optimizers(
     optimizers: Sequence[Optimizer],
     names: Sequence[str],
     trainable: Sequence[NamedTensor],
@@ -97,66 +98,66 @@ def match(
     *,
     in_order: bool = False,
 ) -> MatchedOptimizer:
-    """Tell each optimizer's states to parameters.
+    """Match each optimizer's states to parameters.
 
-    `names` are those of all the model's tensors, `trainable` those without `aliases` that an optimizer may have,
-    in the model's order. `in_order`: somebody knows that this is the order in which the model registers them.
-    Raises `BadRules` for an order that cannot be.
+    `names`: the names of all tensors of the model. `trainable`: the tensors that an optimizer may have, without
+    `aliases`, in the model's order. `in_order`: this is known to be the order in which the model registers them.
+    Raises `BadRules` for an order that is impossible.
     """
     _check_places(orders, optimizers)
-    found = MatchedOptimizer()
-    keyed = [own for one in optimizers if (own := found.attempt(one, lambda one: _keyed(one, names))) is not None]
-    for own, titles in _titles(keyed, names, trainable, aliases, orders, found, in_order):
-        found.attempt(own.optimizer, partial(_add, own, titles, trainable, aliases, found))
-    return found
+    matched = MatchedOptimizer()
+    keyed = [own for one in optimizers if (own := matched.attempt(one, lambda one: _keyed(one, names))) is not None]
+    for own, titles in _titles(keyed, names, trainable, aliases, orders, matched, in_order):
+        matched.attempt(own.optimizer, partial(_add, own, titles, trainable, aliases, matched))
+    return matched
 
 
 def _check_places(orders: ParameterOrders, optimizers: Sequence[Optimizer]) -> None:
     places = [one.title for one in optimizers]
     for place in orders.by_place:
         if place not in places:
-            held = ", ".join(map(printable, places)) or "none"
+            places_text = ", ".join(map(printable, places)) or "none"
             raise BadRules(
                 f"there is no optimizer at `{printable(place)}` to order",
-                hint=f"Optimizers of this checkpoint: {held}.",
+                hint=f"Optimizers of this checkpoint: {places_text}.",
             )
 
 
 def _keyed(optimizer: Optimizer, names: Sequence[str]) -> _KeyedStates:
-    content = next((c for known in _known(optimizer, names) if (c := optimizer.content(known)) is not None), None)
+    content = next((c for known in _name_sets(optimizer, names) if (c := optimizer.content(known)) is not None), None)
     if content is None:
-        raise _Unmatched("it speaks of parameters that the model does not have")
+        raise _CannotMatch("it refers to parameters that the model does not have")
     states, groups = content
     for i, group in enumerate(groups):
         if not isinstance(group.get("params"), list):
-            raise _Unmatched(f"its group {i} does not list its parameters")
+            raise _CannotMatch(f"its group {i} does not list its parameters")
     members = [list(group["params"]) for group in groups]
     if not all(isinstance(key, (str, int)) for group in members for key in group):
-        raise _Unmatched("its groups list parameters by something else than names and numbers")
+        raise _CannotMatch("its groups list parameters by keys that are neither names nor numbers")
     keyed = _KeyedStates(optimizer, _as_numbers(states, {key for group in members for key in group}), groups, members)
-    _stated(groups, members)
+    _stated_names(groups, members)
     listed = keyed.keys
     if len(set(listed)) < len(listed) or len(set(map(str, listed))) < len(listed):
-        raise _Unmatched("its groups list a parameter twice")
+        raise _CannotMatch("its groups list a parameter twice")
     known = set(listed)
     if unlisted := [str(key) for key in keyed.states if key not in known]:
-        raise _Unmatched(f"it has states of a parameter that no group lists (`{printable(unlisted[0][:80])}`)")
+        raise _CannotMatch(f"it has states of a parameter that no group lists (`{printable(unlisted[0][:80])}`)")
     return keyed
 
 
-def _known(optimizer: Optimizer, names: Sequence[str]) -> Iterator[set[str]]:
-    """Names as the model has them; of a flat one, also as its submodules have them."""
+def _name_sets(optimizer: Optimizer, names: Sequence[str]) -> Iterator[set[str]]:
+    """The model's names; for a flat state dict, also the names inside each submodule."""
     yield set(names)
     if optimizer.flat:
         yield from ({n[len(p) :] for n in names if n.startswith(p)} for p in _prefixes(names))
 
 
 def _as_numbers(keyed: States, members: set[Value]) -> States:
-    """States by the numbers that the groups list. DCP makes strings of all keys of dicts, but not of lists' items."""
+    """The states by the numbers in the groups. DCP converts keys of dicts to strings, but not items of lists."""
     named = {str(member): member for member in members if type(member) is int}
     numbered = {named.get(key, key) if isinstance(key, str) else key: state for key, state in keyed.items()}
     if len(numbered) < len(keyed) or len(set(map(str, numbered))) < len(numbered):
-        raise _Unmatched("two of its parameters have keys that differ only in their type")
+        raise _CannotMatch("two of its parameters have keys that differ only in their type")
     return numbered
 
 
@@ -166,102 +167,102 @@ def _titles(
     trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
     orders: ParameterOrders,
-    found: MatchedOptimizer,
+    matched: MatchedOptimizer,
     in_order: bool,
 ) -> list[tuple[_KeyedStates, dict[Value, str]]]:
-    """The name behind each key of each optimizer that can be told, in the order of the optimizers."""
+    """For each optimizer that can be matched, in their order: key -> name."""
     titled: dict[int, dict[Value, str]] = {}
-    open_: dict[int, _KeyedStates] = {}
-    numbering = [one for one in keyed if one.numbers]
-    if orders.only and len(numbering) > 1 and not orders.by_place:
-        places = ", ".join(printable(one.optimizer.title) for one in numbering)
+    undecided: dict[int, _KeyedStates] = {}
+    with_numbers = [one for one in keyed if one.numbers]
+    if orders.only and len(with_numbers) > 1 and not orders.by_place:
+        places = ", ".join(printable(one.optimizer.title) for one in with_numbers)
         raise BadRules(
-            f"{len(numbering)} optimizers number their parameters, so the order must say whose it is: {places}",
+            f"{len(with_numbers)} optimizers number their parameters, so --param-order must name one of: {places}",
             hint="Write --param-order PLACE=FILE, once for each.",
         )
     shapes = {named.name: named.tensor.shape for named in trainable}
     for i, one in enumerate(keyed):
         order = orders.by_place.get(one.optimizer.title, orders.only)
         if not one.numbers:
-            named = found.attempt(one.optimizer, partial(_by_name, one, names, shapes))
+            named = matched.attempt(one.optimizer, partial(_by_name, one, names, shapes))
             if named is not None:
                 titled[i] = named
         elif order:
             titled[i] = _by_order(one, trainable, order)
         else:
-            open_[i] = one
-    taken = {aliases.get(name, name) for own in titled.values() for name in own.values()}
-    free = [one for one in trainable if one.name not in taken]
-    slots = {i: Numbered(one.members if one.groups else [one.keys], one.states) for i, one in open_.items()}
-    for i, numbers in number(slots, free).items():
+            undecided[i] = one
+    used = {aliases.get(name, name) for own in titled.values() for name in own.values()}
+    unused = [one for one in trainable if one.name not in used]
+    slots = {i: Numbered(one.members if one.groups else [one.keys], one.states) for i, one in undecided.items()}
+    for i, numbers in match_numbers(slots, unused).items():
         if numbers is None:
-            found.notices.append(_unmatched(open_[i].optimizer, ""))
+            matched.notices.append(_unmatched_notice(undecided[i].optimizer, ""))
             continue
         titled[i] = numbers
-        if not in_order and has_equals(numbers.values(), free):
-            found.notices.append(Notice(BY_ORDER, (open_[i].optimizer.title,), Weight.UNSURE))
+        if not in_order and has_equals(numbers.values(), unused):
+            matched.notices.append(Notice(BY_ORDER, (undecided[i].optimizer.title,), Weight.UNSURE))
     return [(one, titled[i]) for i, one in enumerate(keyed) if i in titled]
 
 
 UNMATCHED = "the optimizer's states could not be matched to parameters, and are carried as they are"
 _LISTS = ("params", "param_names")
-"""Options of a group that say which parameters it has."""
+"""Options of a group that list its parameters."""
 
 
-def _unmatched(one: Optimizer, why: str) -> Notice:
-    how = f". If it numbers its parameters, name them in order: --param-order {printable(one.title)}=FILE"
-    text = f"{UNMATCHED}, since {why or 'its numbers fit the model in several ways or in none'}"
-    return Notice(text if why else text + how, (one.title,) if one.title else (), Weight.LOST)
+def _unmatched_notice(optimizer: Optimizer, why: str) -> Notice:
+    how = f". If it numbers its parameters, name them in order: --param-order {printable(optimizer.title)}=FILE"
+    text = f"{UNMATCHED}, because {why or 'no assignment of its numbers to the model fits, or several do'}"
+    return Notice(text if why else text + how, (optimizer.title,) if optimizer.title else (), Weight.LOST)
 
 
-def _by_name(one: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
-    stated = _stated(one.groups, one.members)
-    said = {key: str(key) for key in one.keys} if stated is None else stated
-    if len(set(said.values())) < len(said):
-        raise _Unmatched("its groups call two parameters by one name")
+def _by_name(keyed: _KeyedStates, names: Sequence[str], shapes: Mapping[str, Shape], _: Optimizer) -> dict[Value, str]:
+    stated = _stated_names(keyed.groups, keyed.members)
+    names_by_key = {key: str(key) for key in keyed.keys} if stated is None else stated
+    if len(set(names_by_key.values())) < len(names_by_key):
+        raise _CannotMatch("its groups give two parameters one name")
     known = set(names)
-    if known.issuperset(said.values()):
-        return said
+    if known.issuperset(names_by_key.values()):
+        return names_by_key
     fitting = [
-        {key: prefix + name for key, name in said.items()}
+        {key: prefix + name for key, name in names_by_key.items()}
         for prefix in _prefixes(names)
-        if all(prefix + name in known for name in said.values())
+        if all(prefix + name in known for name in names_by_key.values())
     ]
-    fitting = [titles for titles in fitting if _fits(one, titles, shapes)] if len(fitting) > 1 else fitting
+    fitting = [titles for titles in fitting if _fits(keyed, titles, shapes)] if len(fitting) > 1 else fitting
     if len(fitting) > 1:
-        raise _Unmatched("its names are those of several submodules")
+        raise _CannotMatch("its names match those of several submodules")
     if fitting:
         return fitting[0]
-    plain = {_unwrapped(name): name for name in names}
-    if len(plain) == len(known) and all(_unwrapped(name) in plain for name in said.values()):
-        return {key: plain[_unwrapped(name)] for key, name in said.items()}
-    lacking = next(name for name in said.values() if name not in known)
-    raise _Unmatched(f"it speaks of a parameter that the model does not have (`{printable(lacking[:80])}`)")
+    by_unwrapped = {_unwrapped(name): name for name in names}
+    if len(by_unwrapped) == len(known) and all(_unwrapped(name) in by_unwrapped for name in names_by_key.values()):
+        return {key: by_unwrapped[_unwrapped(name)] for key, name in names_by_key.items()}
+    missing = next(name for name in names_by_key.values() if name not in known)
+    raise _CannotMatch(f"it refers to a parameter that the model does not have (`{printable(missing[:80])}`)")
 
 
-def _fits(one: _KeyedStates, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
-    """Could all states with the shapes of their parameters be those of these?"""
+def _fits(keyed: _KeyedStates, titles: Mapping[Value, str], shapes: Mapping[str, Shape]) -> bool:
+    """Whether the shapes of all states fit the parameters with these names."""
     return not any(
-        isinstance(leaf, Leaf) and titles[key] in shapes and _is_odd(str(name), leaf, shapes[titles[key]])
-        for key, state in one.states.items()
+        isinstance(leaf, Leaf) and titles[key] in shapes and _has_other_shape(str(name), leaf, shapes[titles[key]])
+        for key, state in keyed.states.items()
         for name, leaf in state.items()
     )
 
 
-def _stated(groups: Groups, members: Sequence[Sequence[Value]]) -> dict[Value, str] | None:
-    """The names that groups state of the parameters that they number."""
+def _stated_names(groups: Groups, members: Sequence[Sequence[Value]]) -> dict[Value, str] | None:
+    """Parameter number -> the name that its group states; None if groups state no names."""
     stated = [group.get("param_names", ()) for group in groups]
-    told = zip(stated, members, strict=True)
-    if not groups or not all(isinstance(said, list) and len(said) == len(group) for said, group in told):
+    lists = zip(stated, members, strict=True)
+    if not groups or not all(isinstance(names, list) and len(names) == len(group) for names, group in lists):
         return None
-    pairs = [pair for said, group in zip(stated, members, strict=True) for pair in zip(group, said, strict=True)]
+    pairs = [pair for names, group in zip(stated, members, strict=True) for pair in zip(group, names, strict=True)]
     if not all(isinstance(name, str) for _, name in pairs):
-        raise _Unmatched("its groups call parameters by something else than texts")
+        raise _CannotMatch("its groups name parameters by values that are not texts")
     return dict(pairs) or None
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Of the submodules at the top, where a model may lie inside of another."""
+    """The prefixes of the top-level submodules: a model may be inside another one."""
     return list(dict.fromkeys(name[: name.index(".") + 1] for name in names if "." in name))
 
 
@@ -272,87 +273,89 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _by_order(one: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
-    """As the user says. Raises `BadRules` where that cannot be."""
+def _by_order(keyed: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
+    """The names in the order that the user gives. Raises `BadRules` if a name or a shape does not fit."""
     shapes = {named.name: named.tensor.shape for named in trainable}
-    for key in one.keys:
+    for key in keyed.keys:
         if not isinstance(key, int) or not 0 <= key < len(order):
             raise BadRules(f"the optimizer has a parameter {printable(str(key))}, but the order names {len(order)}")
         name = order[key]
         if name not in shapes:
             raise BadRules(
-                f"the order says that the optimizer's parameter {key} is `{printable(name)}`, which is not there"
+                f"the order states that the optimizer's parameter {key} is `{printable(name)}`, which does not exist"
             )
-        for state, leaf in one.states.get(key, {}).items():
+        for state, leaf in keyed.states.get(key, {}).items():
             if isinstance(leaf, Leaf) and leaf.shape and not is_state_of(str(state), leaf.shape, shapes[name]):
                 raise BadRules(
-                    f"the order says that the optimizer's parameter {key} is `{printable(name)}`, of shape "
+                    f"the order states that the optimizer's parameter {key} is `{printable(name)}`, of shape "
                     f"{list(shapes[name])}, but its {printable(str(state))} has {list(leaf.shape)}"
                 )
-    return {key: order[key] for key in one.keys}
+    return {key: order[key] for key in keyed.keys}
 
 
 def _add(
-    one: _KeyedStates,
+    keyed: _KeyedStates,
     titles: Mapping[Value, str],
     trainable: Sequence[NamedTensor],
     aliases: Mapping[str, str],
-    found: MatchedOptimizer,
+    matched: MatchedOptimizer,
     _: Optimizer,
 ) -> None:
-    """Put an optimizer's states beside those of the others. Raises `_Unmatched` where names meet."""
-    before = set(found.states) | {name for _, group in found.groups for name in group.names}
+    """Add the states of an optimizer to `matched`. Raises `_CannotMatch` if another one has the same parameters."""
+    before = set(matched.states) | {name for _, group in matched.groups for name in group.names}
     if twice := sorted(before & set(titles.values())):
-        raise _Unmatched(f"another optimizer has states of the same parameters (`{printable(twice[0])}`)")
+        raise _CannotMatch(f"another optimizer has states of the same parameters (`{printable(twice[0])}`)")
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
-    for key, state in one.states.items():
+    for key, state in keyed.states.items():
         if len(set(map(str, state))) < len(state):
-            raise _Unmatched("two of its states have names that differ only in their type")
+            raise _CannotMatch("two of its states have names that differ only in their type")
         own = {str(k): v for k, v in state.items()}
         tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and k not in RESERVED_STATES}
         states[titles[key]] = tensors
         values[titles[key]] = {k: v for k, v in own.items() if k not in tensors}
-    for i, group in enumerate(one.groups):
+    for i, group in enumerate(keyed.groups):
         if len(set(map(str, group))) < len(group):
-            raise _Unmatched(f"two options of its group {i} have names that differ only in their type")
+            raise _CannotMatch(f"two options of its group {i} have names that differ only in their type")
     groups = [
         Group({str(k): v for k, v in group.items() if k not in _LISTS}, tuple(titles[key] for key in keys))
-        for group, keys in zip(one.groups, one.members, strict=True)
+        for group, keys in zip(keyed.groups, keyed.members, strict=True)
     ]
-    found.optimizers.append(one.optimizer)
-    found.groups += ((one.optimizer.title, group) for group in groups)
-    found.states |= states
-    found.values |= values
-    found.notices += _remarks(one, titles, trainable)
-    _untie(found, set(titles.values()) | before, aliases)
+    matched.optimizers.append(keyed.optimizer)
+    matched.groups += ((keyed.optimizer.title, group) for group in groups)
+    matched.states |= states
+    matched.values |= values
+    matched.notices += _unusual_states(keyed, titles, trainable)
+    _untie(matched, set(titles.values()) | before, aliases)
 
 
-def _remarks(one: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]) -> Iterator[Notice]:
-    """What is unusual about the states."""
+def _unusual_states(
+    keyed: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]
+) -> Iterator[Notice]:
+    """Notices about states with unusual shapes or names."""
     shapes = {named.name: named.tensor.shape for named in trainable}
-    odd, apart = [], []
-    for key, state in one.states.items():
-        whole = shapes.get(titles[key])
+    odd, reserved = [], []
+    for key, state in keyed.states.items():
+        full_shape = shapes.get(titles[key])
         for name, leaf in state.items():
             if isinstance(leaf, Leaf) and str(name) in RESERVED_STATES:
-                apart.append(f"{titles[key]}.{name}")
-            elif isinstance(leaf, Leaf) and whole is not None and _is_odd(str(name), leaf, whole):
+                reserved.append(f"{titles[key]}.{name}")
+            elif isinstance(leaf, Leaf) and full_shape is not None and _has_other_shape(str(name), leaf, full_shape):
                 odd.append(f"{titles[key]}.{name}")
     if odd:
         yield Notice("states of the optimizer have another shape than their parameter", tuple(odd), Weight.UNSURE)
-    if apart:
-        text = "states of the optimizer have names that stand for weights here; they are carried as values"
-        yield Notice(text, tuple(apart), Weight.INFO)
+    if reserved:
+        text = "states of the optimizer have names that mean weights in ckpt; they are carried as values"
+        yield Notice(text, tuple(reserved), Weight.INFO)
 
 
-def _is_odd(state: str, leaf: Leaf, whole: Shape) -> bool:
-    return bool(FULL.fullmatch(state)) and not is_state_of(state, leaf.shape, whole)
+def _has_other_shape(state: str, leaf: Leaf, full_shape: Shape) -> bool:
+    return bool(FULL.fullmatch(state)) and not is_state_of(state, leaf.shape, full_shape)
 
 
-def _untie(found: MatchedOptimizer, names: set[str], aliases: Mapping[str, str]) -> None:
-    """Two names for one tensor, of which the optimizer updates each: they share values only by chance."""
+def _untie(matched: MatchedOptimizer, names: set[str], aliases: Mapping[str, str]) -> None:
+    """Mark as untied two names of one tensor if the optimizer updates each: they share values only by chance."""
     first: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in aliases, name)):
         if first.setdefault(aliases.get(name, name), name) != name:
-            found.untied.add(name)
+            matched.untied.add(name)

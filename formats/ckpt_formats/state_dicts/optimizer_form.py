@@ -1,12 +1,12 @@
-"""What an optimizer's state dict looks like, in every form in which people save one.
+"""Detects optimizers' state dicts in a tree, in all forms in which scripts save them.
 
     {'state': {fqn: {'exp_avg': tensor, ...}}, 'param_groups': [{'lr': ..., 'params': [fqn, ...]}, ...]}
     {'state': {0: {'exp_avg': tensor, ...}},   'param_groups': [{'lr': ..., 'params': [0, ...]}, ...]}
     {'state': {'0': {...}},                    'param_groups': [{'lr': ..., 'params': [0, ...]}, ...]}
     {'state.<fqn>.exp_avg': tensor, 'param_groups.<fqn>.lr': ...}
-    {fqn: {'exp_avg': tensor, ...}}            the states alone
+    {fqn: {'exp_avg': tensor, ...}}            only the states
 
-The first four may have other keys beside them; the flat form may lie in one dict with the model.
+The dict of the first four forms may have further keys; the flat form may share a dict with the model.
 
 Source: torch.optim.Optimizer.state_dict, torch.distributed.checkpoint.state_dict.
 """
@@ -22,111 +22,113 @@ from ckpt_formats.core.values import StdDict, Value
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor
 
 Place: TypeAlias = tuple[Value, ...]
-"""Keys of dicts and places in lists, from the root of a tree on."""
+"""Keys of dicts and indices of lists, from the root of a tree."""
 States: TypeAlias = Mapping[Value, Mapping[str, Value]]
 Groups: TypeAlias = Sequence[Mapping[str, Value]]
 
 _STATE, _GROUPS = "state", "param_groups"
 _PREFIXES = ("", "optimizer.", "optim.")
-_MOST_DEPTH = 50
+_MAX_DEPTH = 50
 _FULL = r"exp_avg(_sq|_diff|_slow|_fast)?(_row|_col)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta"
 FULL = re.compile(_FULL)
-"""States that have the shape of their parameter, or are means of such over its rows or columns."""
+"""Names of states with the shape of their parameter, or of means over its rows or columns."""
 _DISTINCT = re.compile(rf"{_FULL}|mu_product|prev_flat_grad|state[12]|qmap[12]|absmax[12]|prev_grad")
 """Names of states that no module gives to its tensors."""
-CALLED = re.compile(r"(?:^|[^a-z])opt(?:im(?:i[sz]ers?)?s?)?(?:$|[^a-z])|optim|solver", re.IGNORECASE)
-"""Finds keys that people give to optimizers."""
+OPTIMIZER_KEY = re.compile(r"(?:^|[^a-z])opt(?:im(?:i[sz]ers?)?s?)?(?:$|[^a-z])|optim|solver", re.IGNORECASE)
+"""Matches keys that scripts use for optimizers."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer's state dict in a tree: where it is, and which keys of the dict there are its own."""
+    """An optimizer's state dict in a tree: its place, the dict there, and which keys of this dict belong to it."""
 
     place: Place
     inside: Mapping[Value, Value]
     keys: tuple[Value, ...]
     prefix: str | None = None
-    """Of the keys of a flat one; None: it is nested."""
+    """The prefix of the keys of a flat one; None: it is nested."""
 
     @property
     def title(self) -> str:
+        """Its place as text."""
         return title(self.place)
 
     @property
     def flat(self) -> bool:
+        """Whether it is flat: one level of keys with dots."""
         return self.prefix is not None
 
     def content(self, names: Collection[str]) -> tuple[States, Groups] | None:
-        """States and groups; None if a flat one speaks of a name that is none of these. States alone have no groups."""
+        """States and groups; None if a flat one has a key without one of these names. States alone have no groups."""
         if self.prefix is not None:
-            cut = len(self.prefix)
-            return _unflattened({key[cut:]: self.inside[key] for key in self.keys}, names)
+            start = len(self.prefix)
+            return _unflatten({key[start:]: self.inside[key] for key in self.keys}, names)
         if _GROUPS in self.keys:
             return self.inside.get(_STATE) or {}, self.inside[_GROUPS]
         return self.inside, ()
 
 
 def title(place: Place) -> str:
-    """The place of something in a tree, in words: `optimizer_states.0`."""
+    """A place in a tree as text: `optimizer_states.0`."""
     return ".".join(map(str, place))
 
 
 def is_optimizer(value: Value) -> bool:
-    """Is it the state dict of an optimizer and nothing else, nested or flat?"""
-    found = _form(value, ()) if isinstance(value, dict) else None
-    return found is not None and len(found.keys) == len(value) and (found.flat or _GROUPS in found.keys)
+    """Whether a value is the state dict of an optimizer and nothing else, nested or flat."""
+    form = _form(value, ()) if isinstance(value, dict) else None
+    return form is not None and len(form.keys) == len(value) and (form.flat or _GROUPS in form.keys)
 
 
 def optimizers_in(tree: Value) -> list[Optimizer]:
-    """Every optimizer's state dict in a tree of dicts, lists and tuples. Each container is looked at once."""
-    found: list[Optimizer] = []
+    """All optimizers' state dicts in a tree of dicts, lists and tuples. Each container is visited once."""
+    optimizers: list[Optimizer] = []
     seen: set[int] = set()
-    waiting: list[tuple[Place, Value]] = [((), tree)]
-    while waiting:
-        place, value = waiting.pop()
-        if id(value) in seen or len(place) > _MOST_DEPTH or not isinstance(value, (dict, list, tuple)):
+    pending: list[tuple[Place, Value]] = [((), tree)]
+    while pending:
+        place, value = pending.pop()
+        if id(value) in seen or len(place) > _MAX_DEPTH or not isinstance(value, (dict, list, tuple)):
             continue
         seen.add(id(value))
-        own = _form(value, place) if isinstance(value, dict) else None
-        if own is not None:
-            found.append(own)
-        taken = set() if own is None else set(own.keys)
+        form = _form(value, place) if isinstance(value, dict) else None
+        if form is not None:
+            optimizers.append(form)
+        form_keys = set() if form is None else set(form.keys)
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        inner = [((*place, key), item) for key, item in items if key not in taken and isinstance(item, _CONTAINERS)]
-        waiting += reversed(inner)
-    return found
+        inner = [((*place, key), item) for key, item in items if key not in form_keys and isinstance(item, _CONTAINERS)]
+        pending += reversed(inner)
+    return optimizers
 
 
-def without(tree: Value, optimizers: Sequence[Optimizer]) -> Value:
-    """The tree without these. What held nothing else goes, too; in lists, None stands in the place."""
-    kept = _without(tree, [(one.place, one.keys) for one in optimizers])
-    return {} if kept is _NOTHING else kept
+def without_optimizers(tree: Value, optimizers: Sequence[Optimizer]) -> Value:
+    """The tree without these optimizers. Containers that become empty are removed too; in lists, None replaces them."""
+    rest = _without(tree, [(one.place, one.keys) for one in optimizers])
+    return {} if rest is _NOTHING else rest
 
 
 _CONTAINERS = (dict, list, tuple)
 _NOTHING = object()
 
 
-def _without(value: Value, taken: Sequence[tuple[Place, tuple[Value, ...]]]) -> Value:
-    if not taken:
+def _without(value: Value, removed: Sequence[tuple[Place, tuple[Value, ...]]]) -> Value:
+    if not removed:
         return value
-    own = {key for place, keys in taken if not place for key in keys}
+    own = {key for place, keys in removed if not place for key in keys}
     below: dict[Value, list[tuple[Place, tuple[Value, ...]]]] = {}
-    for place, keys in taken:
+    for place, keys in removed:
         if place:
             below.setdefault(place[0], []).append((place[1:], keys))
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    kept = {key: _without(item, below.get(key, ())) for key, item in items if key not in own}
-    if all(item is _NOTHING for item in kept.values()):
+    remaining = {key: _without(item, below.get(key, ())) for key, item in items if key not in own}
+    if all(item is _NOTHING for item in remaining.values()):
         return _NOTHING
     if not isinstance(value, dict):
-        return [None if item is _NOTHING else item for item in kept.values()]
-    made: dict[Value, Value] = {}
+        return [None if item is _NOTHING else item for item in remaining.values()]
+    result: dict[Value, Value] = {}
     if isinstance(value, StdDict):
-        made = StdDict(value.cls, value.factory)
-        made.attrs = value.attrs
-    made.update((key, item) for key, item in kept.items() if item is not _NOTHING)
-    return made
+        result = StdDict(value.cls, value.factory)
+        result.attrs = value.attrs
+    result.update((key, item) for key, item in remaining.items() if item is not _NOTHING)
+    return result
 
 
 def _form(value: dict[Value, Value], place: Place) -> Optimizer | None:
@@ -148,39 +150,43 @@ def _is_nested(value: Mapping[Value, Value]) -> bool:
 
 
 def _is_states(value: Mapping[Value, Value]) -> bool:
-    """Is it what an optimizer keeps under `state`, alone?"""
+    """Whether a value is the dict that an optimizer has under `state`, alone."""
     if not value or not all(isinstance(one, dict) for one in value.values()):
         return False
-    kept = [one for one in value.values() if one]
-    return bool(kept) and all(any(isinstance(key, str) and _DISTINCT.fullmatch(key) for key in one) for one in kept)
+    non_empty = [one for one in value.values() if one]
+    return bool(non_empty) and all(
+        any(isinstance(key, str) and _DISTINCT.fullmatch(key) for key in one) for one in non_empty
+    )
 
 
 def _flat_keys(value: Mapping[Value, Value], prefix: str) -> tuple[str, ...]:
-    """The keys that are a flattened optimizer's, where the dict may hold a model, too."""
+    """The keys of a flattened optimizer in a dict that may also contain a model."""
     states, options = f"{prefix}{_STATE}.", f"{prefix}{_GROUPS}."
-    own = [key for key in value if isinstance(key, str) and key.startswith((states, options))]
-    kept = [key for key in own if key.startswith(states)]
-    if not kept or (len(kept) == len(own) and not any(_DISTINCT.fullmatch(key.rpartition(".")[2]) for key in own)):
+    own_keys = [key for key in value if isinstance(key, str) and key.startswith((states, options))]
+    state_keys = [key for key in own_keys if key.startswith(states)]
+    if not state_keys or (
+        len(state_keys) == len(own_keys) and not any(_DISTINCT.fullmatch(key.rpartition(".")[2]) for key in own_keys)
+    ):
         return ()
-    if len(own) == len(value):
-        return tuple(own)
+    if len(own_keys) == len(value):
+        return tuple(own_keys)
     names = {key for key in value if isinstance(key, str) and not key.startswith((states, options))}
     names |= {key.removeprefix("model.") for key in names} if prefix else set()
-    names |= {key[len(options) :].rpartition(".")[0] for key in own if key.startswith(options)}
-    # A module may be called `state`, too: only what speaks of a tensor of the model is an optimizer's.
-    return tuple(key for key in own if _name_of(key[len(prefix) :].partition(".")[2], names))
+    names |= {key[len(options) :].rpartition(".")[0] for key in own_keys if key.startswith(options)}
+    # A module may also be called `state`: only keys with the name of a tensor of the model are an optimizer's.
+    return tuple(key for key in own_keys if _name_of(key[len(prefix) :].partition(".")[2], names))
 
 
 def _name_of(rest: str, names: Collection[str]) -> str:
-    """The longest known name at the front: names of states may have dots, too."""
+    """The longest known name at the beginning: names of states may contain dots too."""
     name = rest.rpartition(".")[0]
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
 
 
-def _unflattened(flat: Mapping[str, Value], names: Collection[str]) -> tuple[States, Groups] | None:
-    """Parameters with the same options are one group, in the order in which the dict has them."""
+def _unflatten(flat: Mapping[str, Value], names: Collection[str]) -> tuple[States, Groups] | None:
+    """States and groups. Parameters with the same options become one group, in the order of the dict."""
     states: dict[Value, dict[str, Value]] = {}
     options: dict[str, dict[str, Value]] = {}
     for key, value in flat.items():
@@ -188,18 +194,18 @@ def _unflattened(flat: Mapping[str, Value], names: Collection[str]) -> tuple[Sta
         name = _name_of(rest, names)
         if not name:
             return None
-        found = states if head == _STATE else options
-        found.setdefault(name, {})[rest[len(name) + 1 :]] = value
+        target = states if head == _STATE else options
+        target.setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups: list[dict[str, Value]] = []
-    alike: dict[str, dict[str, Value]] = {}
-    for name, said in options.items():
-        mark = json.dumps([(option, _mark(value)) for option, value in sorted(said.items())])
-        if mark not in alike:
-            alike[mark] = {**said, "params": []}
-            groups.append(alike[mark])
-        alike[mark]["params"].append(name)
+    by_options: dict[str, dict[str, Value]] = {}
+    for name, own_options in options.items():
+        options_key = json.dumps([(option, _comparable(value)) for option, value in sorted(own_options.items())])
+        if options_key not in by_options:
+            by_options[options_key] = {**own_options, "params": []}
+            groups.append(by_options[options_key])
+        by_options[options_key]["params"].append(name)
     return states, groups
 
 
-def _mark(value: Value) -> Value:
+def _comparable(value: Value) -> Value:
     return f"tensor {id(value)}" if has_tensor(value) else encode(value)

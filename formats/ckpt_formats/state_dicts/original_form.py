@@ -1,17 +1,18 @@
-"""The tree that a file of torch.save held, noted beside its tensors, and grown again from the note.
+"""The original form of a file of torch.save: a description of its tree, from which the tree is rebuilt.
 
     {'tree': value, 'extras': [key, ...], 'device': text, 'runs': [[tensor, ...], ...], 'views': [{...}, ...],
      'twins': [tensor, ...]}
 
-A tensor is called by its state and its parameter, `param/layers.0.weight`. In its place `tree` has a `TensorName` of
-that, or of `/3`: the view number 3. What the checkpoint's extras hold under the same key of the top level is not noted
-twice: `extras` lists such keys, and `tree` has None there. `twins` are tensors that `tree` has under the name of
-another, which lay in the same place. A view says what torch knows of a tensor beyond its values:
+A tensor is named by its state and its parameter, `param/layers.0.weight`. In its place `tree` has a `TensorName` with
+this name, or with `/3`, which means view number 3. A value of the top level that the checkpoint's extras have under the
+same key is not stored twice: `extras` lists such keys, and `tree` has None there. `twins` are tensors that `tree` has
+under the name of another tensor, because both were at the same place. A view has what torch stores for a tensor besides
+its values:
 
-    tensor      which has the values
-    run, at     the tensors in whose storage it lies, end to end, and after how many of their elements it begins
-    strides     in elements, where they are not those of C order
-    device, requires_grad, parameter, attrs    where they are not as usual
+    tensor      the name of the tensor with the values
+    run, at     the number of the run (concatenated tensors) that contains it, and its first element in the run
+    strides     in elements, unless they are those of C order
+    device, requires_grad, parameter, attrs    unless they are the usual ones
 """
 
 from collections import Counter
@@ -23,109 +24,109 @@ from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, Corrupt, flaw
 from ckpt_formats.core.values import TensorName, Value
-from ckpt_formats.state_dicts.extras import rebuilt, tensors_for_names
-from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, names, place, shared
+from ckpt_formats.state_dicts.extras import map_leaves, tensors_for_names
+from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, find_shared, names_by_place, place
 
 
 def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
-    """What to note of a file whose tensors have become these parameters; None if that would not be all of it."""
+    """The description of a file whose tensors became these parameters; None if it cannot be complete."""
     try:
-        return _noted(file, parameters, extras)
-    except CkptError:  # it is nested without end, in a place that nothing else looks at
+        return _describe(file, parameters, extras)
+    except CkptError:  # the tree is nested too deeply, at a place that no other code reads
         return None
 
 
-def _noted(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
-    known, twins = names(parameters.values())
-    found: dict[int, tuple[TensorRef, Place]] = {}
-    others: list[Value] = []
+def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
+    name_by_place, twins = names_by_place(parameters.values())
+    references: dict[int, tuple[TensorRef, Place]] = {}
+    bare_storages: list[Value] = []
 
     def note(value: Value) -> Value:
-        if isinstance(value, TensorRef) and id(value) not in found:
-            found[id(value)] = value, place(tensor_of(value))
-            rebuilt(value.attrs, note)
+        if isinstance(value, TensorRef) and id(value) not in references:
+            references[id(value)] = value, place(tensor_of(value))
+            map_leaves(value.attrs, note)
         elif isinstance(value, (Storage, StorageSlice)):
-            others.append(value)
+            bare_storages.append(value)
         return value
 
-    rebuilt(file.root, note)
-    if others or not all(at in known for _, at in found.values()):
+    map_leaves(file.root, note)
+    if bare_storages or not all(at in name_by_place for _, at in references.values()):
         return None
-    usual = _most(ref.storage.location for ref, _ in found.values())
-    runs, lying = shared({at: known[at] for _, at in found.values()})
+    common_device = _most_common(ref.storage.location for ref, _ in references.values())
+    runs, layouts = find_shared({at: name_by_place[at] for _, at in references.values()})
     views: list[dict[str, Value]] = []
-    done: dict[int, TensorName] = {}
+    names: dict[int, TensorName] = {}
 
     def leaf(value: Value) -> Value:
         if not isinstance(value, TensorRef):
             return value
-        if id(value) not in done:
-            _, at = found[id(value)]
-            view = {**lying.get(at, {}), **_beyond(value, usual)}
+        if id(value) not in names:
+            _, at = references[id(value)]
+            view = {**layouts.get(at, {}), **_view_properties(value, common_device)}
             if value.attrs:
-                view["attrs"] = rebuilt(value.attrs, leaf)
-            done[id(value)] = TensorName(f"/{len(views)}" if view else known[at])
-            views.extend([{"tensor": known[at], **view}] if view else [])
-        return done[id(value)]
+                view["attrs"] = map_leaves(value.attrs, leaf)
+            names[id(value)] = TensorName(f"/{len(views)}" if view else name_by_place[at])
+            views.extend([{"tensor": name_by_place[at], **view}] if view else [])
+        return names[id(value)]
 
-    tree, twice = rebuilt(file.root, leaf), []
+    tree, in_extras = map_leaves(file.root, leaf), []
     if isinstance(tree, dict):
-        twice = [key for key in tree if isinstance(key, str) and key in extras and same(tree[key], extras[key])]
-        tree.update(dict.fromkeys(twice))
-    return {"tree": tree, "extras": twice, "device": usual, "runs": runs, "views": views, "twins": twins}
+        in_extras = [key for key in tree if isinstance(key, str) and key in extras and same(tree[key], extras[key])]
+        tree.update(dict.fromkeys(in_extras))
+    return {"tree": tree, "extras": in_extras, "device": common_device, "runs": runs, "views": views, "twins": twins}
 
 
 def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
-    """The tree with its tensors, to be written; None if the checkpoint has other tensors by now, or some more.
+    """The tree with its tensors, to write it; None if the checkpoint has other or further tensors now.
 
-    Raises `Corrupt` for what `form_of` never gives, `Unsafe` if the file would name what none may.
+    Raises `Corrupt` for a form that `form_of` never returns, `Unsafe` if the file would name what is not allowed.
     """
     try:
         _check_names([form["tree"], form["views"]], source.path)
-        return _grown(form, source)
+        return _rebuild(form, source)
     except TensorChanged:
         return None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        why = f"what it notes of the file that it was is not as ckpt writes it: {flaw(error)}"
+        why = f"its description of the original file is not one that ckpt writes: {flaw(error)}"
         raise Corrupt(why, where=source.path) from None
 
 
-def _grown(form: Mapping[str, Value], source: Checkpoint) -> Value:
-    laid = StorageLayout(source, form["runs"], form.get("twins", ()))
-    done: dict[str, Value] = {}
+def _rebuild(form: Mapping[str, Value], source: Checkpoint) -> Value:
+    layout = StorageLayout(source, form["runs"], form.get("twins", ()))
+    views: dict[str, Value] = {}
 
     def leaf(value: Value) -> Value:
         if not isinstance(value, TensorName):
             return value
-        if value.name not in done:
+        if value.name not in views:
             view = {"tensor": value.name} if value.name[:1] != "/" else dict(form["views"][int(value.name[1:])])
-            attrs = rebuilt(view.pop("attrs", None), leaf)
-            done[value.name] = laid.view(**{"device": form["device"], **view}, attrs=attrs)
-        return done[value.name]
+            attrs = map_leaves(view.pop("attrs", None), leaf)
+            views[value.name] = layout.view(**{"device": form["device"], **view}, attrs=attrs)
+        return views[value.name]
 
-    tree = rebuilt(form["tree"], leaf)
+    tree = map_leaves(form["tree"], leaf)
     for key in form["extras"]:
         if key not in source.extras:
             return None
         tree[key] = tensors_for_names(source.extras[key], source.parameters)
-    return tree if laid.is_all else None
+    return tree if layout.is_all else None
 
 
-def _most(texts: Iterable[str]) -> str:
+def _most_common(texts: Iterable[str]) -> str:
     return max(Counter(texts).items(), key=lambda item: item[1], default=("cpu", 0))[0]
 
 
-def _beyond(ref: TensorRef, usual: str) -> dict[str, Value]:
-    said: dict[str, Value] = {}
-    if ref.storage.location != usual:
-        said["device"] = ref.storage.location
+def _view_properties(ref: TensorRef, common_device: str) -> dict[str, Value]:
+    properties: dict[str, Value] = {}
+    if ref.storage.location != common_device:
+        properties["device"] = ref.storage.location
     if ref.requires_grad:
-        said["requires_grad"] = True
+        properties["requires_grad"] = True
     if ref.is_parameter:
-        said["parameter"] = True
-    return said
+        properties["parameter"] = True
+    return properties
 
 
 def _check_names(values: Value, where: Path) -> None:
-    """Read what would be written as strictly as any file of a stranger: the note may be one's."""
-    load_pickle(emit(rebuilt(values, lambda leaf: None if isinstance(leaf, TensorName) else leaf)), str(where))
+    """Read what would be written as strictly as any other file, because the description may be hostile."""
+    load_pickle(emit(map_leaves(values, lambda leaf: None if isinstance(leaf, TensorName) else leaf)), str(where))

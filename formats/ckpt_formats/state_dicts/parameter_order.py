@@ -1,10 +1,10 @@
-"""Optimizers that number their parameters: which name has which number?
+"""Matches the parameters that an optimizer numbers to the model's tensors.
 
-PyTorch's optimizers store states by number and no names. But each group lists
+PyTorch's optimizers store states by number, without names. But each group lists
 its parameters in the order of the module, so the module's order is a merge of
-the groups' orders. Shapes and, where there is a master, its first values
-decide which group each tensor comes from. Where that leaves a choice, nobody
-chooses: `only_assignment` refuses.
+the groups' orders. Shapes and, if there is a master, its first values determine
+the group of each tensor. If several assignments are possible, `only_assignment`
+returns none.
 """
 
 from collections import Counter
@@ -23,17 +23,17 @@ from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
 from ckpt_formats.core.text import printable
 
 BY_ORDER = (
-    "the optimizer numbers its parameters, and their shapes allow several orders: they were taken in the order of the "
-    "model's tensors (--param-order gives another)"
+    "the optimizer numbers its parameters, and their shapes allow several orders: they are matched in the order of the "
+    "model's tensors (--param-order gives another order)"
 )
-"""What is said where order alone decided."""
-_LOOK = 64
-_MOST_STEPS = 2_000_000
+"""The notice if only the order decided."""
+_FIRST_VALUES = 64
+_MAX_STEPS = 2_000_000
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of the model, and what it is called."""
+    """A tensor of the model, and its name."""
 
     name: str
     tensor: Tensor
@@ -41,177 +41,179 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class NumberedParameter:
-    """A numbered parameter: its master, if there is one, and the shapes of other states, which depend on its own."""
+    """A numbered parameter: its master, if there is one, and the shapes of its states."""
 
     master: Tensor | None
     state_shapes: Mapping[str, Shape]
 
     def fits(self, tensor: Tensor, reader: Reader) -> bool:
+        """Whether it can be this tensor: by the first values of its master, else by the shapes of its states."""
         if self.master is not None:
-            return _looks(self.master, tensor, reader)
+            return _first_values_match(self.master, tensor, reader)
         return all(is_state_of(name, shape, tensor.shape) for name, shape in self.state_shapes.items())
 
 
-def is_state_of(state: str, shape: Shape, whole: Shape) -> bool:
-    """Can a parameter of shape `whole` have a state of this name and shape?
+def is_state_of(state: str, shape: Shape, tensor_shape: Shape) -> bool:
+    """Whether a parameter of shape `tensor_shape` can have a state of this name and shape.
 
-    Factored second moments (Adafactor, Shazeer and Stern 2018; CAME) are means over the rows or the columns, which
-    PyTorch's own keeps as an axis of 1: `row_var`, `col_var`, `exp_avg_sq_row`, `exp_avg_sq_col`.
+    Factored second moments (Adafactor, Shazeer and Stern 2018; CAME) are means over the rows or the columns:
+    `row_var`, `col_var`, `exp_avg_sq_row`, `exp_avg_sq_col`. PyTorch's own keep the reduced axis with length 1.
     """
     words = state.split("_")
-    if "row" in words and len(whole) > 1:
-        return shape in (whole[:-1], (*whole[:-1], 1))
-    if "col" in words and len(whole) > 1:
-        return shape in ((*whole[:-2], whole[-1]), (*whole[:-2], 1, whole[-1]))
-    return shape == whole
+    if "row" in words and len(tensor_shape) > 1:
+        return shape in (tensor_shape[:-1], (*tensor_shape[:-1], 1))
+    if "col" in words and len(tensor_shape) > 1:
+        return shape in ((*tensor_shape[:-2], tensor_shape[-1]), (*tensor_shape[:-2], 1, tensor_shape[-1]))
+    return shape == tensor_shape
 
 
 @dataclass(frozen=True)
 class NumberedGroup:
-    """The parameters of one group in order: a slot each, or one after another in a flat master."""
+    """The parameters of one group in order: separate, or concatenated in a flat master."""
 
-    slots: tuple[NumberedParameter, ...] = ()
+    parameters: tuple[NumberedParameter, ...] = ()
     flat: FileBlob | None = None
 
     @property
     def end(self) -> int:
-        """Where the run ends, in slots or in elements."""
-        return len(self.slots) if self.flat is None else self.flat.shape[0]
+        """The length of the group, in parameters or in elements of the flat master."""
+        return len(self.parameters) if self.flat is None else self.flat.shape[0]
 
     def after(self, at: int, tensor: Tensor, reader: Reader) -> int | None:
-        """Where the run goes on if this tensor comes next; None if it cannot."""
+        """The position after this tensor if it can be next in the group; else None."""
         end = at + (1 if self.flat is None else prod(tensor.shape))
         if end > self.end:
             return None
         if self.flat is None:
-            return end if self.slots[at].fits(tensor, reader) else None
-        return end if _looks(Tensor.of(self.flat.flat(at, end).shaped(tensor.shape)), tensor, reader) else None
+            return end if self.parameters[at].fits(tensor, reader) else None
+        master = Tensor.of(self.flat.flat(at, end).shaped(tensor.shape))
+        return end if _first_values_match(master, tensor, reader) else None
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A tensor's place in a run."""
+    """The position of a tensor in a group, in parameters or in elements."""
 
-    run: int
+    group: int
     start: int
     stop: int
     name: str
 
 
 Place = tuple[int, tuple[int, ...]]
-"""How far the search is: in the module, and in each run."""
+"""The state of the search: the position in the module, and in each group."""
 
 
 def only_assignment(
-    runs: Sequence[NumberedGroup], module: Sequence[NamedTensor], *, skips: bool = True
+    groups: Sequence[NumberedGroup], module: Sequence[NamedTensor], *, skips: bool = True
 ) -> list[Assignment] | None:
-    """The one way in which the module's order is a merge of the runs; None if there is none, or another.
+    """The only way in which the module's order is a merge of the groups; None if there is none, or several.
 
-    Tensors may be skipped, being frozen or buffers, unless `skips` is false: then
-    all up to the last that has a place have one.
+    With `skips`, tensors that are frozen or buffers may be skipped. Without it, no
+    tensor before the last assigned one is skipped.
     """
-    ways: list[list[Assignment]] = []
-    dead: set[Place] = set()
+    solutions: list[list[Assignment]] = []
+    dead_ends: set[Place] = set()
     path: list[Assignment | None] = []
-    # Depth first, on a stack of our own: a place, the next choice to try, the ways known on arrival.
-    stack: list[tuple[Place, int, int]] = [((0, (0,) * len(runs)), 0, 0)]
-    choices = len(runs) + skips
-    steps = 0
+    # Depth first, with an explicit stack of: a place, the next choice to try, the number of solutions before it.
+    stack: list[tuple[Place, int, int]] = [((0, (0,) * len(groups)), 0, 0)]
+    choices = len(groups) + skips
+    visited = 0
     with Reader(check=False) as reader:
-        while stack and len(ways) < 2 and steps < _MOST_STEPS:
-            place, choice, known = stack.pop()
+        while stack and len(solutions) < 2 and visited < _MAX_STEPS:
+            place, choice, known_count = stack.pop()
             i, at = place
-            steps += 1
-            ended = choice == 0 and all(run.end == a for run, a in zip(runs, at, strict=True))
+            visited += 1
+            ended = choice == 0 and all(group.end == a for group, a in zip(groups, at, strict=True))
             if ended:
-                ways.append([match for match in path if match is not None])
-            # Without this, the equal layers of a deep model would be tried against each other.
-            slots = sum(run.end - a for run, a in zip(runs, at, strict=True) if run.flat is None)
-            late = choice == 0 and slots > len(module) - i
-            if ended or late or i == len(module) or choice == choices or (choice == 0 and place in dead):
-                if len(ways) == known:
-                    dead.add(place)
+                solutions.append([match for match in path if match is not None])
+            # Without this check, all pairs of equal layers of a deep model would be tried.
+            parameters = sum(group.end - a for group, a in zip(groups, at, strict=True) if group.flat is None)
+            late = choice == 0 and parameters > len(module) - i
+            if ended or late or i == len(module) or choice == choices or (choice == 0 and place in dead_ends):
+                if len(solutions) == known_count:
+                    dead_ends.add(place)
                 if path:
                     path.pop()
                 continue
-            stack.append((place, choice + 1, known))
-            if choice == len(runs):
+            stack.append((place, choice + 1, known_count))
+            if choice == len(groups):
                 path.append(None)
-                stack.append(((i + 1, at), 0, len(ways)))
-            elif (end := runs[choice].after(at[choice], module[i].tensor, reader)) is not None:
+                stack.append(((i + 1, at), 0, len(solutions)))
+            elif (end := groups[choice].after(at[choice], module[i].tensor, reader)) is not None:
                 path.append(Assignment(choice, at[choice], end, module[i].name))
-                stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(ways)))
-    return ways[0] if len(ways) == 1 and steps < _MOST_STEPS else None
+                stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(solutions)))
+    return solutions[0] if len(solutions) == 1 and visited < _MAX_STEPS else None
 
 
 def has_equals(names: Iterable[str], trainable: Sequence[NamedTensor]) -> bool:
-    """Could another tensor, by its shape, have the place of one of these?"""
+    """Whether one of these tensors has the same shape as another trainable tensor."""
     shapes = {one.name: one.tensor.shape for one in trainable}
     counts = Counter(shapes.values())
     return any(counts[shapes[name]] > 1 for name in names)
 
 
-def by_values(runs: Sequence[NumberedGroup], module: Sequence[NamedTensor]) -> list[Assignment] | None:
-    """Where groups keep another order than the module: each master's tensor, told by its first values alone.
+def by_values(groups: Sequence[NumberedGroup], module: Sequence[NamedTensor]) -> list[Assignment] | None:
+    """An assignment by the first values of each master alone, for groups in another order than the module.
 
-    None if a parameter has no master of its own, or two tensors look like it.
+    None if a parameter has no master of its own, or if several tensors match a master.
     """
     matches = []
     with Reader(check=False) as reader:
-        for number, run in enumerate(runs):
-            if run.flat is not None or any(slot.master is None for slot in run.slots):
+        for number, group in enumerate(groups):
+            if group.flat is not None or any(parameter.master is None for parameter in group.parameters):
                 return None
-            for at, slot in enumerate(run.slots):
-                alike = [one.name for one in module if slot.fits(one.tensor, reader)]
-                if len(alike) != 1:
+            for at, parameter in enumerate(group.parameters):
+                candidates = [one.name for one in module if parameter.fits(one.tensor, reader)]
+                if len(candidates) != 1:
                     return None
-                matches.append(Assignment(number, at, at + 1, alike[0]))
+                matches.append(Assignment(number, at, at + 1, candidates[0]))
     return matches if len({match.name for match in matches}) == len(matches) else None
 
 
 def in_order(
-    runs: Sequence[NumberedGroup],
+    groups: Sequence[NumberedGroup],
     module: Sequence[NamedTensor],
     order: Sequence[str],
     where: Path,
     *,
     skips: bool = True,
 ) -> list[Assignment]:
-    """As the user says: the parameters of all runs, one run after another. Raises `BadRules` where one does not fit.
+    """An assignment in the order that the user gives: the parameters of all groups, one group after another.
 
-    Names that the module does not have are those of other ranks. So are those
-    that are left at the end, unless `skips`: then the module is this rank's alone.
+    Names that the module does not have belong to other ranks, and so do names after the last parameter,
+    unless `skips` is true. Raises `BadRules` if a name, a shape or values do not fit.
     """
     tensors = {one.name: one.tensor for one in module}
     names = [name for name in order if name in tensors]
     matches: list[Assignment] = []
     with Reader(check=False) as reader:
-        for number, run in enumerate(runs):
+        for number, group in enumerate(groups):
             at = 0
-            while at < run.end:
+            while at < group.end:
                 if len(matches) == len(names):
                     raise BadRules(f"the order has too few names for group {number} of the optimizer", where=where)
                 name = names[len(matches)]
-                end = run.after(at, tensors[name], reader)
+                end = group.after(at, tensors[name], reader)
                 if end is None:
                     raise BadRules(
-                        f"the order says that `{printable(name)}` is next in group {number} of the optimizer, but its "
-                        f"shape {list(tensors[name].shape)} or its values are not those at {at:,}",
+                        f"by the order, `{printable(name)}` is next in group {number} of the optimizer, but "
+                        f"its shape {list(tensors[name].shape)} or its values are not those at {at:,}",
                         where=where,
                     )
                 matches.append(Assignment(number, at, end, name))
                 at = end
     if skips and len(matches) < len(names):
-        left = printable(names[len(matches)])
-        raise BadRules(f"the order names `{left}`, but the optimizer has no more parameters", where=where)
+        unused = printable(names[len(matches)])
+        raise BadRules(f"the order names `{unused}`, but the optimizer has no more parameters", where=where)
     return matches
 
 
-def _looks(master: Tensor, copy: Tensor, reader: Reader) -> bool:
-    """Do the first values of the master round to those of the copy?"""
+def _first_values_match(master: Tensor, copy: Tensor, reader: Reader) -> bool:
+    """Whether the first values of the master, rounded, equal those of the copy."""
     if master.shape != copy.shape:
         return False
-    for box in slabs(master.shape, _LOOK):
+    for box in slabs(master.shape, _FIRST_VALUES):
         rounded = Rounded().decode(b"", box.shape, copy.dtype, read(master.crop(box), reader))
         return _bits(read(copy.crop(box), reader)) == _bits(rounded)
     return True

@@ -1,7 +1,7 @@
-"""Pickled optimizers: the state dict that each would have given.
+"""Pickled optimizers: their `state_dict()`.
 
-A pickle has an optimizer with its parameters themselves, as members of its groups and as keys of its states. They lie
-in the same storages as the model's, which names them. Source: torch/optim/optimizer.py, `state_dict`.
+In a pickle, an optimizer has the parameters themselves as members of its groups and as keys of its states. They share
+storages with the model's tensors, and so get their names. Source: torch/optim/optimizer.py, `state_dict`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ckpt_formats.state_dicts.leaves import Leaf, place
 
 
 def is_pickled_optimizer(value: Value) -> bool:
-    """Is it an object with the attributes of an optimizer?"""
+    """Whether a value is an object with the attributes of an optimizer."""
     if not isinstance(value, Record) or not isinstance(value.state, dict):
         return False
     groups = value.state.get("param_groups")
@@ -24,39 +24,44 @@ def is_pickled_optimizer(value: Value) -> bool:
 
 @dataclass(eq=False)
 class PickledOptimizer:
-    """A pickled optimizer; its state dict is filled in once all names are known."""
+    """A pickled optimizer. Its state dict is empty until `fill` is called with the names of the tensors."""
 
     record: Record
     path: str
     state_dict: dict[str, Value] = field(default_factory=dict)
     is_placed: bool = False
-    """Is it in the tree, or only mentioned by another object, such as its scheduler?"""
+    """True if it is in the tree; False if only another object, such as its scheduler, refers to it."""
 
     @property
     def attributes(self) -> Record:
-        """What its state dict leaves out."""
-        rest = {key: item for key, item in self.record.state.items() if key not in ("state", "param_groups")}
-        return Record(self.record.cls, state=rest or None)
+        """The attributes that its state dict omits."""
+        other_attributes = {
+            key: item for key, item in self.record.state.items() if key not in ("state", "param_groups")
+        }
+        return Record(self.record.cls, state=other_attributes or None)
 
-    def fill(self, names: Mapping[Any, str], opened: Callable[[Value, str], Value], where: str) -> list[Value]:
-        """Call its parameters by name if all have one, else by number, as `state_dict()` does.
+    def fill(self, names: Mapping[Any, str], open_value: Callable[[Value, str], Value], where: str) -> list[Value]:
+        """Fill the state dict: parameters by name if all have one, else by number, as in `state_dict()`.
 
-        `opened` gives a value without objects. Returns the parameters if they have no names. Raises `Corrupt`.
+        `open_value` replaces objects in a value. Returns the parameters if they have no names. Raises `Corrupt`.
         """
         groups: list[dict[Value, Value]] = self.record.state["param_groups"]
         members = {id(one): one for group in groups for one in group["params"]}
         keys: dict[int, Value] = {key: number for number, key in enumerate(members)}
-        known = {key: names.get(place(one)) for key, one in members.items() if isinstance(one, Leaf)}
-        is_named = len(known) == len(members) and all(known.values()) and len(set(known.values())) == len(known)
+        leaf_names = {key: names.get(place(one)) for key, one in members.items() if isinstance(one, Leaf)}
+        is_complete = len(leaf_names) == len(members) and all(leaf_names.values())
+        is_named = is_complete and len(set(leaf_names.values())) == len(leaf_names)
         if is_named:
-            keys.update(known)
-        kept = self.record.state["state"]
-        states = {keys.get(id(key), key): opened(state, f"{self.path}.state") for key, state in kept.items()}
-        if len(states) < len(kept):
+            keys.update(leaf_names)
+        stored_states = self.record.state["state"]
+        states = {
+            keys.get(id(key), key): open_value(state, f"{self.path}.state") for key, state in stored_states.items()
+        }
+        if len(states) < len(stored_states):
             raise Corrupt("two parameters of a pickled optimizer have one name", where=where)
         listed = [
             {
-                **{key: opened(option, f"{self.path}.param_groups") for key, option in group.items()},
+                **{key: open_value(option, f"{self.path}.param_groups") for key, option in group.items()},
                 "params": [keys[id(one)] for one in group["params"]],
             }
             for group in groups

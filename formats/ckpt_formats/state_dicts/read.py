@@ -1,8 +1,8 @@
-"""What a tree of state dicts holds: the model, the optimizer, and the rest.
+"""Splits a tree of state dicts into the model, the optimizer, and extras.
 
-Trainers save one dict, and each calls the parts as it likes. Here they are told
-by what they are: the model is a dict of tensors, the optimizer one of states
-and groups, and all else is carried as it is.
+Trainers save one dict, with different keys. So the parts are detected by their
+content: the model is a dict of tensors, the optimizer a dict of states and
+groups, and everything else becomes extras.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
-from ckpt_formats.state_dicts.extras import names_for_tensors, numbered
+from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.keys import StateKeys
-from ckpt_formats.state_dicts.leaves import Leaf, between, has_tensor, named_leaves, tensor_leaf, ties
-from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, beside, find_model
+from ckpt_formats.state_dicts.leaves import Leaf, find_ties, has_tensor, named_leaves, non_tensor_items, tensor_leaf
+from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, find_model, without_model
 from ckpt_formats.state_dicts.objects import open_objects
-from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match
-from ckpt_formats.state_dicts.optimizer_form import CALLED, Optimizer, optimizers_in, without
+from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match_optimizers
+from ckpt_formats.state_dicts.optimizer_form import OPTIMIZER_KEY, Optimizer, optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.parameter_order import NamedTensor
 from ckpt_formats.state_dicts.partial_model import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
@@ -30,8 +30,8 @@ from ckpt_formats.state_dicts.training_state import TrainingState
 from ckpt_formats.state_dicts.unused_values import not_weights
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
-"""Keys that other things must not have, since they would be taken for the model or the optimizer."""
-_MOST_NAMES = 500_000
+"""Keys that extras must not have, because readers take their values for the model or the optimizer."""
+_MAX_NAMES = 500_000
 
 
 def training_state(
@@ -40,26 +40,26 @@ def training_state(
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     *,
-    carried: Mapping[str, Value] | None = None,
+    further_extras: Mapping[str, Value] | None = None,
     in_order: bool = False,
 ) -> TrainingState:
-    """Sort a tree whose tensors are `TensorRef`s or `Tensor`s.
+    """The parts of a tree whose tensors are `TensorRef`s or `Tensor`s.
 
-    `order` names the parameters of the one optimizer that numbers them, `orders` those of optimizers by their
-    places. `carried` are further entries that are extras whatever they look like. `in_order`: the model's names
-    are known to be in the order in which it registers them. Raises
-    `Corrupt` if two tensors have one name, `BadRules` for orders that cannot be.
+    `order` lists the names of the parameters for the only optimizer that numbers them, `orders` for optimizers by
+    their places. `further_extras` are entries that become extras, whatever they look like. `in_order`: it is known
+    that the model's names are in the order in which it registers them. Raises `Corrupt` if two tensors have one
+    name, `BadRules` for impossible orders.
     """
     if has_record(root):
         rest = {key: value for key, value in root.items() if key != KEY}
-        return with_record(training_state(rest, where, order, orders, carried=carried), root[KEY], where)
-    opened = open_objects(root, str(where))
-    root = opened.root
+        return with_record(training_state(rest, where, order, orders, further_extras=further_extras), root[KEY], where)
+    without_objects = open_objects(root, str(where))
+    root = without_objects.root
     optimizers = optimizers_in(root)
-    model = find_model(without(root, optimizers), beside_optimizer=bool(optimizers))
-    found = _by_name(model.tree, where)
-    aliases = ties(found)
-    named = [NamedTensor(name, tensor_leaf(leaf)) for name, leaf in found.items()]
+    model = find_model(without_optimizers(root, optimizers), had_optimizer=bool(optimizers))
+    leaves = _leaves_by_name(model.tree, where)
+    aliases = find_ties(leaves)
+    named = [NamedTensor(name, tensor_leaf(leaf)) for name, leaf in leaves.items()]
     matched = _match(optimizers, named, aliases, ParameterOrders(order, orders or {}), in_order)
     aliases = {alias: name for alias, name in aliases.items() if alias not in matched.untied}
     parameters = _parameters(named, aliases, matched)
@@ -72,23 +72,23 @@ def training_state(
     )
     unmatched = [one for one in optimizers if one not in matched.optimizers]
     rest = _rest(root, model, matched.optimizers, unmatched)
-    stated = {**root, **(carried or {})}
+    stated = {**root, **(further_extras or {})}
     extras = {key: names_for_tensors(value, key, parameters) for key, value in rest.items()}
-    for key, value in (*opened.extras.items(), *(carried or {}).items()):
-        free = next(name for name in numbered(key) if name not in extras)
+    for key, value in (*without_objects.extras.items(), *(further_extras or {}).items()):
+        free = next(name for name in candidate_names(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
-    for key, value in between(model.tree):
-        free = next(name for name in numbered(key) if name not in extras)
+    for key, value in non_tensor_items(model.tree):
+        free = next(name for name in candidate_names(key) if name not in extras)
         extras[free] = names_for_tensors(value, free, parameters)
     notices = (
-        *opened.notices,
+        *without_objects.notices,
         *not_weights(model.tree, rest if model.place is None else {}),
         *matched.notices,
-        *_joined(matched),
+        *_merge_notices(matched),
         *model.notices,
-        *_unknown_forms(rest, unmatched),
+        *_unknown_optimizers(rest, unmatched),
         *contradictions(stated),
-        *signs_of_part(stated, found),
+        *signs_of_part(stated, leaves),
     )
     return TrainingState(
         parameters, groups, extras, aliases, notices, step_of(stated), _keys(model, optimizers, matched.optimizers)
@@ -96,20 +96,20 @@ def training_state(
 
 
 def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) -> tuple[Notice, ...]:
-    """What to tell of a tree without a model. Raises `Unsupported` if it holds no optimizer either."""
+    """Notices for a tree without a model. Raises `Unsupported` if it has no optimizer either."""
     if any(parameter.role != "extra" for parameter in state.parameters.values()):
         return ()
     if optimizers := optimizers_in(root):
         text = (
-            "there are no weights of a model, only the state of an optimizer: it is carried as extras, and belongs to "
-            "no parameters"
+            "there are no weights of a model, only the state of an optimizer: it is carried as extras, without "
+            "parameters"
         )
         return (Notice(text, tuple(one.title for one in optimizers if one.title), Weight.LOST),)
     entries = ", ".join(f"{printable(key)} ({kind_of(value)})" for key, value in list(root.items())[:5]) or "nothing"
     raise Unsupported(
-        f"holds no weights of a model by their names: its entries are {entries}",
+        f"contains no weights of a model by their names: its entries are {entries}",
         where=where,
-        hint="Name the file that the model was saved to: a dict of tensors by name, or a module.",
+        hint="Name the file with the model: a dict of tensors by name, or a module.",
     )
 
 
@@ -120,23 +120,23 @@ def _match(
     orders: ParameterOrders,
     in_order: bool,
 ) -> MatchedOptimizer:
-    """Optimizers see a tied tensor once; but where two parameters only share their data, twice."""
+    """Match with one name for tied tensors; if that fails, with all names, because parameters may only share data."""
     names = [one.name for one in named]
     trainable = [one for one in named if role_of(one) != "buffer"]
-    once = [one for one in trainable if one.name not in aliases]
-    matched = match(optimizers, names, once, aliases, orders, in_order=in_order)
+    untied = [one for one in trainable if one.name not in aliases]
+    matched = match_optimizers(optimizers, names, untied, aliases, orders, in_order=in_order)
     if len(matched.optimizers) == len(optimizers) or not aliases or orders.any:
         return matched
-    twice = match(optimizers, names, trainable, aliases, orders, in_order=in_order)
-    return twice if len(twice.optimizers) == len(optimizers) else matched
+    with_aliases = match_optimizers(optimizers, names, trainable, aliases, orders, in_order=in_order)
+    return with_aliases if len(with_aliases.optimizers) == len(optimizers) else matched
 
 
 def _parameters(
     named: Sequence[NamedTensor], aliases: Mapping[str, str], matched: MatchedOptimizer
 ) -> dict[str, Parameter]:
-    """The model's tensors with their states and values. What an optimizer keeps of a tied tensor is that tensor's."""
-    states = {aliases.get(name, name): kept for name, kept in matched.states.items()}
-    values = {aliases.get(name, name): kept for name, kept in matched.values.items()}
+    """The model's tensors with their states and values. States of an alias become states of the tied tensor."""
+    states = {aliases.get(name, name): own for name, own in matched.states.items()}
+    values = {aliases.get(name, name): own for name, own in matched.values.items()}
     trained = {aliases.get(name, name) for _, group in matched.groups for name in group.names} | states.keys()
     parameters: dict[str, Parameter] = {}
     for one in named:
@@ -146,45 +146,44 @@ def _parameters(
             if matched.optimizers:
                 role = "parameter" if name in trained else "buffer" if role == "buffer" else "frozen"
             parameters[name] = Parameter(name, role, {**states.get(name, {}), MODEL: one.tensor})
-    for name, said in values.items():
-        lifted = {key: names_for_tensors(value, f"{name}/{key}", parameters) for key, value in said.items()}
-        parameters[name] = replace(parameters[name], values=lifted)
+    for name, own_values in values.items():
+        named_values = {key: names_for_tensors(value, f"{name}/{key}", parameters) for key, value in own_values.items()}
+        parameters[name] = replace(parameters[name], values=named_values)
     return parameters
 
 
 def _rest(
     root: Mapping[str, Value], model: ModelTree, matched: Sequence[Optimizer], unmatched: Sequence[Optimizer]
 ) -> dict[str, Value]:
-    """All that is neither the model nor an optimizer whose states have found their parameters."""
-    rest = {str(key): value for key, value in beside(without(root, matched), model).items()}
+    """All entries except the model and the matched optimizers."""
+    rest = {str(key): value for key, value in without_model(without_optimizers(root, matched), model).items()}
     for one in unmatched:
-        if one.place and model.holds(one.place):
-            free = next(name for name in numbered(one.title) if name not in rest)
+        if one.place and model.contains(one.place):
+            free = next(name for name in candidate_names(one.title) if name not in rest)
             rest[free] = {key: one.inside[key] for key in one.keys}
     return rest
 
 
-def _joined(matched: MatchedOptimizer) -> Iterator[Notice]:
+def _merge_notices(matched: MatchedOptimizer) -> Iterator[Notice]:
     if len(matched.optimizers) > 1:
-        text = "several optimizers are read as one, whose groups are theirs, one after another"
+        text = "several optimizers are read as one, which has the groups of all, one after another"
         yield Notice(text, tuple(one.title for one in matched.optimizers))
     if matched.untied:
-        text = (
-            "these share their values with others, but have optimizer states of their own: read as separate parameters"
-        )
+        text = "these share values with other tensors, but have their own optimizer states: read as separate parameters"
         yield Notice(text, tuple(sorted(matched.untied)), Weight.UNSURE)
 
 
-def _unknown_forms(rest: Mapping[str, Value], unmatched: Sequence[Optimizer]) -> tuple[Notice, ...]:
-    """What is called an optimizer and has tensors, but looks like no optimizer's state."""
+def _unknown_optimizers(rest: Mapping[str, Value], unmatched: Sequence[Optimizer]) -> tuple[Notice, ...]:
+    """A notice for entries that are named like an optimizer and have tensors, but no known form of its state."""
     known = {one.place[0] for one in unmatched if one.place}
-    names = tuple(k for k, v in rest.items() if CALLED.search(k) and k not in known and has_tensor(v, lists=True))
-    text = "called an optimizer's, but of no form that is known: carried as extras, and matched to no parameters"
+    keys = [key for key in rest if OPTIMIZER_KEY.search(key) and key not in known]
+    names = tuple(key for key in keys if has_tensor(rest[key], lists=True))
+    text = "named like an optimizer, but of an unknown form: carried as extras, and matched to no parameters"
     return (Notice(text, names, Weight.LOST),) if names else ()
 
 
 def _keys(model: ModelTree, optimizers: Sequence[Optimizer], matched: Sequence[Optimizer]) -> StateKeys:
-    """How the tree is keyed, where that is a way in which one can be written."""
+    """How the tree is keyed, or the closest way in which `state_tree` can write it."""
     inside = None if model.place is None else str(model.place[0]) if len(model.place) == 1 else "model"
     if len(optimizers) != 1:
         return StateKeys(inside, "optim" if matched else None)
@@ -195,18 +194,18 @@ def _keys(model: ModelTree, optimizers: Sequence[Optimizer], matched: Sequence[O
 
 
 def role_of(one: NamedTensor) -> Role:
-    """Integers are not trained, nor are the running statistics of PyTorch's normalisations."""
+    """`parameter`, or `buffer` for integers and for the running statistics of PyTorch's normalisations."""
     statistic = one.name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
     trained = is_float(one.tensor.dtype) or one.tensor.dtype.kind == "c"
     return "parameter" if trained and not statistic else "buffer"
 
 
-def _by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
-    found: dict[str, Leaf] = {}
+def _leaves_by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf]:
+    leaves: dict[str, Leaf] = {}
     for name, leaf in named_leaves(model):
-        if name in found:
+        if name in leaves:
             raise Corrupt(f"two tensors are called `{printable(name)}`", where=where)
-        found[name] = leaf
-        if len(found) > _MOST_NAMES:
-            raise Unsafe(f"the file calls its tensors by more than {_MOST_NAMES:,} names", where=where)
-    return found
+        leaves[name] = leaf
+        if len(leaves) > _MAX_NAMES:
+            raise Unsafe(f"the file has more than {_MAX_NAMES:,} names for its tensors", where=where)
+    return leaves

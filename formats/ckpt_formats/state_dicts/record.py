@@ -1,10 +1,10 @@
-"""What we know of a checkpoint beyond what a tree of state dicts can say, as one entry of that tree.
+"""The facts of a checkpoint that a tree of state dicts cannot express, as one further entry of that tree.
 
     {'ckpt': {'record': JSON, 'copies': {name: tensor}, 'tensors': {name: tensor}}}
 
-`copies` are the model's low-precision weights where masters stand in the
-model's place, `tensors` those of the extras which the record speaks of. Scripts
-never ask for the entry, and it goes when they save again: it cannot become untrue.
+`copies` are the model's low-precision weights, if masters are in the model's
+place; `tensors` are those that the record refers to. Scripts do not read the
+entry, and do not save it again: so it cannot contradict the rest of the tree.
 """
 
 import json
@@ -31,17 +31,17 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
 def record_of(source: Checkpoint, shown: Mapping[str, Value]) -> dict[str, Value]:
-    """The entry. `shown` are those extras that the tree has in plain sight."""
+    """The entry. `shown` are the extras that the tree itself contains."""
     hidden = {key: value for key, value in source.extras.items() if key not in shown}
     masters = {name: p for name, p in source.parameters.items() if MASTER in p.states and MODEL in p.states}
     rounded = {name: p.states[MODEL].dtype.name for name, p in masters.items() if _is_rounded(p)}
     values = {name: dict(p.values) for name, p in source.parameters.items() if p.values}
-    speak_of = (*hidden.values(), *values.values(), *(dict(group.options) for group in source.groups))
-    named = {name for value in speak_of for name in tensor_names(value)}
-    seen = {name for value in shown.values() for name in tensor_names(value)}
-    needed = named | {name for name, p in source.parameters.items() if p.role == "extra" and name not in seen}
+    values_with_names = (*hidden.values(), *values.values(), *(dict(group.options) for group in source.groups))
+    named = {name for value in values_with_names for name in tensor_names(value)}
+    shown_names = {name for value in shown.values() for name in tensor_names(value)}
+    needed = named | {name for name, p in source.parameters.items() if p.role == "extra" and name not in shown_names}
     origin = source.origin
-    said = {
+    content = {
         "version": _VERSION,
         "origin": [origin.engine, origin.version, origin.step, encode(dict(origin.layout))],
         "roles": {name: p.role for name, p in source.parameters.items() if p.role != "extra"},
@@ -54,59 +54,60 @@ def record_of(source: Checkpoint, shown: Mapping[str, Value]) -> dict[str, Value
     }
     copies = {name: p.states[MODEL] for name, p in masters.items() if name not in rounded}
     tensors = {name: source.parameters[name].weight for name in sorted(needed)}
-    held = {"copies": copies, "tensors": tensors}
-    return {"record": json.dumps(said), **{key: found for key, found in held.items() if found}}
+    tensor_dicts = {"copies": copies, "tensors": tensors}
+    return {"record": json.dumps(content), **{key: members for key, members in tensor_dicts.items() if members}}
 
 
 def has_record(root: Mapping[str, Value]) -> bool:
-    """Is the entry in this tree?"""
+    """Whether the tree has this entry."""
     entry = root.get(KEY)
     record = entry.get("record") if isinstance(entry, dict) else None
-    return isinstance(record, str) and record.lstrip()[:1] in ("{", "[")  # others may call a text so, too
+    # Other programs may also save a text under this key.
+    return isinstance(record, str) and record.lstrip()[:1] in ("{", "[")
 
 
-def with_record(found: TrainingState, entry: Mapping[str, Value], where: Path) -> TrainingState:
-    """What the rest of the tree holds, together with what the record says of it. Raises `Corrupt`."""
+def with_record(state: TrainingState, entry: Mapping[str, Value], where: Path) -> TrainingState:
+    """The state of the rest of the tree, completed with the facts of the record. Raises `Corrupt`."""
     try:
-        said = json.loads(entry["record"])
-        if said["version"] != _VERSION:
-            raise Corrupt(f"has a record of version {said['version']!r:.20}, which is unknown", where=where)
+        content = json.loads(entry["record"])
+        if content["version"] != _VERSION:
+            raise Corrupt(f"has a record of version {content['version']!r:.20}, which is unknown", where=where)
         tensors = {name: _leaf(leaf) for name, leaf in entry.get("tensors", {}).items()}
         copies = {name: _leaf(leaf) for name, leaf in entry.get("copies", {}).items()}
-        origin = _origin(said["origin"], found.keys, where)
-        aliases = {alias: name for alias, name in said["aliases"].items() if name in found.parameters}
-        values, masters = decode(said["values"], where), frozenset(said["masters"])
-        parameters = {name: p for name, p in found.parameters.items() if name not in aliases}
-        for name in parameters.keys() & said["roles"].keys():
-            own = _without(parameters[name], values.get(name, {}))
+        origin = _origin(content["origin"], state.keys, where)
+        aliases = {alias: name for alias, name in content["aliases"].items() if name in state.parameters}
+        values, masters = decode(content["values"], where), frozenset(content["masters"])
+        parameters = {name: p for name, p in state.parameters.items() if name not in aliases}
+        for name in parameters.keys() & content["roles"].keys():
+            own = _with_values(parameters[name], values.get(name, {}))
             if name in masters:
-                own = _as_master(own, copies.get(name), said["rounded"].get(name))
-            parameters[name] = replace(own, role=_ROLES[said["roles"][name]])
+                own = _with_master(own, copies.get(name), content["rounded"].get(name))
+            parameters[name] = replace(own, role=_ROLES[content["roles"][name]])
         parameters |= {name: Parameter(name, "extra", {MODEL: tensor}) for name, tensor in tensors.items()}
-        groups = tuple(Group(decode(options, where), _texts(names)) for options, names in said["groups"])
-        extras = {**found.extras, **decode(said["extras"], where)}
+        groups = tuple(Group(decode(options, where), _texts(names)) for options, names in content["groups"])
+        extras = {**state.extras, **decode(content["extras"], where)}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"its record is not as ckpt writes it: {flaw(error)}", where=where) from None
+        raise Corrupt(f"its record is not one that ckpt writes: {flaw(error)}", where=where) from None
     return replace(
-        found,
+        state,
         parameters=parameters,
         groups=groups,
         extras=extras,
-        aliases={**found.aliases, **aliases},
+        aliases={**state.aliases, **aliases},
         step=origin.step,
         origin=origin,
     )
 
 
-def _without(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
-    """With plain numbers again in the place of the tensors that stood for them."""
+def _with_values(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
+    """The parameter with plain values in the place of the tensors that replaced them."""
     weights = (MASTER, MODEL)
     states = {state: t for state, t in parameter.states.items() if state in weights or state not in values}
     return Parameter(parameter.name, parameter.role, states, values)
 
 
-def _as_master(parameter: Parameter, copy: Tensor | None, rounded: str | None) -> Parameter:
-    """With the model's tensor as the master that it is, and beside it the copy, or what it is rounded to."""
+def _with_master(parameter: Parameter, copy: Tensor | None, rounded: str | None) -> Parameter:
+    """The parameter with the model's tensor as its master, and as its weight the copy or the rounded master."""
     states = dict(parameter.states)
     master = states.pop(MODEL)
     states = {MASTER: master, **states}
@@ -117,8 +118,8 @@ def _as_master(parameter: Parameter, copy: Tensor | None, rounded: str | None) -
     return replace(parameter, states=states)
 
 
-def _origin(said: Any, keys: StateKeys, where: Path) -> Origin:
-    engine, version, step, layout = said
+def _origin(content: Any, keys: StateKeys, where: Path) -> Origin:
+    engine, version, step, layout = content
     if not isinstance(engine, str) or not (version is None or isinstance(version, str)):
         raise TypeError("the names of engine and version are not texts")
     if not (step is None or is_natural(step)):
@@ -133,7 +134,7 @@ def _texts(names: Any) -> tuple[str, ...]:
 
 
 def _is_rounded(parameter: Parameter) -> bool:
-    """Is the model's copy made of the master, wherever it is read?"""
+    """Whether the model's copy is the rounded master in all its fragments."""
     blobs = [fragment.blob for fragment in parameter.states[MODEL].fragments if isinstance(fragment, Fragment)]
     return bool(blobs) and all(isinstance(blob, DerivedBlob) and isinstance(blob.codec, Rounded) for blob in blobs)
 

@@ -1,4 +1,4 @@
-"""Numbers and texts that a checkpoint states in several places, such as its step: all places must agree."""
+"""Numbers and texts that a checkpoint states in several places, such as its step. All places must agree."""
 
 import re
 from collections.abc import Iterable
@@ -11,46 +11,46 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
 MIXED = "Files of several steps or runs were mixed: copy all files of one step again."
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One place, such as "`global_steps` in a.pt", gives a value for one thing, such as "the step"."""
+    """The value that one place, such as "`global_steps` in a.pt", states for a fact, such as "the step"."""
 
-    what: str
+    fact: str
     where: str
     value: Value
-    """None: this place says nothing."""
+    """None: this place states no value."""
 
 
 def check_agreement(statements: Iterable[Statement], folder: Path, hint: str = MIXED) -> None:
-    """Raises `Corrupt` if two places give different values for the same thing."""
+    """Raise `Corrupt` if two places state different values for the same fact."""
     first: dict[str, Statement] = {}
     for one in statements:
         if one.value is None:
             continue
-        other = first.setdefault(one.what, one)
+        other = first.setdefault(one.fact, one)
         if other.value != one.value:
             raise Corrupt(
-                f"{one.what} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
+                f"{one.fact} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
                 where=folder,
                 hint=hint,
             )
 
 
 def whole(value: Value) -> int | None:
-    """A whole number from 0 on; None for anything else, which then says nothing."""
+    """The value if it is an integer from 0; else None."""
     return int(value) if is_natural(value) else None
 
 
-def step_in_name(folder: Path, pattern: re.Pattern[str], what: str = "the step") -> Statement:
-    """What the name of a folder says of its step, if all of the name has this form: group 1 is the number."""
+def step_in_name(folder: Path, pattern: re.Pattern[str], fact: str = "the step") -> Statement:
+    """The step in the name of a folder. Group 1 of `pattern`, which must match the full name, is the number."""
     match = pattern.fullmatch(folder.absolute().name)
     return Statement(
-        what, f"the name of the folder {printable(folder.absolute().name)}", int(match[1]) if match else None
+        fact, f"the name of the folder {printable(folder.absolute().name)}", int(match[1]) if match else None
     )
 
 
 def _short(value: Value) -> str:
-    return printable(str(value)[:_MOST_SHOWN])
+    return printable(str(value)[:_MAX_SHOWN])

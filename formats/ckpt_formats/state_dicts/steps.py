@@ -1,4 +1,4 @@
-"""At which step a tree was saved. Trainers state it in several places, which should say the same."""
+"""The step at which a tree was saved. Trainers state it in several places, which should agree."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,25 +9,25 @@ from ckpt_formats.core.values import Value
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")
 _COUNTS = ("epoch",)
-"""What else counts the run, and is stated as often."""
+"""Further counters that a tree may state several times."""
 
 
 def step_of(root: Mapping[str, Value]) -> int | None:
-    """The step: what the top level says, else what is said in the dicts that trainers have for it."""
+    """The step that the top level states, else the step in one of the dicts in which trainers store it."""
     return next((step for _, step in _stated(root, _STEP_KEYS)), None)
 
 
 def contradictions(root: Mapping[str, Value]) -> tuple[Notice, ...]:
-    """Where a tree says two things of its step, or of its epoch."""
-    found = []
-    for what, keys in (("step", _STEP_KEYS), ("epoch", _COUNTS)):
+    """Notices if a tree states two different steps or epochs."""
+    notices = []
+    for counter, keys in (("step", _STEP_KEYS), ("epoch", _COUNTS)):
         stated = dict(_stated(root, keys))
         if len(set(stated.values())) > 1:
             first = next(iter(stated))
-            text = f"the file states more than one {what}; what `{first}` says is taken for it"
-            said = tuple(f"{place} {count}" for place, count in stated.items())
-            found.append(Notice(text, said, Weight.UNSURE))
-    return tuple(found)
+            text = f"the file states more than one {counter}; the value of `{first}` is used"
+            values = tuple(f"{place} {count}" for place, count in stated.items())
+            notices.append(Notice(text, values, Weight.UNSURE))
+    return tuple(notices)
 
 
 def _stated(root: Mapping[str, Value], keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:

@@ -1,8 +1,8 @@
-"""Which tensors of a file of torch.save lie in one storage, and how to lay them so again.
+"""Which tensors of a file of torch.save share a storage, and how to restore that when the file is written again.
 
-Elsewhere a tensor is its values. That two share memory, or that one lies with its axes turned, is noted here: tensors
-without holes that lie end to end are a run, and what lies within a run is a view of it. Elements of a storage that no
-tensor shows are not kept.
+In a checkpoint, a tensor has only values. This module stores which tensors share memory, and which have permuted axes:
+contiguous tensors that follow one another without gaps are a run, and a tensor inside a run is a view of it. Elements
+of a storage that belong to no tensor are not stored.
 """
 
 from bisect import bisect_right
@@ -22,42 +22,42 @@ from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Fragment, Tensor, 
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import permuted
 
-_MOST_TURNED = 8 << 20
-"""Bytes of a tensor that may lie with another axis first: all of it is read for each slab of such a one."""
+_MAX_PERMUTED = 8 << 20
+"""Limit in bytes of a tensor with another axis first: such a tensor is read completely for each slab."""
 
 Place = tuple[int, Shape, Shape, DType]
-"""Of a tensor in its file: the first byte, the shape, strides in bytes and the element type."""
+"""Place of a tensor in its file: offset of the first byte, shape, strides in bytes, element type."""
 
 
 class TensorChanged(Exception):
-    """A tensor is gone, or is not what it was."""
+    """A tensor is missing, or has changed."""
 
 
 NOWHERE: Place = (-1, (), (), np.dtype(np.uint8))
-"""Of a tensor that was put together from several places."""
+"""The place of a tensor that is assembled from several places."""
 
 
 def place(tensor: Tensor) -> Place:
-    """Where a tensor is in its file."""
+    """The place of a tensor in its file."""
     blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
     return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, FileBlob) else NOWHERE
 
 
-def names(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
-    """States of parameters by their places, called `state/parameter`, and those that lie where another does."""
-    found: dict[Place, str] = {}
+def names_by_place(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
+    """Place -> name `state/parameter` of the tensor there; and the names of further tensors at the same places."""
+    names: dict[Place, str] = {}
     twins: list[str] = []
     for parameter in parameters:
         for state, tensor in parameter.states.items():
             name, at = f"{state}/{parameter.name}", place(tensor)
-            if state and "/" not in state and at != NOWHERE and found.setdefault(at, name) != name:
+            if state and "/" not in state and at != NOWHERE and names.setdefault(at, name) != name:
                 twins.append(name)
-    return found, twins
+    return names, twins
 
 
 @dataclass
 class _StorageRun:
-    """Tensors without holes, one after another in a file."""
+    """Contiguous tensors that follow one another in a file without gaps."""
 
     start: int
     stop: int
@@ -65,42 +65,42 @@ class _StorageRun:
     names: list[str]
 
 
-def shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dict[str, Value]]]:
-    """The runs in which several tensors lie, and of each tensor how it lies, where that is not in C order and alone."""
+def find_shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dict[str, Value]]]:
+    """The runs that contain several tensors, and the layout of each tensor that is inside a run or not in C order."""
     runs = _runs(named)
     starts = [run.start for run in runs]
-    inside: dict[int, list[Place]] = {}
-    lying: dict[Place, dict[str, Value]] = {}
+    places_by_run: dict[int, list[Place]] = {}
+    layouts: dict[Place, dict[str, Value]] = {}
     for at in named:
         offset, shape, strides, dtype = at
         number = bisect_right(starts, offset) - 1
-        if number >= 0 and 0 not in shape and _lies_in(at, runs[number]):
-            inside.setdefault(number, []).append(at)
-        elif strides != c_strides(shape, dtype.itemsize) and _is_turned(at):
-            lying[at] = {"strides": _elements(strides, dtype)}
-    kept = [number for number, members in inside.items() if len(members) > 1]
-    for index, number in enumerate(kept):
-        for offset, shape, strides, dtype in inside[number]:
+        if number >= 0 and 0 not in shape and _is_inside(at, runs[number]):
+            places_by_run.setdefault(number, []).append(at)
+        elif strides != c_strides(shape, dtype.itemsize) and _is_permuted(at):
+            layouts[at] = {"strides": _elements(strides, dtype)}
+    shared_runs = [number for number, places in places_by_run.items() if len(places) > 1]
+    for index, number in enumerate(shared_runs):
+        for offset, shape, strides, dtype in places_by_run[number]:
             view: dict[str, Value] = {"run": index, "at": (offset - runs[number].start) // dtype.itemsize}
             if strides != c_strides(shape, dtype.itemsize):
                 view["strides"] = _elements(strides, dtype)
-            lying[offset, shape, strides, dtype] = view
-    return [runs[number].names for number in kept], lying
+            layouts[offset, shape, strides, dtype] = view
+    return [runs[number].names for number in shared_runs], layouts
 
 
 class StorageLayout:
-    """The tensors of a checkpoint as they lay. Keeps which of them were asked for."""
+    """Views of the tensors of a checkpoint with their original layout. Records which tensors were requested."""
 
     def __init__(self, source: Checkpoint, runs: Sequence[Sequence[str]], twins: Iterable[str]) -> None:
         self._source = source
         self._runs = runs
         self._bases: dict[Value, Tensor] = {}
-        self._asked = set(twins)
+        self._requested = set(twins)
 
     @property
     def is_all(self) -> bool:
-        """Was every tensor of the checkpoint asked for?"""
-        return self._asked >= {f"{state}/{parameter.name}" for parameter, state, _ in self._source.tensors()}
+        """True if every tensor of the checkpoint was requested."""
+        return self._requested >= {f"{state}/{parameter.name}" for parameter, state, _ in self._source.tensors()}
 
     def view(
         self,
@@ -113,12 +113,12 @@ class StorageLayout:
         parameter: bool = False,
         attrs: Value = None,
     ) -> StorageView:
-        """A tensor as it is to be written. Raises `TensorChanged`, or `ValueError` for one that cannot be."""
+        """A tensor as it is written. Raises `TensorChanged`, or `ValueError` for an impossible layout."""
         own = self._tensor(tensor)
         if run is not None:
-            base = self._base(run, lambda: _end_to_end([self._tensor(name) for name in self._runs[run]]))
+            base = self._base(run, lambda: _concatenate([self._tensor(name) for name in self._runs[run]]))
         elif strides is not None:
-            base = self._base((tensor, "turned"), lambda: _turned(own, strides))
+            base = self._base((tensor, "permuted"), lambda: _permuted(own, strides))
         else:
             base = self._base(tensor, lambda: replace(own))
         if base.dtype != own.dtype:
@@ -126,27 +126,27 @@ class StorageLayout:
         steps = c_strides(own.shape, 1) if strides is None else tuple(strides)
         last = at + sum((n - 1) * step for n, step in zip(own.shape, steps, strict=True))
         if not is_natural(at) or not all(map(is_natural, steps)) or (own.size and last >= base.size):
-            raise ValueError(f"{tensor} does not lie in its storage")
+            raise ValueError(f"{tensor} is not inside its storage")
         return StorageView(base, at, own.shape, steps, requires_grad, parameter, attrs, device)
 
-    def _base(self, key: Value, make: Callable[[], Tensor]) -> Tensor:
+    def _base(self, key: Value, construct: Callable[[], Tensor]) -> Tensor:
         if key not in self._bases:
-            self._bases[key] = make()
+            self._bases[key] = construct()
         return self._bases[key]
 
     def _tensor(self, name: str) -> Tensor:
         state, _, parameter = name.partition("/")
-        found = self._source.parameters.get(parameter)
-        if found is None or state not in found.states:
+        stored = self._source.parameters.get(parameter)
+        if stored is None or state not in stored.states:
             raise TensorChanged
-        self._asked.add(name)
-        return found.states[state]
+        self._requested.add(name)
+        return stored.states[state]
 
 
 def _runs(named: Mapping[Place, str]) -> list[_StorageRun]:
     runs: list[_StorageRun] = []
-    whole = [at for at in named if prod(at[1]) and at[2] == c_strides(at[1], at[3].itemsize)]
-    for at in sorted(whole, key=lambda at: (at[0], -prod(at[1]) * at[3].itemsize)):
+    contiguous = [at for at in named if prod(at[1]) and at[2] == c_strides(at[1], at[3].itemsize)]
+    for at in sorted(contiguous, key=lambda at: (at[0], -prod(at[1]) * at[3].itemsize)):
         offset, shape, _, dtype = at
         stop = offset + prod(shape) * dtype.itemsize
         if runs and runs[-1].stop == offset and runs[-1].dtype == dtype:
@@ -157,32 +157,33 @@ def _runs(named: Mapping[Place, str]) -> list[_StorageRun]:
     return runs
 
 
-def _lies_in(at: Place, run: _StorageRun) -> bool:
+def _is_inside(at: Place, run: _StorageRun) -> bool:
     offset, shape, strides, dtype = at
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     return dtype == run.dtype and (offset - run.start) % dtype.itemsize == 0 and last < run.stop
 
 
-def _is_turned(at: Place) -> bool:
-    """Does it lie without holes, but with its axes in another order?"""
+def _is_permuted(at: Place) -> bool:
+    """Whether the tensor has no gaps, but its axes are in another order."""
     _, shape, strides, dtype = at
     order = _order(strides)
-    turned = tuple(shape[axis] for axis in order)
-    small = prod(shape) * dtype.itemsize <= _MOST_TURNED
-    return tuple(strides[axis] for axis in order) == c_strides(turned, dtype.itemsize) and (small or order[0] == 0)
+    permuted_shape = tuple(shape[axis] for axis in order)
+    if order[:1] != [0] and prod(shape) * dtype.itemsize > _MAX_PERMUTED:
+        return False
+    return tuple(strides[axis] for axis in order) == c_strides(permuted_shape, dtype.itemsize)
 
 
 def _order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda axis: -strides[axis])
 
 
-def _turned(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+def _permuted(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     if len(strides) != len(tensor.shape):
-        raise ValueError("as many strides as axes are needed")
+        raise ValueError("the number of strides is not the number of axes")
     return permuted(tensor, _order(strides))
 
 
-def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return replace(tensors[0])
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):

@@ -1,4 +1,4 @@
-"""A tree of state dicts, sorted into what a checkpoint is made of."""
+"""The parts of a tree of state dicts."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from ckpt_formats.state_dicts.keys import StateKeys
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What is in a tree of state dicts."""
+    """A tree of state dicts, split into parameters, groups and extras."""
 
     parameters: dict[str, Parameter]
-    """The model's tensors with their states; also those of the extras, of the role `extra`."""
+    """The model's tensors with their states, and the tensors of the extras, with the role `extra`."""
     groups: tuple[Group, ...]
     extras: dict[str, Value]
-    """All the rest, by the key it had at the top level; what lay inside the model's dict by its name there."""
+    """All other entries, by their key at the top level, or by their name inside the model's dict."""
     aliases: dict[str, str]
     notices: tuple[Notice, ...]
     step: int | None
     keys: StateKeys
     origin: Origin | None = None
-    """Who wrote it first, where our own record tells."""
+    """The engine that wrote the checkpoint first, if a record of ckpt states it."""

@@ -1,4 +1,4 @@
-"""What lies inside a value, in containers and objects of all kinds, however deeply a file nests them."""
+"""Checks of the content of a value: containers and objects of all kinds, at any depth."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -7,26 +7,26 @@ from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import Leaf
 
-MOST_DEPTH = 100
-"""Containers in each other, in what is carried."""
+MAX_DEPTH = 100
+"""Limit of nested containers in extras."""
 
 
 def holds_tensor(value: Value) -> bool:
-    """Anywhere in it, also in lists and objects."""
+    """Whether a value contains a tensor or a storage at any depth, also in lists and objects."""
     seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, (Leaf, Storage, StorageSlice)):
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (Leaf, Storage, StorageSlice)):
             return True
-        if isinstance(one, (dict, list, tuple, set, frozenset, Record)) and id(one) not in seen:
-            seen.add(id(one))
-            waiting += _parts(one)
+        if isinstance(item, (dict, list, tuple, set, frozenset, Record)) and id(item) not in seen:
+            seen.add(id(item))
+            pending += _parts(item)
     return False
 
 
-def look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
-    """Is something in it that is `own`, or that holds itself or is nested too deeply?"""
+def check_contents(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
+    """`own` if a value contains an object whose id is in `own`, `endless` if it is cyclic or too deep, else `fine`."""
     done: set[int] = set()
     stack: list[tuple[int, Any]] = [(0, iter((value,)))]
     while stack:
@@ -35,7 +35,7 @@ def look(value: Value, own: set[int]) -> Literal["fine", "own", "endless"]:
             done.add(stack.pop()[0])
         elif id(part) in own:
             return "own"
-        elif len(stack) > MOST_DEPTH:
+        elif len(stack) > MAX_DEPTH:
             return "endless"
         elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
             stack.append((id(part), iter(_parts(part))))

@@ -1,14 +1,14 @@
-"""Files of `torch.save`: read as inert data, and written, without torch.
+"""Files of `torch.save`: read as inert data, and written. PyTorch is not needed.
 
-window          bytes of a file
-policy          names that may appear, and why others may not
-interpreter     pickle opcodes -> values   (keys, builders, arrays, forms)
-sharing         values that repeat their parts without end are refused
+file_window     bytes of a file
+allow_list      which names a pickle may contain, and why others are refused
+pickle_reader   pickle opcodes -> values; uses hashable, builders, numpy_arrays, record_forms
+expanded_size   refuses values that become too large when their shared parts are written out
 storages        tensors as views of storages
-archive         the zip container; legacy: the one before it; alike: archives of one form
-reading         open_file, load_pickle
-emit            values -> pickle
-write           layout_file, write_file
+zip_archive     the zip container; legacy_stream: the format before it; same_shape: archives that differ in values only
+reader          open_file, load_pickle
+pickle_writer   values -> pickle
+writer          layout_file, write_file
 """
 
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated

@@ -1,10 +1,10 @@
-"""Which names may appear in a pickle. Tables, and one function that consults them.
+"""Which names may appear in a pickle: tables, and the functions that consult them.
 
-Nothing that a pickle names is ever imported or called, whatever this module
-says: a name is kept as a `Global`, a call of it as a `Record`. The policy
-decides which files to refuse outright, because what they name has no business
-in a checkpoint: either the file attacks whoever opens it with the real
-`pickle`, or it would make the file that we write from it do so.
+Nothing that a pickle names is ever imported or called, whatever these tables
+allow: a name becomes a `Global`, a call of it a `Record`. The allow list
+decides which files are refused, because no checkpoint needs what they name:
+such a file attacks a reader who opens it with the real `pickle`, and so would
+the file that is written from it.
 
 Sources: the globals of some 6,500 files of DeepSpeed, Megatron, PyTorch
 Distributed Checkpoint and FSDP, and what `torch.load(weights_only=True)` allows.
@@ -36,7 +36,7 @@ _STANDARD_LIBRARY = {
     *_names("datetime", "date datetime time timedelta timezone"),
     *_names("decimal", "Decimal"),
     *_names("fractions", "Fraction"),
-    # A buffer in memory: to make one runs nothing.
+    # A buffer in memory: its constructor runs no code of the file.
     *_names("_io", "BytesIO"),
     *_names("io", "BytesIO"),
     *_names("pathlib", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"),
@@ -46,7 +46,7 @@ _STANDARD_LIBRARY = {
     *_names("uuid", "UUID SafeUUID"),
 }
 
-# `getattr` stands for a nested class, which protocol 2 cannot name otherwise; see builders.py.
+# Protocol 2 writes a nested class as a call of `getattr`; see builders.py.
 _BUILTINS = {
     pair
     for module in BUILTINS
@@ -81,7 +81,7 @@ _TORCH = {
     *_names("torch.amp.grad_scaler", "_refresh_per_optimizer_state"),
     *_names("torch.cuda.amp.grad_scaler", "_refresh_per_optimizer_state"),
     *_names("torch.distributed.remote_device", "_remote_device"),
-    # Activation functions: Megatron and its kin keep them in their arguments, by name.
+    # Activation functions: Megatron and its forks store them in their arguments, by name.
     *_names("torch.nn.functional", "gelu relu relu6 silu sigmoid softmax softplus tanh elu selu leaky_relu mish"),
     *_names("torch._C._nn", "gelu silu softplus elu leaky_relu relu6"),
     *_names("torch", "relu sigmoid tanh selu"),
@@ -106,8 +106,8 @@ _ENGINES = {
 
 ALLOWED: frozenset[tuple[str, str]] = frozenset(_STANDARD_LIBRARY | _BUILTINS | _TORCH | _NUMPY | _ENGINES)
 
-# Of these packages only what is allowed above: hardly a name in them is harmless to call.
-_OTHER_PYTHONS = (  # so that the policy does not depend on the Python that asks
+# Of these packages only the names above are allowed: almost none of their functions is harmless to call.
+_OTHER_PYTHONS = (  # modules of other versions, so that the result does not depend on the running Python
     "aifc annotationlib asynchat asyncore audioop cgi cgitb chunk compression crypt distutils imghdr imp lib2to3 "
     "mailcap msilib nis nntplib ossaudiodev pathlib pipes pty smtpd sndhdr spwd sunau telnetlib uu xdrlib"
 )
@@ -123,7 +123,7 @@ CLOSED_PACKAGES: frozenset[str] = frozenset(sys.stdlib_module_names) - {"__main_
     f"{_OTHER_PYTHONS} {_PYTHON_2} {_INSTALLERS}".split()
 )
 
-# Of these packages also any class: their functions may run or load things when called.
+# Of these packages all classes are allowed, but no functions: they may run or load things when called.
 _KNOWN = (
     "IPython accelerate aiohttp apex cffi cloudpickle cupy dask datasets deepspeed dill fsspec huggingface_hub jax "
     "joblib keras lightning matplotlib megatron nltk numba numpy onnx pandas paramiko pyarrow pydantic "
@@ -132,19 +132,19 @@ _KNOWN = (
 )
 CLASSES_ONLY: frozenset[str] = frozenset(_KNOWN.split())
 
-MOST_NAME = 256
+MAX_NAME = 256
 
 _CLASS_LIKE = re.compile(r"_{0,2}[A-Z]\w*\Z")
 
 NOTHING_RAN = "Nothing was run. Do not open this file with torch.load or pickle unless you trust who wrote it."
-"""What to tell the user of a refusal."""
+"""The hint of every refusal."""
 
 
 def refusal(module: str, name: str) -> str | None:
     """Why a pickle that names `module.name` is refused; None if it is not."""
     if (module, name) in ALLOWED:
         return None
-    if len(module) > MOST_NAME or len(name) > MOST_NAME:
+    if len(module) > MAX_NAME or len(name) > MAX_NAME:
         return "is too long to be a name"
     if not module.isascii() or not all(part.isidentifier() for part in module.split(".")):
         return "is not the name of a module"
@@ -152,7 +152,7 @@ def refusal(module: str, name: str) -> str | None:
         return "is not a plain name" if name else "is empty"
     package = module.partition(".")[0]
     if package in CLOSED_PACKAGES:
-        return "is part of Python itself, and not among the few of its names that checkpoints need"
+        return "is part of Python itself, and not one of its names that checkpoints need"
     if package in CLASSES_ONLY and not class_like(name):
         return f"looks like a function of {package}, and not one that checkpoints need"
     if name.startswith("__"):
@@ -163,12 +163,12 @@ def refusal(module: str, name: str) -> str | None:
 def nested_refusal(module: str, name: str, attribute: str) -> str | None:
     """Why `module.name.attribute`, a class or constant inside a class, is refused; None if it is not."""
     if module.partition(".")[0] in CLOSED_PACKAGES or not class_like(name.rpartition(".")[2]) or name.count(".") > 2:
-        return "is not inside a class that has others inside"
-    if not attribute.isidentifier() or attribute.startswith("_") or len(attribute) > MOST_NAME:
+        return "is not inside a class that has nested classes"
+    if not attribute.isidentifier() or attribute.startswith("_") or len(attribute) > MAX_NAME:
         return "is not a plain name"
     return None
 
 
 def class_like(name: str) -> bool:
-    """True of names written as classes and constants are."""
+    """Whether a name is written like that of a class or a constant: with a capital letter."""
     return _CLASS_LIKE.match(name) is not None

@@ -1,7 +1,7 @@
-"""What we make of the few calls that every checkpoint has. All other calls stay `Record`s.
+"""Values for the few calls that every checkpoint contains. All other calls stay `Record`s.
 
 Each builder takes the arguments that the file gives, which may be anything,
-and returns a value that is finished and checked.
+and returns a complete and checked value. Raises `Corrupt` or `Unsafe`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import TypeGuard
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import (
     BUILTINS,
-    MOST_NAME,
+    MAX_NAME,
     NOTHING_RAN,
     NUMPY_CORE,
     class_like,
@@ -19,8 +19,8 @@ from ckpt_formats.containers.torchfile.allow_list import (
 )
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.storages import (
-    MOST_AXES,
-    MOST_ELEMENTS,
+    MAX_AXES,
+    MAX_ELEMENTS,
     Storage,
     StorageSlice,
     TensorRef,
@@ -33,7 +33,7 @@ from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 
 Args = tuple[Value, ...]
 Builder = Callable[[Global, Args, str], Value]
-"""Takes what is called, its arguments, and where the pickle is, for messages."""
+"""Takes the called name, its arguments, and the place of the pickle for messages."""
 
 _DTYPE_ALIASES = {
     "half": "float16",
@@ -59,19 +59,19 @@ def build_tensor(cls: Global, args: Args, where: str) -> Value:
         raise _malformed(cls, where)
     storage = args[0]
     if len(args) == 7 and args[6]:
-        return Record(cls, args)  # conjugated or negated on the fly: not the values that are stored
+        return Record(cls, args)  # conjugated or negated lazily: the stored values are not those of the tensor
     if type(storage) is Storage:
         dtype = storage.dtype
     elif type(storage) is StorageSlice:
-        dtype = storage.whole.dtype
+        dtype = storage.storage.dtype
     else:
         raise _malformed(cls, where)
     if dtype is None:
         return Record(cls, args)
-    made = _tensor(cls, args, dtype, where)
+    tensor = _tensor(cls, args, dtype, where)
     if len(args) > 5 and args[5]:
-        made.attrs = {"_backward_hooks": args[5]}
-    return made
+        tensor.attrs = {"_backward_hooks": args[5]}
+    return tensor
 
 
 def build_typed_tensor(cls: Global, args: Args, where: str) -> Value:
@@ -85,7 +85,7 @@ def build_typed_tensor(cls: Global, args: Args, where: str) -> Value:
 
 
 def build_parameter(cls: Global, args: Args, where: str) -> Value:
-    """`_rebuild_parameter(tensor, requires_grad, hooks)`, or with a state behind."""
+    """`_rebuild_parameter(tensor, requires_grad, hooks)`, or the same with a state as fourth argument."""
     if len(args) not in (3, 4) or type(args[1]) is not bool:
         raise _malformed(cls, where)
     if type(args[0]) is not TensorRef:
@@ -107,6 +107,7 @@ def build_with_attributes(cls: Global, args: Args, where: str) -> Value:
 
 
 def build_size(cls: Global, args: Args, where: str) -> Value:
+    """`torch.Size(lengths)`."""
     if len(args) != 1 or not _is_shape(args[0]):
         raise _malformed(cls, where)
     return Size(args[0])
@@ -114,10 +115,10 @@ def build_size(cls: Global, args: Args, where: str) -> Value:
 
 def build_dict(cls: Global, args: Args, where: str) -> Value:
     """`OrderedDict()`, `OrderedDict(pairs)`, `defaultdict(factory)`, `Counter(dict)`."""
-    made = StdDict(cls)
+    result = StdDict(cls)
     if cls.name == "defaultdict" and args:
-        made.factory, args = args[0], args[1:]
-        if made.factory is not None and type(made.factory) is not Global:
+        result.factory, args = args[0], args[1:]
+        if result.factory is not None and type(result.factory) is not Global:
             raise _malformed(cls, where)
     if len(args) > 1:
         raise _malformed(cls, where)
@@ -128,11 +129,12 @@ def build_dict(cls: Global, args: Args, where: str) -> Value:
         for pair in pairs:
             if type(pair) not in (list, tuple) or len(pair) != 2:
                 raise _malformed(cls, where)
-            made[hashable(pair[0], where)] = pair[1]
-    return made
+            result[hashable(pair[0], where)] = pair[1]
+    return result
 
 
 def build_set(cls: Global, args: Args, where: str) -> Value:
+    """`set(elements)` and `frozenset(elements)`."""
     if len(args) > 1 or (args and type(args[0]) not in (list, tuple, set, frozenset)):
         raise _malformed(cls, where)
     elements = [hashable(element, where) for element in (args[0] if args else ())]
@@ -146,14 +148,15 @@ def build_bytes(cls: Global, args: Args, where: str) -> Value:
     if len(args) == 1 and type(args[0]) is bytes and cls.name == "bytes":
         return args[0]
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        raise Unsafe(f"the pickle calls {cls} to do something else than make bytes", where=where, hint=NOTHING_RAN)
+        raise Unsafe(f"the pickle calls {cls} for something other than bytes", where=where, hint=NOTHING_RAN)
     try:
         return args[0].encode("latin-1")
     except UnicodeEncodeError:
-        raise Corrupt("a byte string holds other characters", where=where) from None
+        raise Corrupt("a byte string contains characters that are no bytes", where=where) from None
 
 
 def build_bytearray(cls: Global, args: Args, where: str) -> Value:
+    """`bytearray(bytes)`, or with the arguments that `build_bytes` takes."""
     if not args:
         return bytearray()
     if len(args) == 1 and type(args[0]) is bytes:
@@ -162,6 +165,7 @@ def build_bytearray(cls: Global, args: Args, where: str) -> Value:
 
 
 def build_complex(cls: Global, args: Args, where: str) -> Value:
+    """`complex(real, imag)`."""
     if len(args) != 2 or not all(type(part) in (int, float) for part in args):
         raise _malformed(cls, where)
     try:
@@ -173,10 +177,10 @@ def build_complex(cls: Global, args: Args, where: str) -> Value:
 def build_nested(cls: Global, args: Args, where: str) -> Value:
     """`getattr(cls, "Name")`: a class inside a class, or a member of an enumeration.
 
-    Only the former may be called in turn, which is why only it becomes a `Global`.
+    Only the former becomes a `Global`, because only a class may be called later.
     """
     if len(args) == 2 and type(args[0]) is Record and type(args[1]) is str and _is_member(args[1]):
-        return Record(cls, args)  # a method of an object, as hooks are; whoever would call it is refused
+        return Record(cls, args)  # a method of an object, such as a hook; a call of it is refused
     if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
         raise Unsafe("the pickle takes an attribute of an object", where=where, hint=NOTHING_RAN)
     outer, name = args
@@ -186,11 +190,11 @@ def build_nested(cls: Global, args: Args, where: str) -> Value:
 
 
 def _is_member(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("__") and len(name) <= MOST_NAME
+    return name.isidentifier() and not name.startswith("__") and len(name) <= MAX_NAME
 
 
 def build_old_object(cls: Global, args: Args, where: str) -> Value:
-    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object."""
+    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 construct an object."""
     if len(args) != 3 or type(args[0]) is not Global:
         raise _malformed(cls, where)
     if args[1] in [Global(module, "object") for module in BUILTINS] and args[2] is None:
@@ -199,19 +203,22 @@ def build_old_object(cls: Global, args: Args, where: str) -> Value:
 
 
 def build_unfilled_array(cls: Global, args: Args, where: str) -> Value:
+    """`numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`: a later BUILD fills the array."""
     if not args or args[0] != Global("numpy", "ndarray"):
         return Record(cls, args)  # a subclass of arrays
     return arrays.unfilled_array()
 
 
 def build_scalar(cls: Global, args: Args, where: str) -> Value:
+    """`numpy.core.multiarray.scalar(dtype, bytes)`."""
     try:
         return arrays.scalar_of(args, where)
-    except Unsupported:  # a date, a row of a table: it stays as the pickle says it
+    except Unsupported:  # a date, a row of a table: it stays a call
         return Record(cls, args)
 
 
 def build_buffer_array(cls: Global, args: Args, where: str) -> Value:
+    """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`."""
     try:
         return arrays.buffer_array(args, where)
     except Unsupported:
@@ -237,7 +244,7 @@ CLASS_BUILDERS: dict[tuple[str, str], Builder] = {
     **{(module, "bytearray"): build_bytearray for module in BUILTINS},
     **{(module, "complex"): build_complex for module in BUILTINS},
 }
-"""Classes, which a pickle may also make with `__new__`."""
+"""Classes, which a pickle may also construct with `__new__`."""
 
 BUILDERS: dict[tuple[str, str], Builder] = {
     **TENSOR_BUILDERS,
@@ -257,7 +264,7 @@ BUILDERS: dict[tuple[str, str], Builder] = {
 
 def _tensor(cls: Global, args: Args, dtype: DType, where: str) -> TensorRef:
     offset, shape, strides = args[1:4]
-    if type(offset) is not int or not 0 <= offset < MOST_ELEMENTS or not _is_shape(shape) or not _is_shape(strides):
+    if type(offset) is not int or not 0 <= offset < MAX_ELEMENTS or not _is_shape(shape) or not _is_shape(strides):
         raise _malformed(cls, where)
     if len(shape) != len(strides):
         raise _malformed(cls, where)
@@ -265,10 +272,10 @@ def _tensor(cls: Global, args: Args, dtype: DType, where: str) -> TensorRef:
 
 
 def _is_shape(value: Value) -> TypeGuard[Shape]:
-    if not isinstance(value, (tuple, list)) or len(value) > MOST_AXES:
+    if not isinstance(value, (tuple, list)) or len(value) > MAX_AXES:
         return False
-    for n in value:  # noqa: SIM110  (a loop is twice as fast as all() here, and this runs for every tensor)
-        if type(n) is not int or not 0 <= n < MOST_ELEMENTS:
+    for n in value:  # noqa: SIM110  (a loop is twice as fast as all(), and this runs for every tensor)
+        if type(n) is not int or not 0 <= n < MAX_ELEMENTS:
             return False
     return True
 

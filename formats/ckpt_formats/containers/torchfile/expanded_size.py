@@ -1,8 +1,8 @@
-"""How large a value is when what its parts share is written out at every place.
+"""The size of a value when every shared part is written out at each of its places.
 
-A pickle says "the same again" in two bytes. Thirty lists of ten references to the next one are 10^30 values to
-whoever writes them out, compares them or prints them ("billion laughs"). So this is counted once, in time that is
-linear in what is stored, before anything else looks at the value.
+A pickle refers to an earlier object in two bytes. Thirty lists of ten references to the next one are 10^30 values
+for code that writes, compares or prints them ("billion laughs"). This module counts them in time that is linear in
+the stored size, before any other code uses the value.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,10 +14,10 @@ from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, Te
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, opaque
 
-MOST_REPEATED = 400_000
-"""Containers, and long texts and arrays by 32 bytes, that a value may repeat."""
+MAX_REPEATED = 400_000
+"""Limit of repeated containers; a long text or array counts one for every 32 bytes."""
 _PER_BYTE = 4
-"""The same for each byte of the pickle: a large file may share more."""
+"""The limit is at least this many for each byte of the pickle: a large file may share more."""
 
 _ATOMS = frozenset(
     (int, float, bool, complex, type(None), Global, Storage, StorageSlice, Size, CompactRecord, TensorName)
@@ -26,51 +26,52 @@ _TEXT = frozenset((str,))
 _CONTAINERS = (list, tuple, dict, set, frozenset, Record)
 
 
-def repeated(value: Value) -> int:
-    """How many containers are written again if each is written out wherever it is mentioned.
+def repeated_size(value: Value) -> int:
+    """The number of containers that are written again if each is written wherever it occurs.
 
-    A text or array counts one for every 32 bytes. A container inside itself is not counted again there, nor are texts
-    that are keys.
+    A text or array counts one for every 32 bytes. A container inside itself is not counted again there, and texts
+    that are keys are not counted.
     """
-    amounts: dict[int, int] = {}  # by id: what a value is when it is written out; 0 while it is being counted
-    outer: list[tuple[int, Iterator[Value], int]] = []  # a stack of our own: a file may nest without end
-    key, parts, count, stored = 0, iter((value,)), 0, 0
+    sizes: dict[int, int] = {}  # by id: the size of a value when it is written out; 0 while it is being counted
+    # An explicit stack, because a file may nest more deeply than Python's stack allows.
+    outer: list[tuple[int, Iterator[Value], int]] = []
+    key, parts, total, stored_size = 0, iter((value,)), 0, 0
     while True:
         for part in parts:
             kind = type(part)
             if kind in _ATOMS or (kind is str and len(part) < 32) or (kind is TensorRef and part.attrs is None):
                 continue
-            amount = amounts.get(id(part))
-            if amount is None:
-                amount = _own_amount(part)
-                stored += amount
-                if inner := _parts(part):
-                    amounts[id(part)] = 0
-                    outer.append((key, parts, count))
-                    key, parts, count = id(part), iter(inner), amount
+            size = sizes.get(id(part))
+            if size is None:
+                size = _own_size(part)
+                stored_size += size
+                if inner_parts := _parts(part):
+                    sizes[id(part)] = 0
+                    outer.append((key, parts, total))
+                    key, parts, total = id(part), iter(inner_parts), size
                     break
-                amounts[id(part)] = amount
-            count += amount
+                sizes[id(part)] = size
+            total += size
         else:
             if not outer:
-                return count - stored
-            amounts[key] = inside = count
-            key, parts, count = outer.pop()
-            count += inside
+                return total - stored_size
+            sizes[key] = inside = total
+            key, parts, total = outer.pop()
+            total += inside
 
 
 def check_repeated(value: Value, where: str, nbytes: int = 0) -> None:
-    """Raises `Unsafe` for a value that repeats its parts out of all proportion to its `nbytes` in a file."""
-    if repeated(value) > max(MOST_REPEATED, _PER_BYTE * nbytes):
+    """Raise `Unsafe` for a value that repeats its parts far too often for its `nbytes` in a file."""
+    if repeated_size(value) > max(MAX_REPEATED, _PER_BYTE * nbytes):
         raise Unsafe(
-            "refers to its own parts again and again: written out, it would exhaust memory",
+            "repeats its own parts so often that it would exhaust memory when written out",
             where=where,
-            hint="No checkpoint needs that; such files are made to exhaust whoever reads them.",
+            hint="No checkpoint needs this; such files are built to exhaust the memory of their reader.",
         )
 
 
-def _own_amount(value: Value) -> int:
-    """What a value is without its parts."""
+def _own_size(value: Value) -> int:
+    """The size of a value without its parts."""
     kind = type(value)
     if kind in _CONTAINERS or kind is TensorRef:
         return 1
@@ -82,7 +83,7 @@ def _own_amount(value: Value) -> int:
 
 
 def _parts(value: Value) -> Collection[Value]:
-    """What is to be counted in it: nothing in a list or tuple of atoms alone."""
+    """The parts of a value that must be counted; none for a list or tuple of atoms."""
     kind = type(value)
     if kind is tuple or kind is list:
         return () if _ATOMS.issuperset(map(type, value)) else value

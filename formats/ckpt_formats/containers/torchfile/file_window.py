@@ -1,4 +1,4 @@
-"""Bytes of a range of a file, by offset. Every read of this package before the tensors' own is one of these."""
+"""Bytes of a range of a file, by offset. All reads of this package go through it, except those of tensor data."""
 
 import os
 from pathlib import Path
@@ -10,22 +10,25 @@ from ckpt_formats.core.files import open_to_read, unreadable
 
 
 class ByteSource(Protocol):
-    """Bytes that can be had by offset, wherever they come from."""
+    """Bytes that can be read by offset, from any source."""
 
     path: Path
     base: int
     length: int
 
-    def at(self, offset: int, nbytes: int) -> bytes: ...
-    def corrupt(self, what: str) -> Corrupt: ...
+    def at(self, offset: int, nbytes: int) -> bytes:
+        """The `nbytes` bytes from `offset` on. Raises `Corrupt` if there are fewer."""
+
+    def corrupt(self, message: str) -> Corrupt:
+        """An error about this source."""
 
 
 class Window:
     """`length` bytes of a file from `base` on; offsets are counted from `base`.
 
-    So many bytes at either end as `edges` says are read at once, and kept.
-    Raises `NotFound` if there is no such regular file, `Corrupt` if it is too
-    short for the window or for a read.
+    The first and last `edges` bytes are read at once and cached. Raises
+    `NotFound` if there is no such regular file, `Corrupt` if it is too short
+    for the window or for a read.
     """
 
     def __init__(self, path: Path, base: int = 0, length: int | None = None, edges: int = 0) -> None:
@@ -33,11 +36,11 @@ class Window:
         self._head = self._tail = b""
         self._file = open_to_read(path)
         try:
-            found = os.fstat(self._file)
-            self.length = found.st_size - base if length is None else length
-            if base < 0 or self.length < 0 or base + self.length > found.st_size:
+            status = os.fstat(self._file)
+            self.length = status.st_size - base if length is None else length
+            if base < 0 or self.length < 0 or base + self.length > status.st_size:
                 raise Corrupt(
-                    f"the file has {found.st_size} bytes, but {self.length} are expected from byte {base} on",
+                    f"the file has {status.st_size} bytes, but {self.length} are expected from byte {base} on",
                     where=path,
                     hint="It was truncated, or is still being written: copy it again.",
                 )
@@ -55,30 +58,32 @@ class Window:
         self.close()
 
     def close(self) -> None:
+        """Close the file. `at` must not be called afterwards."""
         os.close(self._file)
 
     def at(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes. Nothing is allocated for bytes that are not there."""
+        """Exactly these bytes. Raises `Corrupt`, before it allocates memory, if the window is too short."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.length:
             raise self.corrupt(f"bytes {offset} to {offset + nbytes} are needed, but there are {self.length}")
         if offset + nbytes <= len(self._head):
             return self._head[offset : offset + nbytes]
-        if (within := offset - self.length + len(self._tail)) >= 0:
-            return self._tail[within : within + nbytes]
+        if (tail_offset := offset - self.length + len(self._tail)) >= 0:
+            return self._tail[tail_offset : tail_offset + nbytes]
         return self._read(offset, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        pieces, done = [], 0
+        parts, read_nbytes = [], 0
         try:
-            while done < nbytes:
-                piece = os.pread(self._file, nbytes - done, self.base + offset + done)
-                if not piece:
-                    raise self.corrupt(f"the file ended at byte {offset + done} while it was read")
-                pieces.append(piece)
-                done += len(piece)
+            while read_nbytes < nbytes:
+                part = os.pread(self._file, nbytes - read_nbytes, self.base + offset + read_nbytes)
+                if not part:
+                    raise self.corrupt(f"the file ended at byte {offset + read_nbytes} while it was read")
+                parts.append(part)
+                read_nbytes += len(part)
         except OSError as error:
             raise unreadable(error, self.path) from error
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def corrupt(self, what: str) -> Corrupt:
-        return Corrupt(what, where=self.path)
+    def corrupt(self, message: str) -> Corrupt:
+        """An error about this file."""
+        return Corrupt(message, where=self.path)

@@ -1,8 +1,8 @@
 """Which values may be keys of a dict or elements of a set.
 
-Hashing is the one thing Python does with a key by itself, and it recurses in
-C: a tuple nested deeply enough overflows the stack and kills the process,
-and one that holds itself many times over takes for ever.
+Python hashes keys, and hashing recurses in C: a tuple that is nested deeply
+enough overflows the stack and kills the process, and one that repeats its
+parts often enough takes forever.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ from ckpt_formats.containers.torchfile.storages import Storage, TensorRef
 from ckpt_formats.core.errors import Unsafe
 from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
 
-MOST_DEPTH = 6
-MOST_PARTS = 256
-_MOST_INT = 1 << 64  # hashes of longer integers can be made to collide at will
+MAX_DEPTH = 6
+MAX_PARTS = 256
+_MAX_INT = 1 << 64  # an attacker can construct longer integers whose hashes collide
 
 _ATOMS = frozenset({str, bytes, bool, float, complex, type(None), Global})
 _BY_IDENTITY = frozenset({Record, TensorRef, Storage})
@@ -22,7 +22,7 @@ _FLAT = frozenset({str, CompactRecord})
 
 
 def hashable(key: Value, where: str) -> Value:
-    """The same key, if it can be hashed in no time. Raises `Unsafe` if not."""
+    """The same key. Raises `Unsafe` if it cannot be hashed, or not quickly."""
     if type(key) not in _FLAT:
         _count(key, 0, 0, where)
     return key
@@ -34,10 +34,10 @@ def _count(key: Value, depth: int, parts: int, where: str) -> int:
     if kind in _ATOMS or kind in _BY_IDENTITY:
         return parts + 1
     if kind is int:
-        if -_MOST_INT < key < _MOST_INT:
+        if -_MAX_INT < key < _MAX_INT:
             return parts + 1
     elif kind in (tuple, frozenset, Size):
-        if depth < MOST_DEPTH and parts + len(key) <= MOST_PARTS:
+        if depth < MAX_DEPTH and parts + len(key) <= MAX_PARTS:
             for part in key:
                 parts = _count(part, depth + 1, parts, where)
             return parts + 1

@@ -1,10 +1,10 @@
-"""The stream that `torch.save` wrote before PyTorch 1.6, and still writes on request.
+"""The stream format that `torch.save` wrote before PyTorch 1.6, and still writes on request.
 
     magic number, protocol version, system, object, storage keys    five pickles
     then for each key: number of elements (int64), elements         in the order of the keys
 
-Nothing says how long the pickles are, so they are read through a window that
-grows until they fit. Source: `torch/serialization.py`, `_legacy_save`.
+The file does not state how long the pickles are, so they are read through a
+buffer that grows until they fit. Source: `torch/serialization.py`, `_legacy_save`.
 """
 
 import struct
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile.file_window import Window
-from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, Interpreter, Truncated
+from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, Interpreter, Truncated
 from ckpt_formats.containers.torchfile.storages import Storage
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal
@@ -25,12 +25,13 @@ _FIRST_WINDOW = 64 << 10
 
 @dataclass(eq=False)
 class LegacyStream:
-    """Where the storages of a legacy file are. Known only once its pickles are read. No checksums."""
+    """Where the storages of a legacy file are; known only after its pickles are read. There are no checksums."""
 
     path: Path
     offsets: dict[str, int] = field(default_factory=dict)
 
     def find(self, key: str) -> tuple[int, Seal | None]:
+        """Byte offset of a storage in the file; no checksum. Raises `Corrupt` for an unknown key."""
         if key not in self.offsets:
             raise Corrupt(f"storage {key!r:.40} is not in the file", where=self.path)
         return self.offsets[key], None
@@ -43,7 +44,7 @@ class Pickles:
     window: Window
     interpreter: Interpreter
     at: int = 0
-    """Where the next one begins."""
+    """Offset in the window at which the next pickle begins."""
     _from: int = 0
     _buffer: bytes = PAD
 
@@ -51,19 +52,19 @@ class Pickles:
         """The value of the next pickle. Raises `Corrupt` or `Unsafe`."""
         nbytes = _FIRST_WINDOW
         while True:
-            have = self._from + len(self._buffer) - len(PAD)
-            want = min(self.at + nbytes, self.window.length)
-            if have < want:
-                kept = self._buffer[self.at - self._from : -len(PAD)]
-                self._buffer = kept + self.window.at(self.at + len(kept), want - self.at - len(kept)) + PAD
-                self._from, have = self.at, want
+            available = self._from + len(self._buffer) - len(PAD)
+            wanted = min(self.at + nbytes, self.window.length)
+            if available < wanted:
+                rest = self._buffer[self.at - self._from : -len(PAD)]
+                self._buffer = rest + self.window.at(self.at + len(rest), wanted - self.at - len(rest)) + PAD
+                self._from, available = self.at, wanted
             try:
                 value, end = self.interpreter.load(self._buffer, self.at - self._from)
             except Truncated as error:
-                if have == self.window.length or self._from + error.needs > self.window.length:
+                if available == self.window.length or self._from + error.needs > self.window.length:
                     raise
-                nbytes = max(2 * (have - self.at), self._from + error.needs - self.at)
-                if nbytes > MOST_BYTES:
+                nbytes = max(2 * (available - self.at), self._from + error.needs - self.at)
+                if nbytes > MAX_BYTES:
                     raise Unsafe("the pickle would exhaust memory", where=self.window.path) from None
                 continue
             self.at = self._from + end
@@ -71,12 +72,12 @@ class Pickles:
 
 
 def is_magic(value: Value) -> bool:
-    """True of the first pickle of a legacy file."""
+    """Whether a value is the first pickle of a legacy file."""
     return type(value) is int and value == MAGIC
 
 
 def read_object(pickles: Pickles) -> Value:
-    """What follows the magic number, up to the object itself."""
+    """Read what follows the magic number: version, system, and the object, which is returned."""
     window = pickles.window
     version, system = pickles.next(), pickles.next()
     if version != VERSION or type(system) is not dict:
@@ -87,7 +88,7 @@ def read_object(pickles: Pickles) -> Value:
 
 
 def place_storages(pickles: Pickles, storages: dict[str, Storage], stream: LegacyStream) -> None:
-    """Read the keys and the length of each storage; none of the data."""
+    """Read the keys and the length of each storage into `stream`; skip the data."""
     window, keys = pickles.window, pickles.next()
     if type(keys) is not list or sorted(map(str, keys)) != sorted(storages):
         raise window.corrupt("the list of storages does not match the tensors")

@@ -1,9 +1,9 @@
-"""NumPy's arrays and scalars, built from bytes that were checked first.
+"""NumPy's arrays and scalars, built from bytes after a check.
 
-A `numpy.dtype` in a pickle stays a `Record`; `dtype_of` says which type it
-means. Arrays of Python objects, of dates or with named fields are not built,
-since NumPy would have to interpret them: an array of one object, the `Record`
-of what the pickle says, stands for them (`opaque`).
+A `numpy.dtype` in a pickle stays a `Record`; `dtype_of` returns the type that
+it means. Arrays of Python objects, of dates or with named fields are not built,
+because NumPy would have to interpret them. In their place is an array of one
+object, the `Record` of what the pickle contains (see `core.values.opaque`).
 """
 
 import re
@@ -24,7 +24,7 @@ RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 
 _CODE = re.compile(r"[<>=|]?([biufcSUV?])(\d{0,9})\Z")
 _ORDERS = ("<", ">", "=", "|")
-_MOST_AXES = 32  # NumPy 1 has no more
+_MAX_AXES = 32  # NumPy 1 has no more
 
 
 def dtype_of(record: Value, where: str) -> DType:
@@ -57,26 +57,29 @@ def dtype_of(record: Value, where: str) -> DType:
 
 
 def scalar_of(args: tuple[Value, ...], where: str) -> Value:
-    """`numpy.core.multiarray.scalar(dtype, bytes)`."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: a NumPy scalar."""
     if len(args) != 2 or type(args[1]) not in (bytes, str):
         raise Corrupt("a malformed NumPy scalar", where=where)
     return _from_bytes(dtype_of(args[0], where), (), "C", args[1], where)[()]
 
 
 def buffer_array(args: tuple[Value, ...], where: str) -> Array:
-    """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`, which protocol 5 writes."""
+    """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`, which protocol 5 writes: an array of `shape`."""
     if len(args) != 4 or type(args[0]) not in (bytes, bytearray) or args[3] not in ("C", "F"):
         raise Corrupt("a malformed NumPy array", where=where)
     return _from_bytes(dtype_of(args[1], where), args[2], args[3], args[0], where)
 
 
 def unfilled_array() -> Array:
-    """What `numpy.core.multiarray._reconstruct` returns: an array whose content a BUILD brings."""
+    """What `numpy.core.multiarray._reconstruct` returns: an array that a later BUILD fills. (0,) int8."""
     return np.empty(0, np.int8)
 
 
 def fill(array: Array, state: Value, where: str) -> None:
-    """BUILD of an array: (version, shape, dtype, is_fortran, bytes)."""
+    """Fill an array of `unfilled_array` in place, as BUILD does.
+
+    `state`: (version, shape, dtype, is_fortran, bytes). Raises `Corrupt`.
+    """
     if type(state) is not tuple or len(state) != 5 or array.shape != (0,) or array.dtype != np.int8:
         raise Corrupt("a malformed NumPy array", where=where)
     _, shape, dtype, fortran, data = state
@@ -85,35 +88,41 @@ def fill(array: Array, state: Value, where: str) -> None:
     try:
         kind = dtype_of(dtype, where)
     except Unsupported:
-        _stand_for(array, state, where)
+        _fill_with_record(array, state, where)
         return
     if type(data) is list:
         raise Corrupt("a malformed NumPy array", where=where)
-    made = _from_bytes(kind, shape, "F" if fortran else "C", data, where)
-    # In place, because other places of the pickle may refer to the array already.
+    decoded = _from_bytes(kind, shape, "F" if fortran else "C", data, where)
+    # In place, because the pickle may refer to the array already.
     order: Literal["C", "F"] = "F" if fortran else "C"
-    content: Any = (1, made.shape, made.dtype, order == "F", made.tobytes(order))  # NumPy's stub wants a numpy.bool
+    content: Any = (
+        1,
+        decoded.shape,
+        decoded.dtype,
+        order == "F",
+        decoded.tobytes(order),
+    )  # NumPy's stub wants a numpy.bool
     array.__setstate__(content)
 
 
-def _stand_for(array: Array, state: Value, where: str) -> None:
-    """Make of an array, in place, the array of one object that says what the pickle says."""
-    _checked(state[1], where)
-    said = Record(RECONSTRUCT, (Global("numpy", "ndarray"), (0,), b"b"), state=state)
-    content: Any = (1, (), np.dtype(object), False, [said])
+def _fill_with_record(array: Array, state: Value, where: str) -> None:
+    """Turn an array, in place, into an array of one object: the `Record` of what the pickle contains."""
+    _checked_shape(state[1], where)
+    record = Record(RECONSTRUCT, (Global("numpy", "ndarray"), (0,), b"b"), state=state)
+    content: Any = (1, (), np.dtype(object), False, [record])
     array.__setstate__(content)
 
 
 def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray | str, where: str) -> Array:
-    if isinstance(data, str):  # Python 2 wrote its byte strings so
+    if isinstance(data, str):  # Python 2 wrote byte strings in this way
         try:
             data = data.encode("latin-1")
         except UnicodeEncodeError:
-            raise Corrupt("the bytes of a NumPy array hold other characters", where=where) from None
-    size = prod(_checked(shape, where))
+            raise Corrupt("the bytes of a NumPy array contain characters that are no bytes", where=where) from None
+    size = prod(_checked_shape(shape, where))
     if size * dtype.itemsize != len(data) or (dtype.itemsize == 0 and size > 1):
         raise Corrupt(
-            f"a NumPy array of {size} elements of {dtype.itemsize} bytes comes with {len(data)} bytes", where=where
+            f"a NumPy array of {size} elements of {dtype.itemsize} bytes has {len(data)} bytes of data", where=where
         )
     if not data:
         return np.zeros(shape, dtype)
@@ -123,10 +132,10 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
     return flat.reshape(shape)
 
 
-def _checked(shape: Value, where: str) -> Shape:
+def _checked_shape(shape: Value, where: str) -> Shape:
     if (
         not isinstance(shape, tuple)
-        or len(shape) > _MOST_AXES
+        or len(shape) > _MAX_AXES
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
     ):
         raise Corrupt("a NumPy array of impossible shape", where=where)

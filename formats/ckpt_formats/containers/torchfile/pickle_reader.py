@@ -2,15 +2,15 @@
 
 All of protocols 0 to 5, except what only serves to run code or needs another
 program's tables. Four properties make it safe, and none of them depends on
-the policy of names:
+the allow list of names:
 
-* no name is ever imported, and only our own builders are ever called;
-* every length is compared with the bytes that are there before it is used;
-* what a value would take where its shared parts are written out is counted before anybody sees it;
-* whatever the bytes are, the outcome is a value, `Corrupt` or `Unsafe`.
+* no name is ever imported, and only the functions in `builders` are ever called;
+* every length is compared with the available bytes before it is used;
+* the size of a value with all shared parts written out is limited before the value is returned;
+* for any bytes, the outcome is a value, `Corrupt` or `Unsafe`.
 
-Opcodes as in CPython's `pickletools`. The loop in `load` has the frequent ones,
-most frequent first; the rest are functions in `_RARE`.
+Opcodes as in CPython's `pickletools`. The loop in `_run` handles the frequent
+ones, most frequent first; the others are functions in `_RARE`.
 """
 
 import re
@@ -30,20 +30,20 @@ from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher,
 from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
-MOST_BYTES = 512 << 20
-"""No pickle of a checkpoint is longer; a million tensors take some 150 MB."""
-MOST_OPS = 1 << 26
-MOST_STACK = 1 << 20
-MOST_MARKS = 1 << 16
-MOST_MEMO = 1 << 25
-MOST_GLOBALS = 4096
-MOST_INT_BYTES = 1024
-_MOST_DIGITS = 2467  # decimal digits of an integer of that many bytes
-_MOST_LINE = 4096
+MAX_BYTES = 512 << 20
+"""No pickle of a checkpoint is longer; that of a million tensors has about 150 MB."""
+MAX_OPS = 1 << 26
+MAX_STACK = 1 << 20
+MAX_MARKS = 1 << 16
+MAX_MEMO = 1 << 25
+MAX_GLOBALS = 4096
+MAX_INT_BYTES = 1024
+_MAX_DIGITS = 2467  # decimal digits of an integer of that many bytes
+_MAX_LINE = 4096
 _BETWEEN_CHECKS = 4096
 
 PAD = b"\0" * 16
-"""Behind the pickle, so that no fixed-length read passes the end; no opcode is 0."""
+"""Bytes to append to a pickle, so that no read of fixed length passes the end; no opcode is 0."""
 
 PROTO, STOP, FRAME = 0x80, 0x2E, 0x95
 MARK, POP, POP_MARK, DUP = 0x28, 0x30, 0x31, 0x32
@@ -77,27 +77,27 @@ _ESCAPES = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t"
 
 
 class Truncated(Corrupt):
-    """The pickle goes on beyond the bytes given, at least to byte `needs` of them."""
+    """The pickle continues after the given bytes, at least to byte `needs`."""
 
     needs = 0
 
 
-class _Respelled(Exception):
-    """A pickle refers to a part of a formed object, or numbers its memo itself: read it without forms."""
+class _NeedsPlainRead(Exception):
+    """A pickle refers to a part of a compact record, or uses explicit memo indices: read it without forms."""
 
 
 class _NumberedMemo(list[Value]):
-    """A memo that numbers what it is given, as MEMOIZE has it: a tenth of a dict's size."""
+    """A memo with consecutive indices, as MEMOIZE assigns them: a tenth of the size of a dict."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise _Respelled
+        raise _NeedsPlainRead
 
 
 class Interpreter:
     """Reads the pickles of one file, one after another. Names are shared between them, memos are not.
 
-    Objects of the classes that `forms` describe may become `Formed` values, and
-    become `Record`s like all others where they are spelled in an unusual way.
+    Objects of the classes that `forms` describe become `CompactRecord`s if their
+    opcodes match the form, else `Record`s like all other objects.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class Interpreter:
     ) -> None:
         self.where = where
         self._forms = {(form.module, form.name): form for form in forms}
-        self._formers: dict[int, FormMatcher] = {}  # by id(Global)
-        self._beginnings: dict[bytes, FormMatcher | None] = {}
+        self._matchers: dict[int, FormMatcher] = {}  # by id(Global)
+        self._matchers_by_opcodes: dict[bytes, FormMatcher | None] = {}
         self.globals: dict[tuple[str, str], Global] = {}
-        """Every name met so far."""
+        """Every name that was read so far."""
         self._persistent = persistent
-        self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this is the hot path
+        self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this lookup is on the hot path
         self._data = b""
         self._size = self._pos = self._ops = 0
         self._stack: list[Value] = []
-        self._below: list[list[Value]] = []
+        self._outer_stacks: list[list[Value]] = []
         self._memo: dict[int, Value] | _NumberedMemo = {}
 
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
@@ -123,16 +123,16 @@ class Interpreter:
         `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`.
         """
         self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
-        self._stack, self._below, self._ops = [], [], 0
+        self._stack, self._outer_stacks, self._ops = [], [], 0
         self._memo = _NumberedMemo() if self._forms else {}
         known = ((self.globals.get(key), form) for key, form in self._forms.items())
-        self._formers = {id(name): FormMatcher(form) for name, form in known if name is not None}
-        self._beginnings = {}
+        self._matchers = {id(name): FormMatcher(form) for name, form in known if name is not None}
+        self._matchers_by_opcodes = {}
         try:
-            made = self._run()
-            check_repeated(made, self.where, self._pos - start)
-            return made, self._pos
-        except _Respelled:
+            value = self._run()
+            check_repeated(value, self.where, self._pos - start)
+            return value, self._pos
+        except _NeedsPlainRead:
             pass
         except (
             IndexError,
@@ -148,26 +148,29 @@ class Interpreter:
                 raise self.truncated() from error
             raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
-            self._data, self._stack, self._below, self._memo = b"", [], [], {}
+            self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
         self._forms = {}
         return self.load(padded, start)
 
-    def corrupt(self, what: str) -> Corrupt:
-        return Corrupt(f"the pickle is {what}, near its byte {min(self._pos, self._size)}", where=self.where)
+    def corrupt(self, message: str) -> Corrupt:
+        """An error that states the position in the pickle."""
+        return Corrupt(f"the pickle is {message}, near its byte {min(self._pos, self._size)}", where=self.where)
 
     def truncated(self, needs: int = 0) -> Truncated:
+        """An error for a pickle that continues after the given bytes."""
         error = Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
         error.needs = needs
         return error
 
-    def unsafe(self, what: str) -> Unsafe:
-        return Unsafe(what, where=self.where, hint=NOTHING_RAN)
+    def unsafe(self, message: str) -> Unsafe:
+        """An error for a pickle that is refused."""
+        return Unsafe(message, where=self.where, hint=NOTHING_RAN)
 
     def _run(self) -> Value:
         data, size, pos = self._data, self._size, self._pos
-        stack, below, memo, builders = self._stack, self._below, self._memo, self._builders
+        stack, outer_stacks, memo, builders = self._stack, self._outer_stacks, self._memo, self._builders
         push, load_persistent = stack.append, self._persistent
-        formers, numbered = self._formers, memo if isinstance(memo, _NumberedMemo) else None
+        matchers, numbered_memo = self._matchers, memo if isinstance(memo, _NumberedMemo) else None
         try:
             while True:
                 for _ in repeat(None, _BETWEEN_CHECKS):
@@ -183,15 +186,15 @@ class Interpreter:
                         pos += 1
                         known = memo[data[pos - 1]]
                         if known is SKIPPED:
-                            raise _Respelled
+                            raise _NeedsPlainRead
                         push(known)
                     elif op == TUPLE:
-                        made = tuple(stack)
-                        stack = self._stack = below.pop()
+                        value = tuple(stack)
+                        stack = self._stack = outer_stacks.pop()
                         push = stack.append
-                        push(made)
+                        push(value)
                     elif op == MARK:
-                        below.append(stack)
+                        outer_stacks.append(stack)
                         stack = self._stack = []
                         push = stack.append
                     elif op == BINUNICODE:
@@ -208,8 +211,8 @@ class Interpreter:
                         build = builders.get(id(function))
                         if build is not None:
                             self._pos = pos
-                            made = build(function, args, self.where)
-                            stack[-1] = self._named(made) if type(made) is Global else made
+                            value = build(function, args, self.where)
+                            stack[-1] = self._intern(value) if type(value) is Global else value
                         elif type(function) is Global:
                             stack[-1] = Record(function, args)
                         else:
@@ -221,7 +224,7 @@ class Interpreter:
                         pos += 4
                         known = memo[_u4(data, pos - 4)[0]]
                         if known is SKIPPED:
-                            raise _Respelled
+                            raise _NeedsPlainRead
                         push(known)
                     elif op == TUPLE2:
                         second = stack.pop()
@@ -243,13 +246,13 @@ class Interpreter:
                         push(False)
                     elif op == EMPTY_TUPLE:
                         push(())
-                        if numbered is not None and len(stack) > 1 and id(stack[-2]) in formers:
-                            pos = self._formed(numbered, stack, pos)
+                        if numbered_memo is not None and len(stack) > 1 and id(stack[-2]) in matchers:
+                            pos = self._read_compact_records(numbered_memo, stack, pos)
                     elif op == MEMOIZE:
-                        if numbered is None:
+                        if numbered_memo is None:
                             memo[len(memo)] = stack[-1]
                         else:
-                            numbered.append(stack[-1])
+                            numbered_memo.append(stack[-1])
                     elif op == SHORT_BINUNICODE:
                         begin = pos + 1
                         pos = begin + data[pos]
@@ -271,7 +274,7 @@ class Interpreter:
                         third, second = stack.pop(), stack.pop()
                         stack[-1] = (stack[-1], second, third)
                     elif op == STOP:
-                        if below or len(stack) != 1:
+                        if outer_stacks or len(stack) != 1:
                             raise self.corrupt("unbalanced")
                         return stack[0]
                     else:
@@ -288,69 +291,81 @@ class Interpreter:
         finally:
             self._pos = pos
 
-    def _formed(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
-        """Take the objects that are spelled out one after another from here on. Returns where they end.
+    def _read_compact_records(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
+        """Read consecutive objects of one form, and push them. Returns the position after the last one.
 
-        On the stack are a class and the empty tuple that it is to be called with.
+        On top of the stack are a class and the empty tuple of its arguments.
         """
         data = self._data
-        found = self._formers[id(stack[-2])].match(data, pos, memo)
-        if found is not None:
+        match = self._matchers[id(stack[-2])].match(data, pos, memo)
+        if match is not None:
             del stack[-2:]
-        while found is not None:
-            stack.append(found[0])
-            pos = found[1]
+        while match is not None:
+            stack.append(match[0])
+            pos = match[1]
             begin = pos + (6 if data[pos] == LONG_BINGET else 3)
-            former = self._former(data[pos:begin], memo) if len(stack) < MOST_STACK else None
-            found = None if former is None else former.match(data, begin, memo)
+            matcher = self._matcher_for(data[pos:begin], memo) if len(stack) < MAX_STACK else None
+            match = None if matcher is None else matcher.match(data, begin, memo)
         return pos
 
-    def _former(self, beginning: bytes, memo: _NumberedMemo) -> FormMatcher | None:
-        """Whose objects begin so: with a GET of their class and EMPTY_TUPLE."""
-        if beginning not in self._beginnings:
-            at = int.from_bytes(beginning[1:-1], "little")
-            is_get = beginning[0] in (BINGET, LONG_BINGET) and beginning[-1] == EMPTY_TUPLE and at < len(memo)
-            self._beginnings[beginning] = self._formers.get(id(memo[at])) if is_get else None
-        return self._beginnings[beginning]
+    def _matcher_for(self, opcodes: bytes, memo: _NumberedMemo) -> FormMatcher | None:
+        """The matcher of the class whose objects begin with these opcodes: a GET of the class, and EMPTY_TUPLE."""
+        if opcodes not in self._matchers_by_opcodes:
+            at = int.from_bytes(opcodes[1:-1], "little")
+            is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
+            self._matchers_by_opcodes[opcodes] = self._matchers.get(id(memo[at])) if is_get else None
+        return self._matchers_by_opcodes[opcodes]
 
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS
-        height = len(self._stack) + sum(map(len, self._below[-2:]))
-        if self._ops > MOST_OPS or height > MOST_STACK or len(self._below) > MOST_MARKS or len(self._memo) > MOST_MEMO:
-            raise self.unsafe("the pickle is larger than that of any checkpoint: it would exhaust memory")
+        height = len(self._stack) + sum(map(len, self._outer_stacks[-2:]))
+        if (
+            self._ops > MAX_OPS
+            or height > MAX_STACK
+            or len(self._outer_stacks) > MAX_MARKS
+            or len(self._memo) > MAX_MEMO
+        ):
+            raise self.unsafe("the pickle is larger than that of any checkpoint and would exhaust memory")
 
-    # What several opcodes need.
+    # Helpers of several opcodes.
 
     def take(self, nbytes: int) -> bytes:
+        """The next bytes. Raises `Truncated`."""
         begin, end = self._pos, self._pos + nbytes
         if end > self._size:
             raise self.truncated(end)
         self._pos = end
         return self._data[begin:end]
 
-    def line(self, most: int = _MOST_LINE) -> bytes:
-        end = self._data.find(b"\n", self._pos, min(self._size, self._pos + most + 1))
+    def line(self, limit: int = _MAX_LINE) -> bytes:
+        """The bytes up to the next newline, which is skipped. Raises `Truncated` or `Corrupt`."""
+        end = self._data.find(b"\n", self._pos, min(self._size, self._pos + limit + 1))
         if end < 0:
-            if self._size <= self._pos + most:
+            if self._size <= self._pos + limit:
                 raise self.truncated()
             raise self.corrupt("malformed: a line is too long")
         begin, self._pos = self._pos, end + 1
         return self._data[begin:end]
 
     def pop(self) -> Value:
+        """Pop the top of the stack."""
         return self._stack.pop()
 
     def pop_mark(self) -> list[Value]:
-        """What was pushed since the last MARK."""
+        """Pop what was pushed since the last MARK."""
         top = self._stack
-        self._stack = self._below.pop()
+        self._stack = self._outer_stacks.pop()
         return top
 
     def push(self, value: Value) -> None:
+        """Push a value on the stack."""
         self._stack.append(value)
 
     def name(self, module: Value, name: Value) -> Global:
-        """The stand-in for a name, after asking the policy. One per name, so that it can be told by identity."""
+        """The `Global` of a name. There is one object per name, so that it can be compared by identity.
+
+        Raises `Unsafe` if the allow list does not permit the name.
+        """
         if type(module) is not str or type(name) is not str:
             raise self.corrupt("malformed: a name is not text")
         known = self.globals.get((module, name))
@@ -359,38 +374,39 @@ class Interpreter:
         if reason := refusal(module, name):
             shown = f"{module}.{name}".encode("unicode_escape").decode("ascii")
             raise self.unsafe(f"the pickle names `{shown:.200}`, which {reason}")
-        return self._named(Global(module, name))
+        return self._intern(Global(module, name))
 
-    def _named(self, made: Global) -> Global:
-        key = (made.module, made.name)
+    def _intern(self, value: Global) -> Global:
+        key = (value.module, value.name)
         if key not in self.globals:
-            if len(self.globals) >= MOST_GLOBALS:
+            if len(self.globals) >= MAX_GLOBALS:
                 raise self.unsafe("the pickle names more classes than any checkpoint has")
-            self.globals[key] = made
+            self.globals[key] = value
             if build := BUILDERS.get(key):
-                self._builders[id(made)] = build
+                self._builders[id(value)] = build
             if form := self._forms.get(key):
-                self._formers[id(made)] = FormMatcher(form)
+                self._matchers[id(value)] = FormMatcher(form)
         return self.globals[key]
 
     def call(self, function: Value, args: Value, *, new: bool = False, kwargs: dict[str, Value] | None = None) -> Value:
-        """What a call gives. With `new`, the call is `function.__new__(function, *args)`."""
+        """The value of a call. With `new`, the call is `function.__new__(function, *args)`."""
         if type(args) is not tuple:
-            raise self.corrupt("malformed: arguments that are no tuple")
+            raise self.corrupt("malformed: arguments that are not a tuple")
         if type(function) is not Global:
             self._refuse_call(function)
         build = BUILDERS.get((function.module, function.name))
         if build is None:
             return Record(function, args, kwargs or {}, new=new)
         if kwargs or (new and (function.module, function.name) not in CLASS_BUILDERS):
-            raise self.corrupt(f"malformed: {function} is made in an impossible way")
-        made = build(function, args, self.where)
-        return self._named(made) if type(made) is Global else made
+            raise self.corrupt(f"malformed: {function} cannot be constructed in this way")
+        value = build(function, args, self.where)
+        return self._intern(value) if type(value) is Global else value
 
     def _refuse_call(self, function: Value) -> NoReturn:
-        raise self.unsafe(f"the pickle calls something that is not a plain name, but {kind_of(function)}")
+        raise self.unsafe(f"the pickle calls {kind_of(function)} instead of a plain name")
 
     def set_items(self, target: Value, items: list[Value]) -> None:
+        """Put keys and values, which alternate in `items`, into a dict or a `Record`."""
         if len(items) % 2:
             raise self.corrupt("malformed: a key without a value")
         keys, values = items[::2], items[1::2]
@@ -403,6 +419,7 @@ class Interpreter:
             raise self.corrupt(f"malformed: it sets an item of {kind_of(target)}")
 
     def extend(self, target: Value, items: list[Value]) -> None:
+        """Append items to a list or a `Record`."""
         if type(target) is list:
             target.extend(items)
         elif type(target) is Record:
@@ -411,14 +428,14 @@ class Interpreter:
             raise self.corrupt(f"malformed: it appends to {kind_of(target)}")
 
     def build(self, target: Value, state: Value) -> None:
-        """Give an object its state: its attributes, or what its `__setstate__` would take."""
+        """Set the state of an object: its attributes, or the argument of its `__setstate__`."""
         if type(target) is Record:
             if target.state is not None:
                 raise self.corrupt("malformed: an object gets its state twice")
             target.state = state
         elif type(target) is StdDict:
             if not isinstance(state, dict) or not all(type(key) is str for key in state):
-                raise self.corrupt("malformed: the attributes of a dict are no dict")
+                raise self.corrupt("malformed: the attributes of a dict are not a dict")
             target.attrs.update(state)
         elif type(target) is np.ndarray:
             arrays.fill(target, state, self.where)
@@ -433,13 +450,13 @@ def _proto(m: Interpreter) -> None:
 
 
 def _frame(m: Interpreter) -> None:
-    # Frames only tell a reader of streams how much to fetch.
+    # Frames only state how much a reader of streams must fetch.
     if _u8(m.take(8))[0] > m._size - m._pos:
         raise m.truncated()
 
 
 def _pop(m: Interpreter) -> None:
-    if m._stack or not m._below:
+    if m._stack or not m._outer_stacks:
         m._stack.pop()
     else:
         m.pop_mark()
@@ -455,7 +472,7 @@ def _long1(m: Interpreter) -> None:
 
 def _long4(m: Interpreter) -> None:
     (length,) = _i4(m.take(4))
-    if not 0 <= length <= MOST_INT_BYTES:
+    if not 0 <= length <= MAX_INT_BYTES:
         raise m.unsafe(f"the pickle has an integer of {length} bytes")
     m.push(int.from_bytes(m.take(length), "little", signed=True))
 
@@ -470,22 +487,22 @@ def _long(m: Interpreter) -> None:
 
 
 def _decimal(m: Interpreter, text: bytes) -> int:
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise m.unsafe(f"the pickle has an integer of {len(text)} digits")
     if not _DECIMAL.match(text):
-        raise m.corrupt("malformed: an integer has other characters")
+        raise m.corrupt("malformed: an integer with other characters than digits")
     return int(text)
 
 
 def _float(m: Interpreter) -> None:
     text = m.line()
     if not _FLOAT.match(text):
-        raise m.corrupt("malformed: a number has other characters")
+        raise m.corrupt("malformed: a number with invalid characters")
     m.push(float(text))
 
 
 def _string(m: Interpreter) -> None:
-    text = m.line(MOST_BYTES)
+    text = m.line(MAX_BYTES)
     if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
         raise m.corrupt("malformed: a string without quotes")
     if b"\\" in _ESCAPE.sub(b"", text):
@@ -499,12 +516,12 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _unicode(m: Interpreter) -> None:
-    m.push(m.line(MOST_BYTES).decode("raw-unicode-escape"))
+    m.push(m.line(MAX_BYTES).decode("raw-unicode-escape"))
 
 
 def _get(m: Interpreter) -> None:
     if isinstance(m._memo, _NumberedMemo):
-        raise _Respelled
+        raise _NeedsPlainRead
     m.push(m._memo[_decimal(m, m.line())])
 
 
@@ -516,7 +533,7 @@ def _put(m: Interpreter) -> None:
 
 
 def _latin(m: Interpreter, nbytes: int) -> None:
-    # Python 2's strings, which were bytes or text as it happened.
+    # Strings of Python 2, which are bytes or text.
     m.push(m.take(nbytes).decode("latin-1"))
 
 
@@ -550,7 +567,7 @@ def _newobj(m: Interpreter) -> None:
 def _newobj_ex(m: Interpreter) -> None:
     kwargs, args = m.pop(), m.pop()
     if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
-        raise m.corrupt("malformed: keyword arguments that are no dict of names")
+        raise m.corrupt("malformed: keyword arguments that are not a dict of names")
     m.push(m.call(m.pop(), args, new=True, kwargs=kwargs))
 
 
@@ -593,14 +610,14 @@ def _frozenset(m: Interpreter) -> None:
 
 def _dict(m: Interpreter) -> None:
     items = m.pop_mark()
-    made: dict[Any, Value] = {}
-    m.set_items(made, items)
-    m.push(made)
+    result: dict[Any, Value] = {}
+    m.set_items(result, items)
+    m.push(result)
 
 
-def _refuse(what: str) -> Callable[[Interpreter], None]:
+def _refuse(message: str) -> Callable[[Interpreter], None]:
     def refuse(m: Interpreter) -> None:
-        raise m.unsafe(f"the pickle {what}, which no checkpoint does")
+        raise m.unsafe(f"the pickle {message}, which no checkpoint does")
 
     return refuse
 
@@ -647,6 +664,6 @@ _RARE: dict[int, Callable[[Interpreter], None]] = {
     EXT1: _refuse("uses a registered extension"),
     EXT2: _refuse("uses a registered extension"),
     EXT4: _refuse("uses a registered extension"),
-    NEXT_BUFFER: _refuse("needs a buffer from outside"),
-    READONLY_BUFFER: _refuse("needs a buffer from outside"),
+    NEXT_BUFFER: _refuse("needs a buffer that is outside of it"),
+    READONLY_BUFFER: _refuse("needs a buffer that is outside of it"),
 }

@@ -1,8 +1,8 @@
 """Values -> a pickle of protocol 2, as `torch.save` writes them, or of protocol 4.
 
-What is not one of pickle's own types is first lowered to the `Record` of the
-call that makes it, so that there is one way to write an object. Objects that
-occur twice are written once, also if they hold themselves.
+A value that is not of pickle's own types is first lowered to a `Record`, the
+call that constructs it, so that there is one way to write an object. Objects
+that occur twice are written once, even if they contain themselves.
 """
 
 import struct
@@ -16,7 +16,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value, kind_of, opaque
 
-_BATCH = 1000  # as many items between two marks as CPython's pickler writes
+_BATCH = 1000  # number of items between two marks, as in CPython's pickler
 _TUPLES = {1: op.TUPLE1, 2: op.TUPLE2, 3: op.TUPLE3}
 
 Lower = Callable[[Value], "Record | Persistent | None"]
@@ -29,11 +29,11 @@ class Persistent(tuple[Value, ...]):
 
 
 class _Code(bytes):
-    """Opcodes that are ready to be written, among values that are still to be."""
+    """Opcodes to write as they are, on the stack of values to write."""
 
 
 class _Memoize:
-    """The point at which an object is on the stack, and may be referred to."""
+    """The point at which an object is complete on the reader's stack, so that it can get a memo index."""
 
     __slots__ = ("then", "value")
 
@@ -42,11 +42,11 @@ class _Memoize:
 
 
 def emit(root: Value, lower: Lower | None = None, protocol: Literal[2, 4] = 2) -> bytes:
-    """The pickle of a value. Protocol 4 is spelled as CPython spells it, so that `forms` recognise it.
+    """The pickle of a value. Protocol 4 uses the same opcodes as CPython, so that record forms match it.
 
-    `lower` says what to write for values that are not listed in
-    `ckpt_formats.core.values`, such as tensors; it returns None for what it does
-    not know. Raises `Unsupported` for values that cannot be written.
+    `lower` returns what to write for values that are not listed in
+    `ckpt_formats.core.values`, such as tensors, and None for other values.
+    Raises `Unsupported` for values that cannot be written.
     """
     return _Emitter(lower, protocol).run(root)
 
@@ -56,19 +56,19 @@ class _Emitter:
         self._lower = lower
         self._memoizes = protocol >= 4
         self._out = bytearray()
-        # Values are kept beside their index: an id is only unique while its object lives.
-        self._memo: dict[int, tuple[int, Value]] = {}
-        self._named: dict[str | Global, int] = {}
+        # Values are stored with their index: an id is only unique while its object lives.
+        self._value_indices: dict[int, tuple[int, Value]] = {}
+        self._name_indices: dict[str | Global, int] = {}
         self._count = 0
-        self._open: dict[int, int] = {}
+        self._in_progress: dict[int, int] = {}
         self._protocol = protocol
-        self._todo: list[Any] = []
+        self._stack: list[Any] = []
 
     def run(self, root: Value) -> bytes:
-        # A list of what is left to do, not recursion: trees may be deeper than Python's stack.
-        todo = self._todo = [root]
-        while todo:
-            value = todo.pop()
+        # An explicit stack, not recursion: trees may be deeper than Python's stack.
+        stack = self._stack = [root]
+        while stack:
+            value = stack.pop()
             kind = type(value)
             write = _WRITERS.get(kind)
             if write is not None:
@@ -78,8 +78,8 @@ class _Emitter:
         return bytes((op.PROTO, self._protocol)) + bytes(self._out) + bytes((op.STOP,))
 
     def next(self, *items: Any) -> None:
-        """Write these next, before whatever is left to do."""
-        self._todo.extend(reversed(items))
+        """Write these items next, before all others."""
+        self._stack.extend(reversed(items))
 
     def write_code(self, code: bytes) -> None:
         self._out += code
@@ -99,7 +99,7 @@ class _Emitter:
             self._out += struct.pack("<Bi", op.BININT, value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) > op.MOST_INT_BYTES:
+            if len(data) > op.MAX_INT_BYTES:
                 raise Unsupported(f"an integer of {len(data)} bytes cannot be written")
             head = bytes((op.LONG1, len(data))) if len(data) < 256 else struct.pack("<Bi", op.LONG4, len(data))
             self._out += head + data
@@ -108,58 +108,58 @@ class _Emitter:
         self._out += struct.pack(">Bd", op.BINFLOAT, value)
 
     def write_str(self, value: str) -> None:
-        if not self._known(value):
+        if not self._emit_name_if_known(value):
             data = value.encode("utf-8", "surrogatepass")
             short = self._memoizes and len(data) < 256
             self._out += (
                 bytes((op.SHORT_BINUNICODE, len(data))) if short else struct.pack("<BI", op.BINUNICODE, len(data))
             )
             self._out += data
-            self._name(value)
+            self._memoize_name(value)
 
     def write_name(self, value: Global) -> None:
-        if self._known(value):
+        if self._emit_name_if_known(value):
             return
         if self._memoizes:
             self.write_str(value.module)
             self.write_str(value.name)
             self._out.append(op.STACK_GLOBAL)
-            self._name(value)
+            self._memoize_name(value)
             return
         outer, _, inner = value.name.rpartition(".")
-        if outer:  # protocol 2 cannot name a nested class, so it is taken out of the outer one
-            self._named_later(value, Record(_GETATTR, (Global(value.module, outer), inner)))
+        if outer:  # protocol 2 cannot name a nested class: it is an attribute of the outer one
+            self._write_and_memoize(value, Record(_GETATTR, (Global(value.module, outer), inner)))
             return
         try:
             self._out += bytes((op.GLOBAL,)) + f"{value.module}\n{value.name}\n".encode()
         except UnicodeEncodeError:
             raise Unsupported(f"the name {value} cannot be written") from None
-        self._name(value)
+        self._memoize_name(value)
 
     def write_list(self, value: list[Value]) -> None:
-        if not self._get(value):
+        if not self._emit_get_if_known(value):
             self._out.append(op.EMPTY_LIST)
-            self._put(value)
+            self._emit_put(value)
             self._items(value)
 
     def write_dict(self, value: dict[Value, Value]) -> None:
-        if not self._get(value):
+        if not self._emit_get_if_known(value):
             self._out.append(op.EMPTY_DICT)
-            self._put(value)
+            self._emit_put(value)
             self._pairs(list(value.items()))
 
     def write_tuple(self, value: tuple[Value, ...]) -> None:
         if not value:
             self._out.append(op.EMPTY_TUPLE)
-        elif not self._get(value):
-            # Nobody can tell two equal tuples of numbers apart; shapes and strides are most tuples there are.
-            plain = not self._memoizes and all(type(part) is int for part in value)
-            made = () if plain else (_Memoize(value, []),)
+        elif not self._emit_get_if_known(value):
+            # Tuples of integers get no memo index: they are equal by value, and most tuples are shapes and strides.
+            only_integers = not self._memoizes and all(type(part) is int for part in value)
+            memoize = () if only_integers else (_Memoize(value, []),)
             if short := _TUPLES.get(len(value)):
-                self.next(*value, _Code((short,)), *made)
+                self.next(*value, _Code((short,)), *memoize)
             else:
                 self._out.append(op.MARK)
-                self.next(*value, _Code((op.TUPLE,)), *made)
+                self.next(*value, _Code((op.TUPLE,)), *memoize)
 
     def write_record(self, value: Record) -> None:
         self._object(value, value)
@@ -167,28 +167,28 @@ class _Emitter:
     def write_persistent(self, value: Persistent) -> None:
         self.next(tuple(value), _Code((op.BINPERSID,)))
 
-    def write_made(self, made: _Memoize) -> None:
-        value = made.value
-        self._open[id(value)] = self._open.get(id(value), 0) - 1
-        if id(value) in self._memo:
-            # Its own parts referred to it, and made it while it was being made.
+    def write_memoized(self, mark: _Memoize) -> None:
+        value = mark.value
+        self._in_progress[id(value)] = self._in_progress.get(id(value), 0) - 1
+        if id(value) in self._value_indices:
+            # One of its own parts refers to it, so that part has written it already.
             self._out.append(op.POP)
-            self._get(value)
+            self._emit_get_if_known(value)
             return
-        self._put(value)
-        self.next(*made.then)
+        self._emit_put(value)
+        self.next(*mark.then)
 
     def _object(self, value: Value, record: "Record | Persistent") -> None:
-        """Write the call that makes an object, then what is put into it."""
-        if self._get(value):
+        """Write the call that constructs an object, then its items, mapping and state."""
+        if self._emit_get_if_known(value):
             return
         if isinstance(record, Persistent):
             self.next(record, _Memoize(value, []))
             return
-        within = self._open.get(id(value), 0)
+        within = self._in_progress.get(id(value), 0)
         if within > 2:
-            raise Unsupported(f"an object of class {record.cls} is made of itself")
-        self._open[id(value)] = within + 1
+            raise Unsupported(f"an object of class {record.cls} is an argument of its own constructor")
+        self._in_progress[id(value)] = within + 1
         then: list[Any] = []
         if record.items:
             then.append(_Deferred(self._items, record.items))
@@ -200,10 +200,10 @@ class _Emitter:
             if not record.new:
                 raise Unsupported(f"a call of {record.cls} with keywords cannot be written")
             self._protocol = 4
-            how = [record.args, record.kwargs, _Code((op.NEWOBJ_EX,))]
+            call = [record.args, record.kwargs, _Code((op.NEWOBJ_EX,))]
         else:
-            how = [record.args, _Code((op.NEWOBJ if record.new else op.REDUCE,))]
-        self.next(record.cls, *how, _Memoize(value, then))
+            call = [record.args, _Code((op.NEWOBJ if record.new else op.REDUCE,))]
+        self.next(record.cls, *call, _Memoize(value, then))
 
     def _lowered(self, value: Value) -> "Record | Persistent":
         if self._lower is not None and (lowered := self._lower(value)) is not None:
@@ -223,35 +223,35 @@ class _Emitter:
     def _pairs(self, pairs: list[tuple[Value, Value]]) -> None:
         self._batches([part for pair in pairs for part in pair], 2 * _BATCH, op.SETITEM, op.SETITEMS)
 
-    def _batches(self, parts: list[Value], most: int, single: int, several: int) -> None:
-        """Write the parts of a container, as few marks deep as possible. The last batch is stacked first."""
-        for start in reversed(range(0, len(parts), most)):
-            batch = parts[start : start + most]
-            if len(batch) <= most // _BATCH:
+    def _batches(self, parts: list[Value], max_count: int, single: int, several: int) -> None:
+        """Write the parts of a container in batches. The last batch is pushed on the stack first."""
+        for start in reversed(range(0, len(parts), max_count)):
+            batch = parts[start : start + max_count]
+            if len(batch) <= max_count // _BATCH:
                 self.next(*batch, _Code((single,)))
             else:
                 self.next(_Code((op.MARK,)), *batch, _Code((several,)))
 
-    def _put(self, value: Value) -> None:
-        self._memo[id(value)] = (self._next_index(), value)
+    def _emit_put(self, value: Value) -> None:
+        self._value_indices[id(value)] = (self._next_index(), value)
 
-    def _get(self, value: Value) -> bool:
-        known = self._memo.get(id(value))
+    def _emit_get_if_known(self, value: Value) -> bool:
+        known = self._value_indices.get(id(value))
         if known is not None:
-            self._recall(known[0])
+            self._emit_get(known[0])
         return known is not None
 
-    def _name(self, value: "str | Global") -> None:
-        self._named[value] = self._next_index()
+    def _memoize_name(self, value: "str | Global") -> None:
+        self._name_indices[value] = self._next_index()
 
-    def _known(self, value: "str | Global") -> bool:
-        index = self._named.get(value)
+    def _emit_name_if_known(self, value: "str | Global") -> bool:
+        index = self._name_indices.get(value)
         if index is not None:
-            self._recall(index)
+            self._emit_get(index)
         return index is not None
 
-    def _named_later(self, value: Global, how: Record) -> None:
-        self.next(how, _Deferred(self._name, value))
+    def _write_and_memoize(self, value: Global, call: Record) -> None:
+        self.next(call, _Deferred(self._memoize_name, value))
 
     def _next_index(self) -> int:
         index = self._count
@@ -264,7 +264,7 @@ class _Emitter:
             self._out += struct.pack("<BI", op.LONG_BINPUT, index)
         return index
 
-    def _recall(self, index: int) -> None:
+    def _emit_get(self, index: int) -> None:
         if index < 256:
             self._out += bytes((op.BINGET, index))
         else:
@@ -272,7 +272,7 @@ class _Emitter:
 
 
 class _Deferred:
-    """A step of the emitter, among values that are still to be written."""
+    """A call of the emitter, on the stack of values to write."""
 
     __slots__ = ("argument", "step")
 
@@ -284,7 +284,7 @@ _GETATTR = Global("__builtin__", "getattr")
 
 
 def _bytes(value: bytes) -> Record:
-    # torch.load(weights_only=True) does not know `bytes()`, which CPython writes for an empty one.
+    # torch.load(weights_only=True) does not allow `bytes()`, which CPython writes for empty bytes.
     return Record(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
 
@@ -297,13 +297,13 @@ def _std_dict(value: StdDict) -> Record:
 
 
 def _array(value: np.ndarray[Any, Any]) -> Record:
-    if isinstance(said := opaque(value), Record):
-        return said
+    if isinstance(record := opaque(value), Record):
+        return record
     if value.dtype.hasobject or value.dtype.names is not None:
         raise Unsupported("NumPy arrays of Python objects or with named fields cannot be written")
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous
     return Record(
-        Global("numpy.core.multiarray", "_reconstruct"),  # NumPy 2 still answers to its old name, NumPy 1 to no other
+        Global("numpy.core.multiarray", "_reconstruct"),  # NumPy 2 still has the old name, NumPy 1 has only that
         (Global("numpy", "ndarray"), (0,), b"b"),
         state=(1, value.shape, _dtype(value.dtype), fortran, value.tobytes("F" if fortran else "C")),
     )
@@ -348,6 +348,6 @@ _WRITERS: dict[type, Callable[[_Emitter, Any], None]] = {
     Record: _Emitter.write_record,
     Persistent: _Emitter.write_persistent,
     _Code: _Emitter.write_code,
-    _Memoize: _Emitter.write_made,
+    _Memoize: _Emitter.write_memoized,
     _Deferred: lambda emitter, later: later.step(later.argument),
 }

@@ -1,4 +1,4 @@
-"""Open a file of `torch.save`, or a plain pickle, without torch and without reading tensors."""
+"""Open a file of `torch.save`, or a plain pickle. PyTorch is not needed, and no tensor data are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,11 +7,11 @@ from typing import Literal
 
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.containers.torchfile.pickle_reader import MOST_BYTES, PAD, PROTO, Interpreter
+from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, PROTO, Interpreter
 from ckpt_formats.containers.torchfile.record_forms import RecordForm
 from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate, parse_template
 from ckpt_formats.containers.torchfile.storages import (
-    MOST_ELEMENTS,
+    MAX_ELEMENTS,
     Storage,
     StorageOffsets,
     StorageSlice,
@@ -30,48 +30,50 @@ Kind = Literal["zip", "legacy", "pickle"]
 
 
 STARTS = (b"PK", b"\x80")
-"""First bytes of a file of `torch.save`: of a zip archive, and of a pickle."""
+"""The possible first bytes of a file of `torch.save`: those of a zip archive, and of a pickle."""
 
 
 @dataclass(frozen=True, eq=False)
 class TorchFile:
-    """What a file holds: a tree of values, with `TensorRef`s where the tensors are."""
+    """The content of a file: a tree of values, with `TensorRef`s in the places of tensors."""
 
     path: Path
     kind: Kind
     root: Value
     storages: tuple[Storage, ...]
-    """In the order in which the tree mentions them."""
+    """In the order in which the tree refers to them."""
     globals: tuple[Global, ...]
     """Every class and function that the file names."""
     _archive: Archive | None = field(default=None, repr=False)
 
     @property
     def stem(self) -> str:
-        """The archive's one folder: the name that the file was first saved under, without its ending; else empty."""
+        """The name of the archive's one folder: the stem of the name under which the file was saved; else empty."""
         return self._archive.stem if self._archive else ""
 
     def seals(self) -> tuple[Seal, ...]:
-        """The checksums that the file promises; none in legacy files and plain pickles.
+        """The checksums that the file states; none in legacy files and plain pickles.
 
         Reads the local header of every member.
         """
         return tuple(self._archive.seals()) if self._archive else ()
 
-    def alike(self, window: ByteSource) -> ParsedTemplate | None:
-        """What other archives can be compared with, if this one holds a single plain tensor."""
+    def as_template(self, window: ByteSource) -> ParsedTemplate | None:
+        """A template to compare other archives with, if this one stores a single plain tensor; else None."""
         if self._archive is None or type(self.root) is not TensorRef:
             return None
         (fragment,) = tensor_of(self.root).fragments
-        raw = fragment.blob
-        return parse_template(self._archive, self.root.storage.key, raw, window) if isinstance(raw, FileBlob) else None
+        blob = fragment.blob
+        return (
+            parse_template(self._archive, self.root.storage.key, blob, window) if isinstance(blob, FileBlob) else None
+        )
 
 
 def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
     """Read the structure of a file, or of `length` bytes of it from `base` on.
 
     No tensor data are read. Raises `NotFound`, `Corrupt`, `Unsafe`, or
-    `Unsupported` for TorchScript's and big-endian machines' files and the like.
+    `Unsupported`, for example for files of TorchScript or of big-endian machines.
     """
     path = Path(path)
     with Window(path, base, length) as window:
@@ -86,22 +88,22 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
 
 
 def open_item(window: ByteSource) -> TorchFile:
-    """Read an archive that is one of many in a file, while it is at hand.
+    """Read an archive that is one of several in a file, through an open window.
 
-    Nothing has to be looked up later, and all that is no storage is checked. Raises as `open_file` does.
+    Looks up all storages now, and checks everything except their data. Raises the same errors as `open_file`.
     """
     if window.at(0, min(4, window.length)) != LOCAL:
         raise Corrupt("is not an archive of torch.save", where=window.path)
     file = _open_archive(window)
     assert file._archive is not None
-    file._archive.check(window, MOST_BYTES)
+    file._archive.check(window, MAX_BYTES)
     return file
 
 
 def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[RecordForm] = ()) -> Value:
-    """The value of a pickle in memory, which has no tensors with data elsewhere.
+    """The value of a pickle in memory, which must not refer to storages outside of it.
 
-    Raises `Corrupt` or `Unsafe`, with `where` for its place.
+    Raises `Corrupt` or `Unsafe`; `where` is the place in the message.
     """
     value, end = Interpreter(where, forms=forms).load(data + PAD)
     if end != len(data):
@@ -112,14 +114,14 @@ def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[RecordForm
 def _open_archive(window: ByteSource) -> TorchFile:
     archive = read_directory(window)
     if "byteorder" in archive:
-        order = archive.read("byteorder", window, 64)
-        if order == b"big":
+        byte_order = archive.read("byteorder", window, 64)
+        if byte_order == b"big":
             raise Unsupported("was written by a big-endian machine", where=window.path)
-        if order != b"little":
-            raise window.corrupt(f"unknown byte order {order!r:.20}")
-    data = archive.read("data.pkl", window, MOST_BYTES)
+        if byte_order != b"little":
+            raise window.corrupt(f"unknown byte order {byte_order!r:.20}")
+    data = archive.read("data.pkl", window, MAX_BYTES)
     where = f"{window.path} ({archive.stem}/data.pkl)"
-    table = _Table(where, archive, archive)
+    table = _StorageTable(where, archive, archive)
     interpreter = Interpreter(where, table.resolve)
     root, end = interpreter.load(data + PAD)
     if end != len(data):
@@ -134,26 +136,30 @@ _MEMBERS = ("data.pkl", "version", "byteorder", ".format_version", ".storage_ali
 _MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
 
 
-def _check_members(archive: Archive, table: "_Table") -> None:
-    """Raises `Unsupported` for members that are neither torch's own nor the storage of any tensor."""
+def _check_members(archive: Archive, table: "_StorageTable") -> None:
+    """Raise `Unsupported` for members that torch does not write, or that are storages without a tensor."""
     stem = len(archive.stem) + 1
     names = (member.name[stem:] for member in archive.members)
-    odd = [name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")]
-    odd = [name for name in odd if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
-    if odd:
-        what = (
-            "holds values that no tensor refers to" if odd[0].startswith("data/") else "is none that torch.save writes"
+    unexpected = [
+        name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")
+    ]
+    unexpected = [name for name in unexpected if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
+    if unexpected:
+        reason = (
+            "holds values that no tensor refers to"
+            if unexpected[0].startswith("data/")
+            else "is not one that torch.save writes"
         )
         raise Unsupported(
-            f"the archive's member `{printable(odd[0][:80])}` {what}: what it is for is not known",
+            f"the archive's member `{printable(unexpected[0][:80])}` {reason}: its purpose is unknown",
             where=archive.path,
-            hint="Remove it (zip -d), if nothing needs it.",
+            hint="If nothing needs it, remove it (zip -d).",
         )
 
 
 def _open_stream(window: Window) -> TorchFile:
     stream = legacy.LegacyStream(window.path)
-    table = _Table(str(window.path), stream, None)
+    table = _StorageTable(str(window.path), stream, None)
     interpreter = Interpreter(str(window.path), table.resolve)
     pickles = legacy.Pickles(window, interpreter)
     root, kind = pickles.next(), "pickle"
@@ -164,7 +170,7 @@ def _open_stream(window: Window) -> TorchFile:
         raise Corrupt(
             f"{window.length - pickles.at} bytes follow the pickle",
             where=window.path,
-            hint="It is not a file that torch.save wrote.",
+            hint="torch.save did not write this file.",
         )
     return TorchFile(
         window.path,
@@ -175,28 +181,32 @@ def _open_stream(window: Window) -> TorchFile:
     )
 
 
-class _Table:
-    """The storages that the pickle of one file mentions."""
+class _StorageTable:
+    """The storages that the pickle of one file refers to."""
 
-    def __init__(self, where: str, places: StorageOffsets, archive: Archive | None) -> None:
+    def __init__(self, where: str, offsets: StorageOffsets, archive: Archive | None) -> None:
         self.storages: dict[str, Storage] = {}
         self._where = where
-        self._places = places
+        self._offsets = offsets
         self._archive = archive
 
-    def resolve(self, mark: Value) -> Value:
-        """What a persistent id stands for.
+    def resolve(self, persistent_id: Value) -> Value:
+        """The storage, part of a storage, or class that a persistent id means. Raises `Corrupt`.
 
-        In archives `("storage", class, key, location, numel)`; legacy streams
-        add a view, and also have `("module", class, source file, source)`.
+        In archives it is `("storage", class, key, location, numel)`. Legacy streams
+        add a view, and also contain `("module", class, source file, source)`.
         """
-        if type(mark) is not tuple or len(mark) < 4:
+        if type(persistent_id) is not tuple or len(persistent_id) < 4:
             raise self._malformed()
-        if mark[0] == "module" and self._archive is None and type(mark[1]) is Global:
-            return mark[1]
-        if mark[0] != "storage" or len(mark) not in (5, 6) or (len(mark) == 6 and self._archive):
+        if persistent_id[0] == "module" and self._archive is None and type(persistent_id[1]) is Global:
+            return persistent_id[1]
+        if (
+            persistent_id[0] != "storage"
+            or len(persistent_id) not in (5, 6)
+            or (len(persistent_id) == 6 and self._archive)
+        ):
             raise self._malformed()
-        _, cls, key, location, numel = mark[:5]
+        _, cls, key, location, numel = persistent_id[:5]
         if type(key) is int:
             key = str(key)
         if type(key) is not str or type(location) is not str or type(numel) is not int:
@@ -204,36 +214,38 @@ class _Table:
         storage = self.storages.get(key)
         if storage is None or storage.cls is not cls or storage.numel != numel:
             storage = self._storage(cls, key, location, numel, storage)
-        if len(mark) == 6 and mark[5] is not None:
-            return self._slice(storage, mark[5])
+        if len(persistent_id) == 6 and persistent_id[5] is not None:
+            return self._slice(storage, persistent_id[5])
         return storage
 
-    def _storage(self, cls: Value, key: str, location: str, numel: int, known: Storage | None) -> Storage:
+    def _storage(self, cls: Value, key: str, location: str, numel: int, earlier: Storage | None) -> Storage:
         kind = storage_class(cls) if type(cls) is Global else None
-        if kind is None or not 0 <= numel < MOST_ELEMENTS:
+        if kind is None or not 0 <= numel < MAX_ELEMENTS:
             raise self._malformed()
         dtype, itemsize = kind
         nbytes = numel * itemsize
         if self._archive is not None:
-            have = self._archive.member(f"data/{key}").nbytes
-            # A storage made of foreign memory may end in part of an element, which its type does not count.
-            if not nbytes <= have < nbytes + itemsize:
-                raise Corrupt(f"storage {key!r:.40} should have {nbytes} bytes, but has {have}", where=self._where)
-        storage = Storage(key, cls, dtype, itemsize, numel, location, self._places)
-        if known is None:
+            actual_nbytes = self._archive.member(f"data/{key}").nbytes
+            # A storage of foreign memory may end with a part of an element, which `numel` does not count.
+            if not nbytes <= actual_nbytes < nbytes + itemsize:
+                raise Corrupt(
+                    f"storage {key!r:.40} should have {nbytes} bytes, but has {actual_nbytes}", where=self._where
+                )
+        storage = Storage(key, cls, dtype, itemsize, numel, location, self._offsets)
+        if earlier is None:
             self.storages[key] = storage
-        elif known.nbytes != nbytes:
-            raise Corrupt(f"storage {key!r:.40} is given two sizes", where=self._where)
+        elif earlier.nbytes != nbytes:
+            raise Corrupt(f"storage {key!r:.40} is given with two sizes", where=self._where)
         return storage
 
-    def _slice(self, whole: Storage, view: Value) -> Value:
-        """`(key, offset, numel)` of a part of a storage, in elements."""
+    def _slice(self, storage: Storage, view: Value) -> Value:
+        """The part of a storage that a view `(key, offset, numel)` means, in elements."""
         if type(view) is not tuple or len(view) != 3 or not all(type(n) is int for n in view[1:]):
             raise self._malformed()
         _, start, numel = view
-        if start < 0 or numel < 0 or start + numel > whole.numel:
-            raise Corrupt(f"a part of storage {whole.key!r:.40} lies outside of it", where=self._where)
-        return StorageSlice(whole, start, numel)
+        if start < 0 or numel < 0 or start + numel > storage.numel:
+            raise Corrupt(f"a part of storage {storage.key!r:.40} lies outside it", where=self._where)
+        return StorageSlice(storage, start, numel)
 
     def _malformed(self) -> Corrupt:
         return Corrupt("the pickle refers to something that is not a storage", where=self._where)

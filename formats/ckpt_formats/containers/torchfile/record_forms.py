@@ -1,18 +1,18 @@
-"""Plain objects that a pickle has by the hundred thousand, recognised as a whole.
+"""Plain objects that a pickle may contain by the hundred thousand, each matched by one regular expression.
 
-A pickle spells an object out in some twenty opcodes, and spells every object
-of a class in the same way. Where the caller knows the class, one regular
-expression takes them all at once, and the object becomes a flat tuple instead
-of a `Record`. Whatever is spelled in another way is left to the interpreter,
-which reads it opcode by opcode: a form makes reading faster, never different.
+A pickle writes an object with about twenty opcodes, and writes all objects of
+a class with the same sequence. If the caller knows the class, one regular
+expression matches the sequence, and the object becomes a flat tuple instead
+of a `Record`. Any other sequence is read by the interpreter, opcode by opcode:
+a form makes reading faster, but does not change the result.
 
 The opcodes are those of protocols 4 and 5, in which `pickle` writes objects:
 
     GET class, EMPTY_TUPLE | NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK, (GET name, value)*, SETITEMS, BUILD
 
-A form is tried where the bar is. Each opcode has its own first byte, so there
-is one way to read what matches; the length of a text, which an expression
-cannot count, is checked afterwards.
+A form is tried at the position of the bar. Each opcode has its own first byte,
+so a match is unambiguous. An expression cannot count the length of a text;
+it is checked afterwards.
 """
 
 import re
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Literal
 
-from ckpt_formats.containers.torchfile.storages import MOST_AXES, MOST_ELEMENTS
+from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.values import Global, Size, Value
 
 Kind = Literal["text", "int", "size"]
 _Groups = tuple[bytes | None, ...]
-_Take = Callable[[_Groups, int, list[Value], list[Value]], Value]
+_Decoder = Callable[[_Groups, int, list[Value], list[Value]], Value]
 
 _INT = rb"K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
 _GET = rb"h.|j.{4}"
 _PATTERNS: dict[Kind, bytes] = {
-    # A value, or a reference to one that is known already.
+    # A value, or a reference to an earlier one.
     "text": rb"(?:\x8c(.)(.*?)\x94|(%s))" % _GET,
     "int": rb"(%s|N)" % _INT,
     # GET torch.Size, a tuple of the lengths, a tuple of this tuple, REDUCE.
@@ -45,21 +45,21 @@ _SIZE = Global("torch", "Size")
 
 
 class SkippedMemo:
-    """Stands in the memo for a part of a formed object. No pickler refers to these."""
+    """Stands in the memo for a part of a compact record. No pickler refers to these parts."""
 
 
 SKIPPED: Final = SkippedMemo()
 
 
 class CompactRecord(tuple[Value, ...]):
-    """An object as its form has it: the name of its class, then the values of its fields. Flat, so it can be a key."""
+    """An object of a form: the name of its class, then the values of its fields. It is flat, so it can be a key."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A class whose objects have these attributes, in this order. The `last` may be absent; then it is None."""
+    """A class whose objects have these attributes, in this order. The `last` is None for an object without it."""
 
     module: str
     name: str
@@ -68,66 +68,67 @@ class RecordForm:
 
     @property
     def all_fields(self) -> tuple[tuple[str, Kind], ...]:
+        """All fields, including `last`."""
         return self.fields if self.last is None else (*self.fields, self.last)
 
 
 class FormMatcher:
-    """Recognises the objects of one form in one pickle."""
+    """Matches the objects of one form in one pickle."""
 
     def __init__(self, form: RecordForm) -> None:
         self._form = form
         self._match = re.compile(_pattern(form), re.DOTALL).match
-        self._known: set[tuple[bytes | None, ...]] = set()
+        self._known_names: set[tuple[bytes | None, ...]] = set()
         self._texts: dict[bytes, str] = {}
         self._sizes: dict[bytes, Size] = {}
-        take: dict[Kind, _Take] = {"text": self._text, "int": self._int, "size": self._size}
+        decode: dict[Kind, _Decoder] = {"text": self._text, "int": self._int, "size": self._size}
         names, steps, at = [], [], 0
         for _, kind in form.all_fields:
             names += [at, at + 1] if kind == "size" else [at]
-            steps.append((take[kind], at + 1))
+            steps.append((decode[kind], at + 1))
             at += 1 + _GROUPS[kind]
         self._names, self._steps = itemgetter(*names), tuple(steps)
 
     def match(self, data: bytes, at: int, memo: list[Value]) -> tuple[CompactRecord, int] | None:
-        """The object spelled out from `at` on, and where that ends; None if there is none.
+        """The object whose opcodes begin at `at`, and the position after them; None if they do not match.
 
-        The parts of the object are in the memo then.
+        Appends the parts of the object to the memo.
         """
-        found = self._match(data, at)
-        if found is None:
+        match = self._match(data, at)
+        if match is None:
             return None
-        groups = found.groups()
+        groups = match.groups()
         names = self._names(groups)
-        if names not in self._known:
-            if not self._named(names, memo):
+        if names not in self._known_names:
+            if not self._has_field_names(names, memo):
                 return None
-            self._known.add(names)
+            self._known_names.add(names)
         parts: list[Value] = [None, SKIPPED]
         try:
-            made = CompactRecord([self._form.name, *[take(groups, i, parts, memo) for take, i in self._steps]])
+            record = CompactRecord([self._form.name, *[decode(groups, i, parts, memo) for decode, i in self._steps]])
         except (_NotThisForm, IndexError, UnicodeDecodeError):
             return None
-        parts[0] = made
+        parts[0] = record
         memo += parts
-        return made, found.end()
+        return record, match.end()
 
-    def _named(self, names: Sequence[bytes | None], memo: list[Value]) -> bool:
-        """Do these references mean the names of the fields, and `torch.Size`?"""
-        wanted: list[Value] = []
+    def _has_field_names(self, names: Sequence[bytes | None], memo: list[Value]) -> bool:
+        """Whether these references mean the names of the fields, and `torch.Size`."""
+        expected: list[Value] = []
         for name, kind in self._form.all_fields:
-            wanted += (name, _SIZE) if kind == "size" else (name,)
+            expected += (name, _SIZE) if kind == "size" else (name,)
         last = self._form.last
         optional = () if last is None else (last[0],)
-        for get, want in zip(names, wanted, strict=True):
+        for get, expected_name in zip(names, expected, strict=True):
             if get is None:
                 # An absent field, or a size that is itself a reference.
-                if want is not _SIZE and want not in optional:
+                if expected_name is not _SIZE and expected_name not in optional:
                     return False
-            elif _index(get) >= len(memo) or memo[_index(get)] != want:
+            elif _index(get) >= len(memo) or memo[_index(get)] != expected_name:
                 return False
         return True
 
-    # What each kind of field is made of: its groups begin at `i`.
+    # Decoders of one field each; the groups of the field begin at `i`.
 
     def _text(self, groups: _Groups, i: int, parts: list[Value], memo: list[Value]) -> Value:
         length, text, get = groups[i : i + 3]
@@ -135,11 +136,11 @@ class FormMatcher:
             return None if get is None else _of_type(memo[_index(get)], str)
         if len(text) != length[0]:
             raise _NotThisForm
-        made = self._texts.get(text)
-        if made is None:
-            made = self._texts[text] = text.decode("utf-8", "surrogatepass")
-        parts.append(made)
-        return made
+        decoded = self._texts.get(text)
+        if decoded is None:
+            decoded = self._texts[text] = text.decode("utf-8", "surrogatepass")
+        parts.append(decoded)
+        return decoded
 
     def _int(self, groups: _Groups, i: int, parts: list[Value], memo: list[Value]) -> Value:
         data = groups[i]
@@ -151,19 +152,19 @@ class FormMatcher:
         return int.from_bytes(data[2:] if kind == _LONG else data[1:], "little", signed=kind != _SHORT)
 
     def _size(self, groups: _Groups, i: int, parts: list[Value], memo: list[Value]) -> Value:
-        spelled = groups[i + 1]
-        if spelled is None:
+        opcodes = groups[i + 1]
+        if opcodes is None:
             get = groups[i + 2]
             return None if get is None else _of_type(memo[_index(get)], Size)
-        made = self._sizes.get(spelled)
-        if made is None:
-            made = self._sizes[spelled] = _size(spelled)
-        parts += (SKIPPED, SKIPPED, made) if made else (SKIPPED, made)
-        return made
+        size = self._sizes.get(opcodes)
+        if size is None:
+            size = self._sizes[opcodes] = _size(opcodes)
+        parts += (SKIPPED, SKIPPED, size) if size else (SKIPPED, size)
+        return size
 
 
 class _NotThisForm(Exception):
-    """It only looks like an object of the form."""
+    """The opcodes look like those of the form, but are not."""
 
 
 def _pattern(form: RecordForm) -> bytes:
@@ -172,18 +173,18 @@ def _pattern(form: RecordForm) -> bytes:
     return rb"\x81\x94}\x94\(" + fields + last + b"ub"
 
 
-def _size(spelled: bytes) -> Size:
+def _size(opcodes: bytes) -> Size:
     """The lengths in `(ints t MEMOIZE`, `ints TUPLE1..3 MEMOIZE` or `)`."""
-    at, lengths = int(spelled[:1] == b"("), []
-    while (kind := spelled[at]) in _WIDTHS or kind == _LONG:
-        width = _WIDTHS[kind] if kind != _LONG else spelled[at + 1]
+    at, lengths = int(opcodes[:1] == b"("), []
+    while (kind := opcodes[at]) in _WIDTHS or kind == _LONG:
+        width = _WIDTHS[kind] if kind != _LONG else opcodes[at + 1]
         start = at + (2 if kind == _LONG else 1)
-        lengths.append(int.from_bytes(spelled[start : start + width], "little", signed=kind != _SHORT and width > 1))
+        lengths.append(int.from_bytes(opcodes[start : start + width], "little", signed=kind != _SHORT and width > 1))
         at = start + width
-    # The interpreter refuses these; it shall say why.
-    if len(lengths) != _TUPLES.get(kind, len(lengths)) or len(lengths) > MOST_AXES:
+    # The interpreter refuses these, and states why.
+    if len(lengths) != _TUPLES.get(kind, len(lengths)) or len(lengths) > MAX_AXES:
         raise _NotThisForm
-    if not all(0 <= length < MOST_ELEMENTS for length in lengths):
+    if not all(0 <= length < MAX_ELEMENTS for length in lengths):
         raise _NotThisForm
     return Size(lengths)
 

@@ -1,9 +1,8 @@
-"""Archives that differ in nothing but the values of one tensor: they need not be understood twice.
+"""Archives that differ only in the values of one tensor: one is parsed, the others are compared with it.
 
-A distributed checkpoint has an archive for each block of a tensor, and those of
-one shape are the same byte for byte, up to the values, their checksum, and the
-id that torch computes from all checksums. So one is parsed, and the others are
-compared with it.
+A distributed checkpoint has an archive for each block of a tensor. Archives of
+one shape are equal byte for byte, except for the values, their checksum, and the
+id that torch computes from all checksums.
 """
 
 from dataclasses import dataclass
@@ -13,83 +12,85 @@ from ckpt_formats.containers.torchfile.zip_archive import Archive, ZipMember, ce
 from ckpt_formats.core.files import crc32
 from ckpt_formats.core.tensor import FileBlob
 
-_MOST_EDGE = 4096
+_MAX_EDGE = 4096
 _CRC = slice(16, 20)
-"""In an entry of the directory."""
+"""Position of the checksum in an entry of the directory."""
 _ID = ".data/serialization_id"
 _SIGNED = (16, 24)
-"""Lengths of data descriptors that begin with a signature; the checksum follows it."""
+"""Lengths of data descriptors that begin with a signature of four bytes, before the checksum."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParsedTemplate:
-    """One archive that was read, to compare others with."""
+    """A parsed archive to compare others with."""
 
-    raw: FileBlob
-    """Its tensor, in coordinates of the archive, and without a seal."""
+    blob: FileBlob
+    """Its tensor, with offsets from the beginning of the archive, and without a seal."""
     start: int
-    """Where the values' storage lies in the archive."""
+    """First and last byte (exclusive) of the storage in the archive."""
     stop: int
     _head: bytes
     _tail: bytes
-    """What follows the values, with zeros where archives may differ."""
+    """The bytes after the values, with zeros where archives may differ."""
     _holes: tuple[slice, ...]
     _checksum: slice
-    """Of the values, in the tail."""
+    """Position of the checksum of the values, in the tail."""
     _id: tuple[slice, slice] | None
-    """The id and its checksum, in the tail."""
+    """Positions of the id and of its checksum, in the tail."""
 
     def checksum(self, window: ByteSource) -> int | None:
-        """The CRC-32 of the values in another archive of the same length; None if it is not alike."""
+        """The CRC-32 of the values in another archive of the same length; None if it differs elsewhere."""
         tail = window.at(self.stop, len(self._tail))
-        if window.at(0, self.start) != self._head or _filled(tail, self._holes) != self._tail:
+        if window.at(0, self.start) != self._head or _with_zeros(tail, self._holes) != self._tail:
             return None
-        if self._id is not None and crc32(tail[self._id[0]]) != _number(tail[self._id[1]]):
+        if self._id is not None and crc32(tail[self._id[0]]) != _as_uint(tail[self._id[1]]):
             return None
-        return _number(tail[self._checksum])
+        return _as_uint(tail[self._checksum])
 
 
-def parse_template(archive: Archive, key: str, raw: FileBlob, window: ByteSource) -> ParsedTemplate | None:
-    """What to compare others with; None for an archive without checksums, or with much in it beside the tensor.
+def parse_template(archive: Archive, key: str, blob: FileBlob, window: ByteSource) -> ParsedTemplate | None:
+    """A template; None for an archive without checksums, or with more than 4096 bytes before or after the storage.
 
-    `raw` is the tensor as it lies in the file, in storage `key`.
+    `blob` is the tensor in the file; `key` is its storage.
     """
     storage = archive.member(f"data/{key}")
     start = archive.start(storage) - window.base
     stop = start + storage.nbytes
-    if not archive.sealed or max(start, window.length - stop) > _MOST_EDGE:
+    if not archive.sealed or max(start, window.length - stop) > _MAX_EDGE:
         return None
     entries = dict(central_entries(window))
 
     def hole(member: ZipMember, part: slice, base: int) -> slice:
         return slice(base + part.start - stop, base + part.stop - stop)
 
-    def described(member: ZipMember) -> slice:
-        behind = archive.start(member) - window.base + member.nbytes
-        signature = 4 if member.room - (behind - member.header) in _SIGNED else 0
-        return hole(member, slice(signature, signature + 4), behind)
+    def descriptor_checksum(member: ZipMember) -> slice:
+        end = archive.start(member) - window.base + member.nbytes
+        signature = 4 if member.extent - (end - member.header) in _SIGNED else 0
+        return hole(member, slice(signature, signature + 4), end)
 
     checksum = hole(storage, _CRC, entries[storage.name])
-    holes, identity = [checksum, described(storage)], None
+    holes, id_parts = [checksum, descriptor_checksum(storage)], None
     if _ID in archive:
         member = archive.member(_ID)
-        at = archive.start(member) - window.base
-        identity = (hole(member, slice(0, member.nbytes), at), hole(member, _CRC, entries[member.name]))
-        holes += [*identity, described(member)]
+        start_of_id = archive.start(member) - window.base
+        id_parts = (hole(member, slice(0, member.nbytes), start_of_id), hole(member, _CRC, entries[member.name]))
+        holes += [*id_parts, descriptor_checksum(member)]
     tail = window.at(stop, window.length - stop)
-    if any(one.start < 0 for one in holes):
+    if any(part.start < 0 for part in holes):
         return None
-    local = FileBlob(raw.path, raw.offset - window.base, raw.shape, raw.dtype, raw.strides)
-    ordered = tuple(sorted(holes, key=lambda one: int(one.start)))
-    return ParsedTemplate(local, start, stop, window.at(0, start), _filled(tail, ordered), ordered, checksum, identity)
+    relative = FileBlob(blob.path, blob.offset - window.base, blob.shape, blob.dtype, blob.strides)
+    ordered = tuple(sorted(holes, key=lambda part: int(part.start)))
+    return ParsedTemplate(
+        relative, start, stop, window.at(0, start), _with_zeros(tail, ordered), ordered, checksum, id_parts
+    )
 
 
-def _filled(tail: bytes, holes: tuple[slice, ...]) -> bytes:
-    made = bytearray(tail)
+def _with_zeros(tail: bytes, holes: tuple[slice, ...]) -> bytes:
+    result = bytearray(tail)
     for hole in holes:
-        made[hole] = bytes(hole.stop - hole.start)
-    return bytes(made)
+        result[hole] = bytes(hole.stop - hole.start)
+    return bytes(result)
 
 
-def _number(data: bytes) -> int:
+def _as_uint(data: bytes) -> int:
     return int.from_bytes(data, "little")

@@ -1,8 +1,8 @@
-"""Tensors as a PyTorch file has them: views of numbered storages.
+"""Tensors of a PyTorch file: views of numbered storages.
 
-A `Storage` is a run of bytes in the file; a `TensorRef` says which of its
-elements are a tensor. Two tensors are tied, or views of one buffer, exactly
-if their storages have the same `key` in the same file.
+A `Storage` is a contiguous range of bytes in the file; a `TensorRef` states which
+of its elements form a tensor. Two tensors are tied, or views of one buffer,
+exactly if their storages have the same `key` in the same file.
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 
 # torch stores no more axes than this, and no more elements than fit its int64.
-MOST_AXES = 64
-MOST_ELEMENTS = 1 << 62
+MAX_AXES = 64
+MAX_ELEMENTS = 1 << 62
 
-# An expanded tensor shows one stored element in many places. Small ones occur,
-# as masks and such; a large one would become terabytes when it is copied.
-MOST_EXPANDED_BYTES = 16 << 20
+# An expanded tensor has one stored element in several places. Small ones occur,
+# for example as masks; a copy of a large one could have terabytes.
+MAX_EXPANDED_BYTES = 16 << 20
 
 STORAGE_CLASSES: dict[str, tuple[str | None, int]] = {
     "BoolStorage": ("bool", 1),
@@ -46,25 +46,27 @@ STORAGE_CLASSES: dict[str, tuple[str | None, int]] = {
     "UntypedStorage": (None, 1),
     "_UntypedStorage": (None, 1),
 }
-"""Name of a storage class -> its element type, if NumPy has it, and the bytes per element."""
+"""Name of a storage class -> its element type (None if NumPy lacks it), and bytes per element."""
 
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
 class StorageOffsets(Protocol):
-    """Where a file keeps its storages."""
+    """Where the storages of a file are."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The file."""
+
     def find(self, key: str) -> tuple[int, Seal | None]:
         """Byte offset of a storage in the file, and its checksum if the file has one."""
 
 
-# Storages and tensor references are not frozen, though nothing changes them: there is one for every
-# tensor of a file, and freezing would take a fifth of the time in which a file opens.
+# Storages and tensor references are not frozen, although nothing changes them: there is one for every
+# tensor of a file, and frozen dataclasses would take a fifth of the time to open a file.
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A run of elements in a file. Its place in the file is looked up when it is first asked for."""
+    """A contiguous range of elements in a file. Its offset is looked up when it is first used."""
 
     key: str
     cls: Global
@@ -74,31 +76,34 @@ class Storage:
     numel: int
     location: str
     """The device it was saved from, such as `cpu` or `cuda:0`."""
-    places: StorageOffsets = field(repr=False)
+    offsets: StorageOffsets = field(repr=False)
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes."""
         return self.numel * self.itemsize
 
     @property
     def path(self) -> Path:
-        return self.places.path
+        """The file."""
+        return self.offsets.path
 
     @property
     def offset(self) -> int:
         """Byte offset in the file."""
-        return self.places.find(self.key)[0]
+        return self.offsets.find(self.key)[0]
 
     @property
     def seal(self) -> Seal | None:
-        return self.places.find(self.key)[1]
+        """The checksum of its bytes, if the file has one."""
+        return self.offsets.find(self.key)[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageSlice:
-    """Part of a storage that passes for one. Only files of PyTorch before 0.4 have them."""
+    """A part of a storage, in the place of a storage. Only files of PyTorch before 0.4 contain it."""
 
-    whole: Storage
+    storage: Storage
     start: int
     """In elements."""
     numel: int
@@ -106,7 +111,7 @@ class StorageSlice:
 
 @dataclass(slots=True, eq=False)
 class TensorRef:
-    """A tensor in a file: elements of a storage. Law: all of them lie inside it."""
+    """A tensor in a file: elements of a storage. Invariant: all elements are inside the storage."""
 
     storage: Storage
     dtype: DType
@@ -121,6 +126,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -133,44 +139,44 @@ def tensor_ref(
     requires_grad: bool,
     where: str,
 ) -> TensorRef:
-    """Check the geometry of a tensor against its storage.
+    """A reference to a tensor, after a check of its geometry against its storage.
 
-    Raises `Corrupt` if it reaches outside, `Unsafe` if it is expanded out of all proportion.
+    Raises `Corrupt` if it reaches outside the storage, `Unsafe` if it is expanded to more than 16 MiB.
     """
-    whole = storage.whole if type(storage) is StorageSlice else storage
-    assert isinstance(whole, Storage)
-    size, packed, reach = 1, True, 0
+    base = storage.storage if type(storage) is StorageSlice else storage
+    assert isinstance(base, Storage)
+    size, is_packed, reach = 1, True, 0
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and stride != size:
-            packed = False
+            is_packed = False
         reach += (length - 1) * stride
         size *= length
-    stored = storage.numel * whole.itemsize // dtype.itemsize
-    if size and offset + (size - 1 if packed else reach) >= stored:
+    stored = storage.numel * base.itemsize // dtype.itemsize
+    if size and offset + (size - 1 if is_packed else reach) >= stored:
         raise Corrupt(
-            f"a tensor of shape {list(shape)} reaches to element {offset + reach} of storage {whole.key!r:.40}, "
+            f"a tensor of shape {list(shape)} reaches to element {offset + reach} of storage {base.key!r:.40}, "
             f"which has {stored}",
             where=where,
         )
-    if size > stored and size * dtype.itemsize > MOST_EXPANDED_BYTES:
+    if size > stored and size * dtype.itemsize > MAX_EXPANDED_BYTES:
         raise Unsafe(
             f"a tensor of shape {list(shape)} is expanded from {stored} stored elements to {size}: "
             "it would exhaust memory or disk",
             where=where,
         )
-    if storage is not whole:
+    if storage is not base:
         assert isinstance(storage, StorageSlice)
-        offset += storage.start * whole.itemsize // dtype.itemsize
-    return TensorRef(whole, dtype, offset, shape, strides, requires_grad)
+        offset += storage.start * base.itemsize // dtype.itemsize
+    return TensorRef(base, dtype, offset, shape, strides, requires_grad)
 
 
 def tensor_of(ref: TensorRef) -> Tensor:
-    """The lazy tensor that a reference stands for.
+    """The lazy tensor of a reference.
 
-    Looks up where its storage is, which is one small read the first time.
+    Looks up the offset of its storage: one small read the first time.
     """
     storage, itemsize = ref.storage, ref.dtype.itemsize
-    at, seal = storage.places.find(storage.key)
+    at, seal = storage.offsets.find(storage.key)
     packed = c_strides(ref.shape, itemsize)
     if 0 in ref.shape:
         strides = packed

@@ -1,9 +1,9 @@
-"""Write a file that `torch.load` reads, front to back or in parallel, without ever holding a tensor.
+"""Write a file that `torch.load` reads, from front to back or in parallel. No full tensor is in memory.
 
-`layout_file` decides where every byte goes before any data is read, since the
-sizes are known. Then either `FileLayout.stream` gives all bytes in order, or
-the caller puts the data of each storage in its place, in whatever order and
-from however many processes, and adds `FileLayout.frame` with their checksums.
+`layout_file` computes the position of every byte before any data is read, because
+the sizes are known. Then either `FileLayout.stream` yields all bytes in order, or
+the caller writes the data of each storage at its offset, in any order and from
+several processes, and adds the bytes of `FileLayout.frame`, with their checksums.
 """
 
 import errno
@@ -26,14 +26,14 @@ from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 
 ALIGNMENT = 64
-_FLAGS = 0x0808  # names in UTF-8; checksums behind the data, so that these can be streamed
+_FLAGS = 0x0808  # names in UTF-8; checksums follow the data, so that the data can be streamed
 _WIDE = 0xFFFFFFFF
 
 _CLASS_OF = {dtype: Global("torch", name) for name, (dtype, _) in STORAGE_CLASSES.items() if dtype is not None}
 _UNTYPED = Global("torch.storage", "UntypedStorage")
 
 Chunks = Callable[[Tensor], Iterator[memoryview]]
-"""The bytes of a tensor in C order, piece by piece."""
+"""Yields the bytes of a tensor in C order. A chunk is valid until the next one is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class StorageView:
     """A tensor to be written as a view of a larger one.
 
     All views of one `base`, and the `base` itself, share its bytes in the
-    file. Law: the view's elements lie inside the base.
+    file. Invariant: all elements of the view are inside the base.
     """
 
     base: Tensor
@@ -49,21 +49,21 @@ class StorageView:
     """In elements, as are the strides."""
     shape: Shape
     strides: Shape | None = None
-    """None means packed."""
+    """None means C order."""
     requires_grad: bool = False
     is_parameter: bool = False
     attrs: Value = None
     location: str = "cpu"
-    """The device of the storage, as the first view of it says."""
+    """The device of the storage; the first view of a storage decides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageSlot:
-    """Where the bytes of one storage go."""
+    """The position of the bytes of one storage."""
 
     key: str
     tensor: Tensor
-    """Its values in C order are the storage."""
+    """Its values in C order are the bytes of the storage."""
     offset: int
     nbytes: int
 
@@ -80,7 +80,7 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class FileLayout:
-    """Where every byte of a file goes."""
+    """The position of every byte of a file."""
 
     stem: str
     nbytes: int
@@ -88,8 +88,8 @@ class FileLayout:
     _members: tuple[_Member, ...] = field(repr=False)
     _directory: int = field(repr=False)
 
-    def stream(self, chunks: Chunks, found: list[int] | None = None) -> Iterator[bytes | memoryview]:
-        """All bytes of the file, in order. The CRC-32 of each storage is appended to `found`."""
+    def stream(self, chunks: Chunks, storage_crcs: list[int] | None = None) -> Iterator[bytes | memoryview]:
+        """All bytes of the file, in order. Appends the CRC-32 of each storage to `storage_crcs`."""
         crcs: list[int] = []
         slots = iter(self.storages)
         for member in self._members:
@@ -104,16 +104,16 @@ class FileLayout:
                     crc, nbytes = crc32(chunk, crc), nbytes + chunk.nbytes
                     yield chunk
                 if nbytes != member.nbytes:
-                    raise ValueError(f"{nbytes} bytes were given for a storage of {member.nbytes}")
+                    raise ValueError(f"{nbytes} bytes were given for a storage of {member.nbytes} bytes")
                 crcs.append(crc)
-                if found is not None:
-                    found.append(crc)
+                if storage_crcs is not None:
+                    storage_crcs.append(crc)
             yield _descriptor(member, crcs[-1])
         yield _directory(self._members, self._directory, crcs)
 
     def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """All bytes that are not tensor data, as (offset, bytes), given the CRC-32 of each storage."""
-        given = iter(crcs)
+        remaining_crcs = iter(crcs)
         all_crcs: list[int] = []
         for member in self._members:
             header = _local_header(member)
@@ -122,13 +122,13 @@ class FileLayout:
                 all_crcs.append(crc32(data))
                 yield member.header, header + data + _descriptor(member, all_crcs[-1])
             else:
-                all_crcs.append(next(given))
+                all_crcs.append(next(remaining_crcs))
                 yield member.header, header
                 yield member.start + member.nbytes, _descriptor(member, all_crcs[-1])
         yield self._directory, _directory(self._members, self._directory, all_crcs)
 
     def seals(self, path: Path, crcs: Sequence[int]) -> tuple[Seal, ...]:
-        """What a reader will find the storages of the file sealed with."""
+        """The checksums of the storages, as a reader of the file gets them."""
         return tuple(
             Seal(path, slot.offset, slot.nbytes, "crc32", crc, f"{self.stem}/data/{slot.key}")
             for slot, crc in zip(self.storages, crcs, strict=True)
@@ -138,17 +138,17 @@ class FileLayout:
         assert member.data is not None
         if not member.name.endswith(b"/.data/serialization_id"):
             return member.data
-        # torch hashes the names and joins the checksums; any 40 digits that depend on the content will do.
+        # torch hashes the names and concatenates the checksums. Any 40 digits that depend on the content are valid.
         joined = b"".join(struct.pack("<I", crc) for crc in crcs)
         return b"%020d%020d" % (crc32(b"\n".join(m.name for m in self._members)), crc32(joined))
 
 
 def layout_file(root: Value, stem: str) -> FileLayout:
-    """Lay out a file that holds a tree of values.
+    """The layout of a file that stores a tree of values.
 
     Leaves may be `Tensor`s, `StorageView`s, and the `TensorRef`s and `Storage`s
-    of other files. `stem` is the name of the archive's folder; torch takes that
-    of the file. Raises `Unsupported` for values that cannot be written.
+    of other files. `stem` is the name of the archive's folder; torch uses the
+    stem of the file name. Raises `Unsupported` for values that cannot be written.
     """
     storages = _Storages()
     pickled = emit(root, storages.lower)
@@ -157,7 +157,7 @@ def layout_file(root: Value, stem: str) -> FileLayout:
         (".format_version", 1, b"1"),
         (".storage_alignment", 2, str(ALIGNMENT).encode()),
         ("byteorder", 6, b"little"),
-        *((f"data/{kept.key}", kept.nbytes, None) for kept in storages.kept.values()),
+        *((f"data/{storage.key}", storage.nbytes, None) for storage in storages.by_object.values()),
         ("version", 2, b"3\n"),
         (".data/serialization_id", 40, b"0" * 40),
     ]
@@ -169,36 +169,39 @@ def layout_file(root: Value, stem: str) -> FileLayout:
         at = start + nbytes + (24 if nbytes >= _WIDE else 16)
     starts = (member.start for member in members if member.data is None)
     slots = tuple(
-        StorageSlot(kept.key, kept.tensor, start, kept.nbytes)
-        for kept, start in zip(storages.kept.values(), starts, strict=True)
+        StorageSlot(storage.key, storage.tensor, start, storage.nbytes)
+        for storage, start in zip(storages.by_object.values(), starts, strict=True)
     )
     directory = _directory(members, at, [0] * len(members))
     return FileLayout(stem, at + len(directory), slots, tuple(members), at)
 
 
 def write_file(path: Path, root: Value, chunks: Chunks, stem: str | None = None) -> tuple[Seal, ...]:
-    """Write a file front to back; return the seals of its storages.
+    """Write a file from front to back; return the seals of its storages.
 
-    The file is not fsynced, nor written under a temporary name: that is for
-    whoever commits it. Raises `NoSpace`, `OutputError` or what `chunks` raises.
+    The file is not fsynced, and not written under a temporary name: the caller
+    does both. Raises `NoSpace`, `OutputError` or what `chunks` raises.
     """
     layout = layout_file(root, path.stem if stem is None else stem)
     crcs: list[int] = []
     try:
         with open(path, "wb") as file:
-            for piece in layout.stream(chunks, crcs):
-                file.write(piece)
+            for part in layout.stream(chunks, crcs):
+                file.write(part)
     except OSError as error:
         raise unwritable(error, path) from error
     return layout.seals(path, crcs)
 
 
-def reading_chunks(reader: Reader, most: int = 1 << 24) -> Chunks:
-    """Chunks of at most `most` bytes, read through `reader` as they are asked for."""
+def reading_chunks(reader: Reader, max_nbytes: int = 1 << 24) -> Chunks:
+    """A function that yields a tensor in chunks of at most `max_nbytes` bytes, read through `reader`.
+
+    All chunks share one buffer: a chunk is valid until the next one is taken.
+    """
 
     def chunks(tensor: Tensor) -> Iterator[memoryview]:
         buffer = np.empty(0, tensor.dtype)
-        for box in slabs(tensor.shape, max(most // tensor.dtype.itemsize, 1)):
+        for box in slabs(tensor.shape, max(max_nbytes // tensor.dtype.itemsize, 1)):
             if buffer.size < box.size:
                 buffer = np.empty(box.size, tensor.dtype)
             part = buffer[: box.size].reshape(box.shape)
@@ -209,7 +212,7 @@ def reading_chunks(reader: Reader, most: int = 1 << 24) -> Chunks:
 
 
 def unwritable(error: OSError, path: Path) -> OutputError:
-    """Say why the system would not let us write this file."""
+    """The error that explains why the system refuses to write this file."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("the disk is full", where=path, hint="Free some space, or write elsewhere.")
     return OutputError(f"cannot be written: {os.strerror(error.errno or 0)}", where=path)
@@ -224,48 +227,48 @@ class _StoredOnce:
     location: str
     tensor: Tensor
     source: Tensor | Storage
-    """Kept alive, since it is told apart by its id."""
+    """A reference keeps the object alive, because its id identifies it."""
 
     @property
-    def mark(self) -> Persistent:
+    def persistent_id(self) -> Persistent:
         return Persistent(("storage", self.cls, self.key, self.location, self.numel))
 
 
 class _Storages:
-    """The storages that a tree of values needs, numbered as they are met."""
+    """The storages that a tree of values needs, numbered in the order in which it refers to them."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[object, ...], _StoredOnce] = {}
+        self.by_object: dict[tuple[object, ...], _StoredOnce] = {}
 
     def lower(self, value: Value) -> Record | Persistent | None:
-        """What to write for tensors and storages."""
+        """What to write for a tensor or a storage; None for other values."""
         if isinstance(value, Tensor):
             value = StorageView(value, 0, value.shape)
         if isinstance(value, StorageView):
-            return _tensor_record(self._of_tensor(value.base, value.location), value.base.dtype, value)
+            return _tensor_record(self._for_tensor(value.base, value.location), value.base.dtype, value)
         if isinstance(value, TensorRef):
-            return _tensor_record(self._of_storage(value.storage), value.dtype, value)
+            return _tensor_record(self._for_storage(value.storage), value.dtype, value)
         if isinstance(value, Storage):
-            return self._of_storage(value).mark
+            return self._for_storage(value).persistent_id
         return None
 
-    def _of_tensor(self, base: Tensor, location: str) -> _StoredOnce:
+    def _for_tensor(self, base: Tensor, location: str) -> _StoredOnce:
         key = (id(base),)
-        if key not in self.kept:
+        if key not in self.by_object:
             name = base.dtype.name
             if DTYPES.get(name) != base.dtype:
                 raise Unsupported(f"torch has no tensors of type {base.dtype}")
             cls = _CLASS_OF.get(name, _UNTYPED)
             numel = base.size if cls is not _UNTYPED else base.nbytes
-            self.kept[key] = _StoredOnce(str(len(self.kept)), cls, numel, base.nbytes, location, base, base)
-        return self.kept[key]
+            self.by_object[key] = _StoredOnce(str(len(self.by_object)), cls, numel, base.nbytes, location, base, base)
+        return self.by_object[key]
 
-    def _of_storage(self, storage: Storage) -> _StoredOnce:
-        key = (storage.path, id(storage.places), storage.key)
-        if key not in self.kept:
+    def _for_storage(self, storage: Storage) -> _StoredOnce:
+        key = (storage.path, id(storage.offsets), storage.key)
+        if key not in self.by_object:
             raw = FileBlob.packed(storage.path, storage.offset, (storage.nbytes,), DTYPES["uint8"], storage.seal)
-            self.kept[key] = _StoredOnce(
-                str(len(self.kept)),
+            self.by_object[key] = _StoredOnce(
+                str(len(self.by_object)),
                 storage.cls,
                 storage.numel,
                 storage.nbytes,
@@ -273,35 +276,35 @@ class _Storages:
                 Tensor.of(raw),
                 storage,
             )
-        return self.kept[key]
+        return self.by_object[key]
 
 
-def _tensor_record(kept: _StoredOnce, dtype: DType, view: StorageView | TensorRef) -> Record:
+def _tensor_record(storage: _StoredOnce, dtype: DType, view: StorageView | TensorRef) -> Record:
     strides = c_strides(view.shape, 1) if view.strides is None else view.strides
-    _check_inside(view, strides, kept.nbytes // dtype.itemsize)
+    _check_inside(view, strides, storage.nbytes // dtype.itemsize)
     hooks = StdDict()
     args = (
-        kept.mark,
+        storage.persistent_id,
         view.offset,
         tuple(view.shape),
         tuple(strides),
         view.requires_grad and not view.is_parameter,
         hooks,
     )
-    if _CLASS_OF.get(dtype.name) == kept.cls:
-        made = Record(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    if _CLASS_OF.get(dtype.name) == storage.cls:
+        tensor = Record(Global("torch._utils", "_rebuild_tensor_v2"), args)
     else:
-        made = Record(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype.name)))
+        tensor = Record(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype.name)))
     if view.is_parameter and view.attrs:
         return Record(
-            Global("torch._utils", "_rebuild_parameter_with_state"), (made, view.requires_grad, hooks, view.attrs)
+            Global("torch._utils", "_rebuild_parameter_with_state"), (tensor, view.requires_grad, hooks, view.attrs)
         )
     if view.is_parameter:
-        return Record(Global("torch._utils", "_rebuild_parameter"), (made, view.requires_grad, hooks))
+        return Record(Global("torch._utils", "_rebuild_parameter"), (tensor, view.requires_grad, hooks))
     if view.attrs:
-        how = (made.cls, Global("torch", "Tensor"), made.args, view.attrs)
-        return Record(Global("torch._tensor", "_rebuild_from_type_v2"), how)
-    return made
+        call_args = (tensor.cls, Global("torch", "Tensor"), tensor.args, view.attrs)
+        return Record(Global("torch._tensor", "_rebuild_from_type_v2"), call_args)
+    return tensor
 
 
 def _check_inside(view: StorageView | TensorRef, strides: Shape, stored: int) -> None:
@@ -311,9 +314,9 @@ def _check_inside(view: StorageView | TensorRef, strides: Shape, stored: int) ->
 
 
 def _extra_length(header: int, name_length: int, nbytes: int) -> int:
-    """Bytes of the extra field that make the data begin at a multiple of `ALIGNMENT`."""
-    least = (20 if nbytes >= _WIDE else 0) + 4
-    return least + -(header + 30 + name_length + least) % ALIGNMENT
+    """Length of the extra field in bytes, so that the data begin at a multiple of `ALIGNMENT`."""
+    min_length = (20 if nbytes >= _WIDE else 0) + 4
+    return min_length + -(header + 30 + name_length + min_length) % ALIGNMENT
 
 
 def _local_header(member: _Member) -> bytes:
@@ -362,7 +365,7 @@ def _central_entry(member: _Member, crc: int) -> bytes:
 
 
 def _directory(members: Sequence[_Member], at: int, crcs: Sequence[int]) -> bytes:
-    """The central directory and its end records. Like torch, always with the 64-bit ones."""
+    """The central directory and its end records. As in torch, always with the 64-bit records."""
     entries = b"".join(map(_central_entry, members, crcs))
     count, nbytes = len(members), len(entries)
     short, small = min(count, 0xFFFF), min(nbytes, _WIDE)

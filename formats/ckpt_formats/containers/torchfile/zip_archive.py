@@ -1,13 +1,12 @@
-"""The zip archives of `torch.save`, read by a strict parser of our own.
+"""The zip archives of `torch.save`, read by a strict parser.
 
 torch stores members uncompressed, one after another and each followed by a
-data descriptor, so a member is a slice of the file. Whatever is unlike that is
-refused, because readers disagree about it: of two members with one name torch
-takes the first and Python the last, and bytes in front of, between or behind
-members are seen by some and not by others. What a scanner has approved must be
-what is loaded.
+data descriptor, so a member is a slice of the file. Everything else is refused,
+because readers interpret it differently: of two members with one name torch
+takes the first and Python the last, and some readers ignore bytes before,
+between or after members. What a scanner approves must be what is loaded.
 
-Layout as in APPNOTE 6.3.9, 4.3 and 4.5.3.
+Source of the layout: APPNOTE 6.3.9, sections 4.3 and 4.5.3.
 """
 
 import re
@@ -21,8 +20,8 @@ from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal, crc32
 
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
-MOST_MEMBERS = 1 << 22
-MOST_DIRECTORY = 512 << 20
+MAX_MEMBERS = 1 << 22
+MAX_DIRECTORY = 512 << 20
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -33,25 +32,25 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _ENCRYPTED, _DESCRIPTOR, _PATCHED, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 _FORBIDDEN = _ENCRYPTED | _STRONG | _MASKED | _PATCHED
 _DESCRIPTOR_SIZES = (12, 16, 20, 24)  # with or without a signature, with sizes of 32 or 64 bits
-_MOST_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
+_MAX_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 
 # Parts between slashes, none of them empty, "." or "..".
 _NAME = re.compile(r"(?:(?!\.{0,2}(?:/|\Z))[^/\\]+(?:/|\Z))+\Z")
 
-# A look-up of one local header brings in those of the next members too: they are wanted next.
+# A look-up of one local header also reads those of the next members, because they are needed next.
 _AHEAD = 64
 
 
-@dataclass(slots=True, eq=False)  # not frozen, like storages, for the same reason
+@dataclass(slots=True, eq=False)  # not frozen, for the same reason as storages
 class ZipMember:
     """One file in the archive."""
 
     name: str
     header: int
-    """Byte offset of its local header in the window."""
-    room: int
-    """Bytes from there to whatever follows."""
+    """Offset of its local header in the window, in bytes."""
+    extent: int
+    """Bytes from there to the next member or the directory."""
     nbytes: int
     crc: int
     flags: int
@@ -59,24 +58,24 @@ class ZipMember:
 
 @dataclass(eq=False)
 class Archive:
-    """The directory of one archive. Local headers are read when the place of a member is asked for."""
+    """The directory of one archive. A local header is read when the data of its member are first located."""
 
     path: Path
     base: int
     length: int
     members: tuple[ZipMember, ...]
-    """In the order in which they lie in the file."""
+    """In file order."""
     index: dict[str, int]
     stem: str = ""
     sealed: bool = True
-    """False if torch was told not to compute checksums: then all of them are zero."""
+    """False if torch computed no checksums: then all of them are zero."""
     _starts: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index
 
     def member(self, name: str) -> ZipMember:
-        """The member of this name, counted from the archive's one folder. Raises `Corrupt` if there is none."""
+        """The member of this name inside the archive's one folder. Raises `Corrupt` if there is none."""
         at = self.index.get(f"{self.stem}/{name}")
         if at is None:
             raise Corrupt(f"the archive has no member {name!r:.80}", where=self.path)
@@ -94,10 +93,10 @@ class Archive:
             if seal := self._seal(member, self.start(member)):
                 yield seal
 
-    def read(self, name: str, window: ByteSource, most: int) -> bytes:
-        """All bytes of a member, checked against its checksum."""
+    def read(self, name: str, window: ByteSource, limit: int) -> bytes:
+        """All bytes of a member, after a check of its checksum. Raises `Corrupt`, or `Unsafe` above `limit` bytes."""
         member = self.member(name)
-        if member.nbytes > most:
+        if member.nbytes > limit:
             raise Unsafe(f"has {member.nbytes} bytes: it would exhaust memory", where=f"{self.path} ({member.name})")
         data = window.at(self._locate(member, window), member.nbytes)
         if self.sealed and crc32(data) != member.crc:
@@ -108,13 +107,13 @@ class Archive:
             )
         return data
 
-    def check(self, window: ByteSource, most: int) -> None:
-        """Check everything but the storages now, and look up where these are. Raises `Corrupt`."""
+    def check(self, window: ByteSource, limit: int) -> None:
+        """Check all members except storages, and locate the storages. Raises `Corrupt`."""
         storages = f"{self.stem}/data/"
         for member in self.members:
             self._starts[member.header] = self.base + self._locate(member, window)
             if not member.name.startswith(storages):
-                self.read(member.name[len(self.stem) + 1 :], window, most)
+                self.read(member.name[len(self.stem) + 1 :], window, limit)
 
     def _seal(self, member: ZipMember, start: int) -> Seal | None:
         if not self.sealed or not member.nbytes:
@@ -122,36 +121,36 @@ class Archive:
         return Seal(self.path, start, member.nbytes, "crc32", member.crc, member.name)
 
     def start(self, member: ZipMember) -> int:
-        """Where the data of a member begin in the file."""
+        """Offset of the data of a member in the file, in bytes."""
         if member.header not in self._starts:
             first = self.index[member.name]
             with Window(self.path, self.base, self.length) as window:
                 for other in self.members[first : first + _AHEAD]:
                     if other.header not in self._starts:
                         self._starts[other.header] = self.base + self._locate(other, window)
-        found: int = self._starts[member.header]
-        return found
+        start: int = self._starts[member.header]
+        return start
 
     def _locate(self, member: ZipMember, window: ByteSource) -> int:
-        """Where the data of a member begin in the window: its local header says how long itself is."""
+        """Offset of the data of a member in the window; the length of its local header is in that header."""
         name = member.name.encode()
         head = window.at(member.header, _LOCAL.size + len(name))
         magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = _LOCAL.unpack_from(head)
-        later = bool(flags & _DESCRIPTOR)  # checksum and sizes follow the data
+        has_descriptor = bool(flags & _DESCRIPTOR)  # checksum and sizes follow the data
         if (
             magic != LOCAL
             or method != 0
             or flags != member.flags
             or name_length != len(name)
             or head[_LOCAL.size :] != name
-            or crc not in ((0, member.crc) if later else (member.crc,))
-            or not {packed, nbytes} <= ({0, member.nbytes, _FULL32} if later else {member.nbytes, _FULL32})
+            or crc not in ((0, member.crc) if has_descriptor else (member.crc,))
+            or not {packed, nbytes} <= ({0, member.nbytes, _FULL32} if has_descriptor else {member.nbytes, _FULL32})
         ):
             raise Corrupt("the archive's directory and the member contradict each other", where=self._where(member))
         start = _LOCAL.size + name_length + extra_length
-        slack = member.room - start - member.nbytes
-        if slack not in (_DESCRIPTOR_SIZES if later else (0,)):
-            raise Corrupt("the member is longer or shorter than its room in the archive", where=self._where(member))
+        slack = member.extent - start - member.nbytes
+        if slack not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
+            raise Corrupt("the member is longer or shorter than its space in the archive", where=self._where(member))
         return member.header + int(start)
 
     def _where(self, member: ZipMember) -> str:
@@ -159,9 +158,9 @@ class Archive:
 
 
 def read_directory(window: ByteSource) -> Archive:
-    """Parse the archive's directory, and find the one folder that has a `data.pkl`.
+    """Parse the archive's directory, and find the one folder with a `data.pkl`.
 
-    Raises `Corrupt`, `Unsafe` or, for what zip allows but torch never writes, `Unsupported`.
+    Raises `Corrupt`, `Unsafe`, or `Unsupported` for what zip allows but torch never writes.
     """
     start, stop, count = _find_directory(window)
     members = _members(window, window.at(start, stop - start), start, count)
@@ -174,7 +173,7 @@ def read_directory(window: ByteSource) -> Archive:
 
 
 def central_entries(window: ByteSource) -> Iterator[tuple[str, int]]:
-    """Where the directory's entry of each member begins. The directory is known to be sound."""
+    """The name of each member, and the offset of its entry in the directory, which was checked before."""
     at, _, count = _find_directory(window)
     for _ in range(count):
         lengths = _CENTRAL.unpack_from(window.at(at, _CENTRAL.size))[10:13]
@@ -183,7 +182,7 @@ def central_entries(window: ByteSource) -> Iterator[tuple[str, int]]:
 
 
 def _find_directory(window: ByteSource) -> tuple[int, int, int]:
-    """First and last byte of the central directory, and the number of its entries."""
+    """First and last byte (exclusive) of the central directory, and the number of its entries."""
     size = window.length
     if size < _END.size:
         raise window.corrupt("the archive is too short to have a directory")
@@ -208,7 +207,7 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
         magic, record, _, _, *full = _END64.unpack_from(tail)
         if magic != END64 or record != _END64.size - 12:
             raise window.corrupt("the archive's 64-bit directory is malformed")
-        if any(a not in (b, most) for a, b, most in zip(short, full, limits, strict=True)):
+        if any(a not in (b, limit) for a, b, limit in zip(short, full, limits, strict=True)):
             raise window.corrupt("the archive has two directories that contradict each other")
         disk, disks, here, count, nbytes, start = full
     elif _FULL16 in (here, count) or _FULL32 in (nbytes, start):
@@ -219,13 +218,13 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
         raise window.corrupt("the archive's directory does not reach to its end record")
     if count * _CENTRAL.size > nbytes:
         raise window.corrupt(f"the archive's directory cannot hold {count} entries in {nbytes} bytes")
-    if count > MOST_MEMBERS or nbytes > MOST_DIRECTORY:
+    if count > MAX_MEMBERS or nbytes > MAX_DIRECTORY:
         raise Unsafe("the archive's directory would exhaust memory", where=window.path)
     return start, stop, count
 
 
 def _members(window: ByteSource, directory: bytes, end: int, count: int) -> tuple[ZipMember, ...]:
-    found: list[tuple[int, str, int, int, int, int]] = []
+    entries: list[tuple[int, str, int, int, int, int]] = []
     names: set[str] = set()
     at = 0
     for _ in range(count):
@@ -257,35 +256,33 @@ def _members(window: ByteSource, directory: bytes, end: int, count: int) -> tupl
         at += name_length
         if _FULL32 in (nbytes, packed, header):
             extra = directory[at : at + extra_length]
-            nbytes, packed, header = _widened(extra, (nbytes, packed, header), window, name)
+            nbytes, packed, header = _resolve_zip64(extra, (nbytes, packed, header), window, name)
         at += extra_length + note_length
         if flags & _FORBIDDEN or method != 0 or packed != nbytes or disk or name in names:
-            if _is_program(name.partition("/")[2]):  # of which newer PyTorchs compress the code
-                raise _program(f"{window.path} ({name})")
-            raise _unlike_torch(f"{window.path} ({name})", flags, method, name in names)
+            if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
+                raise _torchscript_error(f"{window.path} ({name})")
+            raise _error_for_entry(f"{window.path} ({name})", flags, method, name in names)
         names.add(name)
-        found.append((header, name, name_length, nbytes, crc, flags))
+        entries.append((header, name, name_length, nbytes, crc, flags))
     if at != len(directory):
         raise window.corrupt("the archive's directory has more bytes than entries")
-    found.sort()
+    entries.sort()
     members = []
-    if found and found[0][0] != 0:
-        raise Unsafe(
-            "there are bytes in front of the archive: it could be another kind of file, too", where=window.path
-        )
-    for i, (header, name, name_length, nbytes, crc, flags) in enumerate(found):
-        room = (found[i + 1][0] if i + 1 < len(found) else end) - header
-        slack = room - _LOCAL.size - name_length - nbytes
+    if entries and entries[0][0] != 0:
+        raise Unsafe("there are bytes before the archive: it could also be a file of another kind", where=window.path)
+    for i, (header, name, name_length, nbytes, crc, flags) in enumerate(entries):
+        extent = (entries[i + 1][0] if i + 1 < len(entries) else end) - header
+        slack = extent - _LOCAL.size - name_length - nbytes
         if slack < 0:
             raise Corrupt("overlaps with what follows it in the archive", where=f"{window.path} ({name})")
-        if slack > _MOST_SLACK:
-            raise Corrupt("there are bytes behind it that belong to nothing", where=f"{window.path} ({name})")
-        members.append(ZipMember(name, header, room, nbytes, crc, flags))
+        if slack > _MAX_SLACK:
+            raise Corrupt("is followed by bytes that belong to no member", where=f"{window.path} ({name})")
+        members.append(ZipMember(name, header, extent, nbytes, crc, flags))
     return tuple(members)
 
 
-def _unlike_torch(where: str, flags: int, method: int, twice: bool) -> CkptError:
-    """Say which rule an entry of the directory breaks."""
+def _error_for_entry(where: str, flags: int, method: int, twice: bool) -> CkptError:
+    """The error that names the rule which an entry of the directory breaks."""
     if flags & (_ENCRYPTED | _STRONG | _MASKED):
         return Unsupported("is encrypted; torch never does that", where=where)
     if method != 0 or flags & _PATCHED:
@@ -295,7 +292,9 @@ def _unlike_torch(where: str, flags: int, method: int, twice: bool) -> CkptError
             hint="Unpack the archive and store its files again: zip -0 -r.",
         )
     if twice:
-        return Unsafe("two members of the archive have this name: programs differ in which they load", where=where)
+        return Unsafe(
+            "two members of the archive have this name, and programs differ in which one they load", where=where
+        )
     return Corrupt("the archive gives two sizes for one member", where=where)
 
 
@@ -309,8 +308,8 @@ def _checked_name(raw: bytes, window: ByteSource) -> str:
     return name
 
 
-def _widened(extra: bytes, fields: tuple[int, int, int], window: ByteSource, name: str) -> list[int]:
-    """Replace the fields that are too short by those of the zip64 extra field, which has them in this order."""
+def _resolve_zip64(extra: bytes, fields: tuple[int, int, int], window: ByteSource, name: str) -> list[int]:
+    """The fields, with those that overflow replaced by values of the zip64 extra field, in the same order."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -340,20 +339,20 @@ def _stem(archive: Archive) -> str:
     for member in archive.members:
         folder, _, rest = member.name.partition("/")
         if folder != stem:
-            raise Unsafe("lies outside of the archive's one folder", where=f"{archive.path} ({member.name})")
-        if _is_program(rest):
-            raise _program(f"{archive.path} ({member.name})")
+            raise Unsafe("lies outside the archive's one folder", where=f"{archive.path} ({member.name})")
+        if _is_torchscript(rest):
+            raise _torchscript_error(f"{archive.path} ({member.name})")
     return stem
 
 
-def _is_program(name: str) -> bool:
-    """Does only TorchScript have this in its archives?"""
+def _is_torchscript(name: str) -> bool:
+    """Whether only archives of TorchScript have this member."""
     return name == "constants.pkl" or name.partition("/")[0] == "code"
 
 
-def _program(where: str) -> Unsupported:
+def _torchscript_error(where: str) -> Unsupported:
     return Unsupported(
-        "is a TorchScript program: its tensors are named by code, which nothing here runs",
+        "is a TorchScript program: its code names the tensors, and ckpt runs no code",
         where=where,
         hint="Load it with torch.jit.load, and save its state_dict() with torch.save.",
     )

@@ -94,14 +94,14 @@ class ItemReader:
             if isinstance(window, Frame):
                 window.check(file.seals())
                 return DecompressedBlob(window, replace(raw, seal=None))
-            if (template := file.alike(window)) is not None and len(self._forms) < _MAX_FORMS:
+            if (template := file.as_template(window)) is not None and len(self._forms) < _MAX_FORMS:
                 self._forms[form] = template
             return raw if raw.seal is None else replace(raw, seal=replace(raw.seal, label=block.label))
 
 
 def _from_template(known: ParsedTemplate, crc: int, window: Window, block: "ItemBlob") -> FileBlob:
     """The values of an item that has the same form as an earlier one."""
-    raw, base = known.raw, window.base
+    raw, base = known.blob, window.base
     seal = Seal(window.path, base + known.start, known.stop - known.start, "crc32", crc, block.label)
     return FileBlob(window.path, base + raw.offset, raw.shape, raw.dtype, raw.strides, seal)
 

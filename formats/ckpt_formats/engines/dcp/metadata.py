@@ -18,7 +18,7 @@ from operator import add
 from pathlib import Path, PurePosixPath
 
 from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, load_pickle
-from ckpt_formats.containers.torchfile.storages import MOST_AXES, MOST_ELEMENTS
+from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
@@ -271,6 +271,6 @@ class _MetadataReader:
 
 
 def _is_shape(value: Value) -> bool:
-    if not isinstance(value, tuple) or len(value) > MOST_AXES:
+    if not isinstance(value, tuple) or len(value) > MAX_AXES:
         return False
-    return all(type(n) is int and 0 <= n < MOST_ELEMENTS for n in value)
+    return all(type(n) is int and 0 <= n < MAX_ELEMENTS for n in value)

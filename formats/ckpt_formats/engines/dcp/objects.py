@@ -26,7 +26,7 @@ from ckpt_formats.core.values import Global, Size, Value
 from ckpt_formats.engines.dcp.compressed_items import DecompressedBlob, Frame
 from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
-from ckpt_formats.state_dicts.extras import rebuilt
+from ckpt_formats.state_dicts.extras import map_leaves
 
 MAX_BYTES = 256 << 20
 _END_NBYTES = 22
@@ -88,7 +88,7 @@ def _read(window: ByteSource, item: ItemRange) -> Object:
         file = open_item(window)
         if isinstance(window, Frame):
             window.check(file.seals())
-            return Object(rebuilt(file.root, partial(_decompressed, window)))
+            return Object(map_leaves(file.root, partial(_decompressed, window)))
         seals = (storage.seal for storage in file.storages)
         return Object(file.root, tuple(seal for seal in seals if seal is not None))
     if head[:1] == bytes((PROTO,)) and isinstance(window, Window):

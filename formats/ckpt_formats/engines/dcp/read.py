@@ -20,7 +20,7 @@ from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unna
 from ckpt_formats.engines.dcp.metadata import ItemRange, Metadata, Steps, StoredTensor, read_metadata
 from ckpt_formats.engines.dcp.nesting import nested
 from ckpt_formats.engines.dcp.objects import ObjectReader, check_between
-from ckpt_formats.state_dicts.extras import numbered
+from ckpt_formats.state_dicts.extras import candidate_names
 from ckpt_formats.state_dicts.keys import TORCHTITAN
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name
@@ -111,7 +111,7 @@ def _read(member: MetadataFolder, rules: Sequence[Rule]) -> _FolderContent:
     part.notices += unnamed_bytes(folder, sizes, [item for metadata in by_rank for item in metadata.items])
     part.tree = nested(values, paths, folder)
     if differing:
-        part.tree[next(key for key in numbered(RANKS) if key not in part.tree)] = differing
+        part.tree[next(key for key in candidate_names(RANKS) if key not in part.tree)] = differing
         part.notices.append(Notice(f"ranks saved different values under the same keys: carried under `{RANKS}`"))
     if stale := [*member.stale_files, *stale_files(folder, sizes)]:
         text = f"{printable(folder.name)} has files of another save, which no metadata name"

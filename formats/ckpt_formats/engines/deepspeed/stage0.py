@@ -54,14 +54,14 @@ def read_numbered(
             hint="Name them, in the order of the optimizer's groups, with --param-order; "
             "or save from ZeRO stage 1, where names are stored.",
         )
-    bare = any(run.flat is None and any(slot.master is None for slot in run.slots) for run in numbered)
+    bare = any(run.flat is None and any(slot.master is None for slot in run.parameters) for run in numbered)
     result = OptimizerStates(by_order=not ordered and bare and has_equals((match.name for match in matches), named))
     shapes = {one.name: one.tensor for one in named}
     for match in matches:
-        group = groups[match.run]
+        group = groups[match.group]
         result.states[match.name], result.values[match.name] = group.states(match, shapes[match.name])
     for g, group in enumerate(listed):
-        names = tuple(match.name for match in matches if match.run == g)
+        names = tuple(match.name for match in matches if match.group == g)
         _use_one_step(result, names)
         result.groups.append(Group(options_of(group, file.path), names))
     return result
@@ -94,7 +94,7 @@ class _NumberedGroup:
     def states(self, match: Assignment, model: Tensor) -> tuple[dict[str, Tensor], dict[str, Value]]:
         """The states and plain values of the parameter that the assignment names. `model` gives its shape."""
         if self.numbered.flat is None:
-            slot, one = self.numbered.slots[match.start], self._sorted[match.start]
+            slot, one = self.numbered.parameters[match.start], self._sorted[match.start]
             masters = {} if slot.master is None else {MASTER: slot.master}
             return {**masters, **self._vectors(one), **one.scalars}, dict(one.values)
         one = self._sorted[0]

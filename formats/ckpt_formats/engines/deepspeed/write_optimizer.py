@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ckpt_formats.containers.torchfile_tree import apart
+from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
@@ -114,7 +114,7 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
         for one in members:
-            states = apart({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
+            states = unshare_states({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
             if entry := {**states, **one.values}:
                 state[number] = entry
             number += 1
@@ -246,7 +246,7 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
                 raise Unsupported(
                     f"`{first.name}` and `{differing.name}` are in one group, but their `{state}` differs"
                 )
-    return {**apart({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
+    return {**unshare_states({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
 def _flat(members: Sequence[Parameter], state: str, offsets: Sequence[int], low: int, high: int) -> Tensor:

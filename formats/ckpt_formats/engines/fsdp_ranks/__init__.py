@@ -95,7 +95,7 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
             if not order and matched_by_order(optimizers, optimizer, model):
                 notices.append(Notice(BY_ORDER, ("optim",), Weight.UNSURE))
             _check_one_step(optimizer, folder)
-    state = training_state(root, folder.path, options.order, options.orders, carried=extra)
+    state = training_state(root, folder.path, options.order, options.orders, further_extras=extra)
     mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
     return Checkpoint(
         folder.path,

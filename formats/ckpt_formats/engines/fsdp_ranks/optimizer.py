@@ -130,7 +130,7 @@ def _titles(
     trained = [one for one in flat if role_of(one) != "buffer"]
     runs = [NumberedGroup(tuple(_slot(states[key]) for key in group["params"])) for group in groups]
     matches = only_assignment(runs, trained) if trained else None
-    return None if matches is None else {groups[m.run]["params"][m.start]: m.name for m in matches}
+    return None if matches is None else {groups[m.group]["params"][m.start]: m.name for m in matches}
 
 
 def _slot(states: Mapping[int, Mapping[str, Value]]) -> NumberedParameter:

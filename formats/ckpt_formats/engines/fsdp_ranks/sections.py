@@ -12,7 +12,7 @@ from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
 from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile
 from ckpt_formats.state_dicts.model import MODEL_KEYS
-from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without
+from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without_optimizers
 
 Files = dict[str, dict[int, RankFile]]
 """Files by role, then by rank."""
@@ -31,7 +31,7 @@ def sorted_files(files: Files) -> Files:
         if len(optimizers) > 1:
             names = ", ".join(printable(one.title) for one in optimizers)
             raise Unsupported(f"holds the states of several optimizers: {names}", where=file.path)
-        tree = without(file.root, optimizers)
+        tree = without_optimizers(file.root, optimizers)
         key = next((key for key in MODEL_KEYS if _has_leaf(tree.get(key))), None)
         if not optimizers and key is None:
             continue

@@ -107,7 +107,7 @@ def _with_model(
             extras[key] = optimizer.root
             notices = (Notice(UNKNOWN_ORDER, weight=Weight.LOST),)
     state_read = training_state(
-        root, folder.path, options.order, options.orders, carried=extras, in_order=order is not None
+        root, folder.path, options.order, options.orders, further_extras=extras, in_order=order is not None
     )
     if optimizer is not None and "optimizer" in state_read.extras:
         state_read.extras[key] = state_read.extras.pop("optimizer")

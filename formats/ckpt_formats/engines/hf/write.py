@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors_shards import cut, weights_part, write_weights
+from ckpt_formats.containers.safetensors_shards import split_weights, weights_part, write_weights
 from ckpt_formats.containers.shard_index import numbered_names
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
@@ -55,7 +55,7 @@ def plan_files(
         )
     said = list(remarks(spelled, named, config))
     files, changed = _with_dtype(files, named)
-    groups = [sorted(group, key=_place_in_file) for group in cut(named, shard_nbytes)]
+    groups = [sorted(group, key=_place_in_file) for group in split_weights(named, shard_nbytes)]
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
     held = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
     taken = {part.file for part in held}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.names import TIED, is_buffer, is_expert, is_extra_state, layer_of
-from ckpt_formats.state_dicts.leaves import between, named_leaves, tensor_leaf
+from ckpt_formats.state_dicts.leaves import named_leaves, non_tensor_items, tensor_leaf
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def chunk_of(state_dict: Mapping[Value, Value]) -> ModelChunk:
             extra[name] = leaf
         else:
             tensors[name] = tensor_leaf(leaf)
-    return ModelChunk(tensors, extra | dict(between(state_dict)))
+    return ModelChunk(tensors, extra | dict(non_tensor_items(state_dict)))
 
 
 def is_shared(name: str) -> bool:

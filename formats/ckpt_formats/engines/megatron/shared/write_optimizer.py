@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ckpt_formats.containers.torchfile_tree import apart
+from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
@@ -247,7 +247,7 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
             step = parameter.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
             states = {s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
-            if entry := {**apart(states), **counted, **values}:
+            if entry := {**unshare_states(states), **counted, **values}:
                 state[number] = entry
             number += 1
         listed.append({**group.options, **({"step": steps.pop()} if steps else {}), "params": list(numbers)})
