@@ -69,7 +69,7 @@ def at(run: Path, step: int) -> Checkpoint:
 
 def loss(run: Path, state: str = WEIGHTS) -> dict[str, float]:
     """What the chain says of its last member."""
-    return dict(index.read(run).members[-1].losses[state])  # type: ignore[arg-type]
+    return dict(index.read(run).members[-1].errors[state])  # type: ignore[arg-type]
 
 
 def norm(values: Array) -> float:

@@ -15,7 +15,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ENTRY, chunk_count, chunk_form
 from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
-from ckpt_formats.universal.entry import MOST_JOINT
+from ckpt_formats.universal.entry import MAX_DELTA_CHUNK_NBYTES
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.replay import DeltaBlob
 
@@ -139,7 +139,7 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
     chunk = _chunk_shape(shape, against.earlier)
     joint = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
     nbytes = prod(chunk) * sum(tensor.dtype.itemsize for tensor in joint.values())
-    if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
+    if not prod(shape) or nbytes > MAX_DELTA_CHUNK_NBYTES or parameter.role == "extra":
         return
     samples = _samples(chunk_count(shape, chunk))
     if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):

@@ -66,5 +66,5 @@ class ModelCopy:
 
     def state(self) -> StateEntry:
         digest = hash_text(self._values.intdigest())
-        loss = figures(self._lost, changed=False)
-        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)
+        error = figures(self._lost, changed=False)
+        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, error=error)
