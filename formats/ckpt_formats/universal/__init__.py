@@ -45,7 +45,7 @@ class Universal(WritableFormat):
     needs_model = False
 
     codec: str | None = None
-    """The codec of the states: `auto` is the best one for each, else the text of one codec, such as `planes:level=max`."""
+    """The codec of the states: `auto` is the best one for each, else the text of one, such as `planes:level=max`."""
     level: Level = "default"
     """The level of compression: a higher one needs more time."""
     check: bool = True
@@ -60,7 +60,7 @@ class Universal(WritableFormat):
 
     @property
     def encoding(self) -> EncodingOptions | None:
-        """The options of `codec`, `level` and `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
+        """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
         if self.codec is None:
             return None
         return EncodingOptions.of(self.codec, self.level, self.check)
