@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_codecs import CODECS
+from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
-from ckpt_formats.core.encoding import LEVELS, EncodingOptions
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import Universal
+from ckpt_formats.universal import StatesContent, Universal
 
 HERE = Path(__file__).resolve().parent
 NAME = "universal-v2"
@@ -109,11 +110,11 @@ def main() -> None:
     source = Checkpoint(out, Origin("golden", "2", 7), held, (group,), {"epoch": 3})
     format = Universal()
     receipts = []
-    for part in format.plan(source):
+    for part in format.plan(source).files:
         (parameter,) = part.parameters
         coding = found[parameter.name][1]
         with Reader() as reader:
-            receipts.append(format.write(out, replace(part, what={"coding": coding.to_json()}), Transfer(reader)))
+            receipts.append(format.write(out, replace(part, content=StatesContent(coding)), Transfer(reader)))
     format.commit(out, source, receipts)
     expected = {
         f"{name}/{state}": [tensor.dtype.name, list(tensor.shape), xxhash.xxh3_128_hexdigest(read(tensor).tobytes())]

@@ -30,8 +30,8 @@ def cases(seed: int = 0) -> Iterator[Case]:
             for shape in LARGER:
                 weights = random.normal(0, 0.02, shape)
                 yield f"weights-{dtype}-{shape}", weights.astype(dtype), None
-                kept = weights * (random.random(shape) < 0.05)
-                yield f"mostly-zero-{dtype}-{shape}", kept.astype(dtype), None
+                sparse = weights * (random.random(shape) < 0.05)
+                yield f"mostly-zero-{dtype}-{shape}", sparse.astype(dtype), None
     yield from moments(random)
     for dtype in ("int8", "int32", "int64", "uint16"):
         for name, made in integers(random):

@@ -29,7 +29,7 @@ def adam(
         "exp_avg": np.zeros(shape, F32),
         "exp_avg_sq": np.zeros(shape, F32),
     }
-    held = [state]
+    states = [state]
     for t in range(1, 21 + steps):
         g = (scales * random.normal(0, 1, shape)).astype(F32)
         if bf16:
@@ -39,8 +39,8 @@ def adam(
         under = np.sqrt(v) / np.float32((1 - 0.95**t) ** 0.5) + np.float32(1e-8)
         w = state["fp32"] * np.float32(1 - rate * 0.1) - np.float32(rate / (1 - 0.9**t)) * m / under
         state = {"fp32": w.astype(F32), "exp_avg": m, "exp_avg_sq": v}
-        held.append(state)
-    return StatePair(held[20], held[20 + steps]), StepInfo(20, 20 + steps, {**OPTIONS, "lr": rate})
+        states.append(state)
+    return StatePair(states[20], states[20 + steps]), StepInfo(20, 20 + steps, {**OPTIONS, "lr": rate})
 
 
 def momentum(shape: tuple[int, ...], seed: int = 0) -> tuple[StatePair, StepInfo]:
@@ -85,7 +85,7 @@ def cases(seed: int = 0) -> Iterator[Case]:
     rows = np.exp2(np.random.default_rng(seed).normal(0, 1, (600, 1))).astype(F32)
     grown = {**later.after, "exp_avg_sq": later.after["exp_avg_sq"] * rows}
     yield "rows-grow", StatePair(later.before, grown), way
-    yield "seldom", *seldom(seed)
+    yield "few-changes", *few_changes(seed)
     yield "momentum", *momentum((70, 90), seed)
     yield "unchanged", StatePair(change.after, change.after), step
     other = adam((300, 80), 1, seed + 1)[0]
@@ -111,7 +111,7 @@ def small(seed: int) -> Iterator[Case]:
         yield f"garbage-later-{shape}", StatePair(*states), StepInfo(1, 9, OPTIONS)
 
 
-def seldom(seed: int) -> tuple[StatePair, StepInfo]:
+def few_changes(seed: int) -> tuple[StatePair, StepInfo]:
     """Weights in bfloat16 of which few change."""
     random = np.random.default_rng(seed)
     before = random.normal(0, 0.02, (200, 90)).astype(BF16)

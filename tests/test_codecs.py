@@ -140,9 +140,9 @@ def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec) -> None:
     first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
     data = codec.encode(first, None)
     found = codec.decode(data, first.shape, F32, None)
-    kept = bytes(data)
+    original = bytes(data)
     codec.decode(codec.encode(second, None), second.shape, F32, None)
-    assert bytes(data) == kept
+    assert bytes(data) == original
     assert bits(found) == bits(first)
 
 

@@ -184,13 +184,13 @@ def test_a_chunk_takes_no_fresh_pages() -> None:
 
 STATES = """
 from pathlib import Path
-from ckpt_formats.base import Parameter
-from ckpt_formats.coding import Coding
-from ckpt_formats.files import Reader
-from ckpt_formats.tensor import Raw, Tensor
-from ckpt_formats.transfer import Transfer
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.parameter_file import write_parameter
-from ckpt_formats.universal.stored_states import read_states
+from ckpt_formats.universal.read_states import read_states
 folder = Path({folder!r})
 random = np.random.default_rng(0)
 shape, states, at = (5000, 384), {{}}, 0
@@ -198,12 +198,12 @@ with (folder / "raw").open("wb") as out:
     for name in ("fp32", "exp_avg", "exp_avg_sq"):
         values = (random.normal(0, 1, shape) ** 2 * 1e-4).astype("f4")
         out.write(values.data)
-        states[name] = Tensor.of(Raw.packed(folder / "raw", at, shape, values.dtype))
+        states[name] = Tensor.of(FileBlob.packed(folder / "raw", at, shape, values.dtype))
         at += values.nbytes
 parameter, chunks = Parameter("w", "parameter", states), 3 * 8
 def write():
     with Reader() as reader, Transfer(reader) as transfer:
-        return write_parameter(folder, "coded", parameter, transfer, Coding())
+        return write_parameter(folder, "coded", parameter, transfer, EncodingOptions())
 def read():
     with Reader() as reader, Transfer(reader) as transfer:
         return [sum(1 for _ in transfer.chunks(tensor)) for tensor in stored.values()]

@@ -18,8 +18,8 @@ SHAPE = (256, 120)
 
 
 def states(weights: Any, optimizer: Any) -> dict[str, Array]:
-    held = {name: value for name, value in optimizer.state[weights].items() if name != "step"}
-    return {"fp32": weights.detach().numpy().copy(), **{n: v.numpy().copy() for n, v in held.items()}}
+    states = {name: value for name, value in optimizer.state[weights].items() if name != "step"}
+    return {"fp32": weights.detach().numpy().copy(), **{n: v.numpy().copy() for n, v in states.items()}}
 
 
 def stepped(kind: Any, steps: int = 1, bf16: bool = False, **options: Any) -> tuple[StatePair, StepInfo]:

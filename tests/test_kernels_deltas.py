@@ -15,7 +15,6 @@ import oracle.contexts
 import oracle.float32_grid
 import oracle.optimizer_steps
 import oracle.second_moments
-import oracle.sparse_plane
 import oracle.sparse_steps
 import oracle.zigzag
 from ckpt_codecs import CodecError
@@ -31,7 +30,6 @@ TRIALS = Trials(
     oracle.float32_grid,
     oracle.byte_rows,
     oracle.sparse_steps,
-    oracle.sparse_plane,
     oracle.ans_steps,
     oracle.optimizer_steps,
 )
@@ -243,7 +241,7 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return lambda run: read_by(run.read_rows, np.empty(n, np.uint8), data, columns)
 
 
-def halves(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, int]:
+def float16_words(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, int]:
     before, after = change(random, n, [np.uint16])
     count = int(random.integers(1, 17))
     return before, after, buckets(random, n, count), count
@@ -251,14 +249,14 @@ def halves(random: np.random.Generator, n: int) -> tuple[Array, Array, Array, in
 
 @trial("find_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     changes = int(np.count_nonzero(predicted != actual))
     return lambda run: run.find_steps(predicted, actual, which, count, changes)
 
 
 def sparse(random: np.random.Generator, n: int) -> tuple[tuple[Array, ...], Array, Array]:
     """What is written, the predictions and the buckets."""
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     steps = TWINS.find_steps(predicted, actual, which, count, int(np.count_nonzero(predicted != actual)))
     shifts = random.integers(0, 25, count).astype(np.uint8) // random.integers(1, 9, dtype=np.uint8)
     return (*steps, shifts), predicted, which
@@ -286,27 +284,9 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return lambda run: read_by(run.read_sparse_steps, np.empty(n, np.uint16), data, predicted, which, sizes)
 
 
-@trial("read_sparse_plane")
-def _(random: np.random.Generator, n: int) -> Trial:
-    """There is no writer any more: the golden chunks have valid bytes. Here are as many bytes as some plane takes."""
-    counts = np.bincount(buckets(random, n, 16), minlength=int(random.integers(16, 17)))
-    shifts = random.choice(np.array([0, 1, 3, 24, 255], np.uint8), counts.size)
-    data = random.integers(0, int(random.choice([1, 2, 256])), int(random.integers(2 * n + 9)), np.uint8)
-    data = whole_plane(data, counts, shifts, n)
-    return lambda run: read_by(run.read_sparse_plane, np.empty(n, np.uint8), data, counts, shifts)
-
-
-def whole_plane(data: Array, counts: Array, shifts: Array, n: int) -> Array:
-    """As many of the bytes as a plane takes that begins so, if one does: half of them then are valid."""
-    reader = oracle.sparse_plane.Reader(data.tobytes())
-    if oracle.sparse_plane.read_values(reader, counts, shifts, np.empty(n, np.uint8)) and reader.at <= data.size:
-        return data[: reader.at]
-    return data
-
-
 @trial("count_step_symbols")
 def _(random: np.random.Generator, n: int) -> Trial:
-    arguments = halves(random, n)
+    arguments = float16_words(random, n)
     return lambda run: [part.copy() for part in run.count_step_symbols(*arguments)]
 
 
@@ -320,14 +300,14 @@ def weights_for(counts: Array) -> Array:
 
 @trial("write_ans_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    symbols, counts, _ = TWINS.count_step_symbols(*halves(random, n))
+    symbols, counts, _ = TWINS.count_step_symbols(*float16_words(random, n))
     weights = weights_for(counts)
     return lambda run: [part.copy() for part in run.write_ans_steps(symbols, weights)]
 
 
 @trial("read_ans_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    predicted, actual, which, count = halves(random, n)
+    predicted, actual, which, count = float16_words(random, n)
     symbols, counts, bits = TWINS.count_step_symbols(predicted, actual, which, count)
     weights = weights_for(counts)
     states, found = TWINS.write_ans_steps(symbols, weights)
@@ -461,8 +441,6 @@ def test_values_that_would_leave_a_table_are_refused() -> None:
         lambda: deltas.count_step_symbols(zeros, ones, seventeenth, 16),
         lambda: deltas.write_ans_steps(zeros, weights),
         lambda: deltas.read_ans_steps(zeros, none, weights, np.zeros(16, np.uint32), zeros, out, ones),
-        lambda: deltas.read_sparse_plane(out, sizes + 1, none[:1], none),
-        lambda: deltas.read_sparse_plane(out, sizes, none[:1] + np.uint8(25), none),
     ]
     for call in refused:
         with pytest.raises(CodecError, match="a bug in ckpt"):

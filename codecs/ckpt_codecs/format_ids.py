@@ -5,9 +5,8 @@ STORED = 0
 CONSTANT = 1
 PACKED7 = 2
 HUFFMAN = 3
-HUF0 = 4
-RUNS = 5
-DIGITS = 6
+RUNS = 4
+DIGITS = 5
 
 ENTRY = 5
 """Bytes of a chunk's directory per stream: 1 for the kind, 4 for the size."""

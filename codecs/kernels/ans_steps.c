@@ -1,11 +1,11 @@
-/* Steps of 16-bit floats of which many are not zero, by asymmetric numeral systems; docs/delta-codecs.md, "Tables".
+/* Steps of 16-bit floats of which many are not zero, by asymmetric numeral systems; docs/delta-codecs.md, "ANS steps".
  *
- * Duda, "Asymmetric numeral systems" (2013), with 16 states that take turns, so that no value waits for the one before it
+ * Duda, "Asymmetric numeral systems" (2013), with 16 states in turn, so that no value waits for the one before it
  * (Giesen, "Interleaved entropy coders", 2014). A step has a symbol: one for each step near zero, one for half an octave
- * of the others, whose low bits are stored as they are. Each bucket of values has a table of weights of its own.
+ * of the others, whose low bits are stored as they are. Each bucket of values has its own table of weights.
  *
- * Safe because: a table is as large as its index can be (12 bits of a slot, 4 of a bucket), weights are checked to add up
- * to 4096, which bounds a state below 2^32, and words and bits are compared with what is left before they are taken. */
+ * Memory safety: a table is as large as its index can be (12 bits of a slot, 4 of a bucket), weights are checked to add up
+ * to 4096, which bounds a state below 2^32, and words and bits are compared with the remaining ones before they are read. */
 #include "kernels.h"
 
 #ifdef __AVX2__

@@ -1,6 +1,6 @@
 /* float32 rounded to bfloat16, as every trainer casts its master weights: IEEE 754, to nearest, ties to even.
  *
- * Why it is safe: reads and writes exactly `count` elements. */
+ * Memory safety: reads and writes exactly `count` elements. */
 #include "lossless.h"
 
 INLINE bool is_nan(u32 word) { return (word & 0x7FFFFFFF) > 0x7F800000; }

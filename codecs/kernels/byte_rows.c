@@ -1,6 +1,6 @@
-/* Rows of bytes of which each is like the one above it, by the range coder; docs/delta-codecs.md, "Tables".
+/* Rows of bytes, each similar to the one above it, by the range coder; docs/delta-codecs.md, "ANS steps".
  *
- * Safe because: a bit length of a byte is 0 to 8, and there is a group of models for each. */
+ * Memory safety: a bit length of a byte is 0 to 8, and there is a group of models for each. */
 #include "kernels.h"
 
 enum { BYTE_MODELS = 8 * MODELS_PER_BIT, ROW_MODELS = 9 * BYTE_MODELS };

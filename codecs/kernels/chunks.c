@@ -1,7 +1,7 @@
 /* Whole chunks in one call: words to planes to streams, and back.
  *
- * Why it is safe: every exported kernel checks its sizes at its top, so that planes, streams and scratch are inside what
- * the caller lent; streams are never larger than their planes. */
+ * Memory safety: every exported kernel first checks its sizes, so that planes, streams and scratch are inside the
+ * caller's buffers; streams are never larger than their planes. */
 #include "lossless.h"
 
 enum { MAX_STREAMS = 64 };
@@ -204,7 +204,7 @@ i64 API(read_streams)(const u8 *source, i64 source_size, const u8 *kinds, const 
     Code *code = take_code(&s);
     if (!code || !has_room(&s, sparse_scratch(largest))) return BAD_SIZE;
     for (i64 i = 0; i < count; i++) {
-        if (kinds[i] == STORED || kinds[i] == ZSTD_FRAME) continue;
+        if (kinds[i] == STORED) continue;
         const u8 *stream = source + starts[i];
         if (!read_stream(kinds[i], stream, starts[i + 1] - starts[i], out + places[i], sizes[i], s, code)) return i;
     }

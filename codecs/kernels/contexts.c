@@ -1,7 +1,7 @@
-/* Symbols put together by what is known of each beforehand, in their order, and back; docs/delta-codecs.md, "Grids" and
- * "Buckets".
+/* Symbols grouped by contexts, in their order, and back; docs/delta-codecs.md, "Grids" and
+ * "Steps of 16-bit floats".
  *
- * Safe because: a context is a byte and tables have 256 entries; places are sums of counts of the same contexts. */
+ * Memory safety: a context is a byte and tables have 256 entries; places are sums of counts of the same contexts. */
 #include "kernels.h"
 
 /* Four tables by turns: one would wait for its own sums. */

@@ -1,5 +1,5 @@
-/* The kernels of deltas that Python calls. A reader of bytes returns 1, or 0 if they are damaged; its output is then
- * undefined. A writer returns how many bytes there are, of which it wrote those that have room. */
+/* The kernels of delta codecs that Python calls. A reader of bytes returns 1, or 0 if they are damaged; its output is then
+ * undefined. A writer returns the number of coded bytes, and writes as many of them as its buffer has. */
 #ifndef CKPT_DELTAS_H
 #define CKPT_DELTAS_H
 
@@ -7,34 +7,34 @@
 
 /* ---- zigzag.c: words of `width` 1, 2, 4 or 8 bytes; `count` planes of n bytes, 1 to `width` of them ---- */
 
-/* How many bits the largest zigzagged difference has, 0 to 64. */
+/* Returns the number of bits of the largest zigzagged difference, 0 to 64. */
 i64 API(zigzag_bits)(int width, const void *before, const void *after, i64 n);
-/* The lowest bytes of the zigzagged differences, a plane each. */
+/* Fills each plane with one of the lowest bytes of the zigzagged differences. */
 i64 API(split_zigzags)(int width, const void *before, const void *after, i64 n, u8 *const *planes, int count);
 i64 API(merge_zigzags)(int width, const void *before, const u8 *const *planes, int count, void *out, i64 n);
 
 /* ---- contexts.c ---- */
 
-/* Exponents of 16-bit floats less `least`, limited to 0 and count - 1. */
+/* Exponents of 16-bit floats minus `least`, limited to 0 and count - 1. */
 i64 API(exponent_buckets)(const u16 *words, i64 n, int mantissa_bits, int least, int count, u8 *out);
 /* How often each of 256 contexts occurs. */
 i64 API(count_contexts)(const u8 *contexts, i64 n, i64 *counts);
-/* The symbols of each context together, in their order; and in their places again. */
+/* Groups the symbols by context, in their order; and undoes it. */
 i64 API(gather)(const u8 *contexts, const u8 *plane, i64 n, u8 *out);
 i64 API(scatter)(const u8 *contexts, const u8 *plane, i64 n, u8 *out);
 
 /* ---- second_moments.c: words of float32 ---- */
 
-/* Exponents `shift` octaves from those of the roots, limited to 1 and 254. */
+/* Exponents of square roots plus `shift`, limited to 1 and 254. */
 i64 API(root_units)(const u32 *second, i64 n, int shift, u8 *out);
-/* By how many quarter octaves words have grown, less `least`, limited to 0 and count - 1. */
+/* Growth of values in quarter octaves, minus `least`, limited to 0 and count - 1. */
 i64 API(growth_contexts)(const u32 *before, const u32 *after, i64 n, int least, int count, u8 *out);
-/* Words of rows and columns that have grown by so many sixteenths of an octave. */
+/* Values grown by the drifts of their rows and columns, in sixteenths of an octave. */
 i64 API(apply_drift)(const u32 *words, const i8 *rows, i64 row_count, const i8 *columns, i64 column_count, u32 *out);
 
 /* ---- float32_grid.c: words of float32; bits end with 8 bytes of padding ---- */
 
-/* Symbols and depths, of which there are up to n; returns how many bits there are. `bits` has 4 bytes a value and 8. */
+/* Writes n symbols and up to n depths; returns the number of bits. `bits` has 4 bytes per value and 8 more. */
 i64 API(to_grid)(const u32 *predicted, const u32 *actual, const u8 *units, i64 n, u8 *symbols, u8 *depths,
                  i64 *depth_count, u8 *bits, i64 bits_size);
 i64 API(from_grid)(const u32 *predicted, const u8 *units, const u8 *symbols, i64 n, const u8 *depths, i64 depth_count,
@@ -48,48 +48,42 @@ i64 API(read_rows)(const u8 *data, i64 data_size, i64 columns, u8 *rows, i64 siz
 /* ---- sparse_steps.c: words of 16-bit floats, each of one of up to 16 buckets ---- */
 
 /* Of each change its bucket, its step and the gap after it; of each bucket its size and the gap before its first change.
- * Returns how many changes there are, at most `room`. */
+ * Returns the number of changes, at most `room`. */
 i64 API(find_steps)(const u16 *predicted, const u16 *actual, const u8 *which, i64 n, i64 buckets, u8 *bucket_of,
                     i64 *gaps, u16 *steps, i64 room, i64 *sizes, i64 *first_gaps);
-/* `shifts`: of each bucket, the bits of a gap that are told evenly, 0 to 24. */
+/* `shifts`: of each bucket, the bits of a gap with equal probabilities, 0 to 24. */
 i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *steps, i64 count, const i64 *sizes,
                             const i64 *first_gaps, const u8 *shifts, i64 buckets, u8 *out, i64 room);
 i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, const u8 *which, i64 n,
                            const i64 *sizes, i64 buckets, u16 *out);
 
-/* ---- sparse_plane.c: 16 contexts at most, each of counts[c] bytes of the plane ---- */
-
-/* `shifts`: of each context, the bits of a gap that are told evenly, 0 to 24, or 255 if there are no gaps. */
-i64 API(read_sparse_plane)(const u8 *data, i64 data_size, const i64 *counts, const u8 *shifts, i64 contexts, u8 *plane,
-                           i64 size);
-
 /* ---- ans_steps.c: words of 16-bit floats, each of one of up to 16 buckets; tables of 108 symbols for each bucket ---- */
 
-/* Each value's bucket << 8 and symbol, and how often each symbol occurs in each bucket; returns how many bits of far steps
- * there are. `bits` has 2 bytes a value and 16. */
+/* Each value's bucket << 8 plus symbol, and how often each symbol occurs in each bucket; returns the number of bits of large
+ * steps. `bits` has 2 bytes per value and 16 more. */
 i64 API(count_step_symbols_scratch)(void);
 i64 API(count_step_symbols)(const u16 *predicted, const u16 *actual, const u8 *which, i64 n, u16 *symbols, u32 *counts,
                             i64 buckets, u8 *bits, i64 bits_size, u8 *scratch, i64 scratch_size);
-/* Fills 16 states and the last ones of n + 1 words, or of more; returns the place of the first of these. The weights of each
- * bucket add up to 4096. */
+/* Fills 16 states and the last words of `words`, which has n + 1 or more; returns the index of the first word. The weights
+ * of each bucket add up to 4096. */
 i64 API(write_ans_steps_scratch)(void);
 i64 API(write_ans_steps)(const u16 *symbols, i64 n, const u32 *weights, i64 buckets, u32 *states, u16 *words, i64 room,
                          u8 *scratch, i64 scratch_size);
-/* The bits of far steps end with 8 bytes of padding. */
+/* The bits of large steps end with 8 bytes of padding. */
 i64 API(read_ans_steps_scratch)(i64 n);
 i64 API(read_ans_steps)(const u16 *predicted, const u8 *which, i64 n, const u32 *weights, i64 buckets,
                         const u32 *states, const u16 *words, i64 word_count, const u8 *bits, i64 bits_size, u16 *out,
                         u8 *scratch, i64 scratch_size);
 
-/* ---- optimizer_steps.c: arrays of n floats; its head explains the dialects ---- */
+/* ---- optimizer_steps.c: arrays of n floats; its head explains the orders of operations ---- */
 
 i64 API(infer_gradients)(const float *m0, const float *m1, i64 n, double gain, float *out);
-i64 API(infer_bfloat16_gradients)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain,
+i64 API(infer_bfloat16_gradients)(const float *m0, const float *m1, i64 n, double scale, float decay, float gain,
                                   int form, u16 *out);
-/* How many first moments come out to the bit if gradients were bfloat16 times `scale`. */
-i64 API(count_bfloat16_matches)(const float *m0, const float *m1, i64 n, double scale, float kept, float gain, int form);
-i64 API(step_first_moments)(const float *m, const float *g, i64 n, float kept, float gain, int form, float *out);
-i64 API(step_second_moments)(const float *v, const float *g, i64 n, float kept, float gain, int form, float *out);
+/* Returns how many of m1 are exact if gradients are bfloat16 times `scale`. */
+i64 API(count_bfloat16_matches)(const float *m0, const float *m1, i64 n, double scale, float decay, float gain, int form);
+i64 API(step_first_moments)(const float *m, const float *g, i64 n, float decay, float gain, int form, float *out);
+i64 API(step_second_moments)(const float *v, const float *g, i64 n, float decay, float gain, int form, float *out);
 i64 API(step_adam_torch)(const float *w, const float *m, const float *v, i64 n, double weight_factor, double step_size,
                          float bias2_root, float eps, float *out);
 i64 API(step_adam_fused)(const float *w, const float *m, const float *v, i64 n, double weight_factor, double step_size,

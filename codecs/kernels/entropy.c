@@ -1,7 +1,7 @@
 /* The entropy of a plane: of all of its symbols, or estimated from a sample.
  *
- * Encoders choose by these numbers, so they must be the same on every machine: log2 is our own, and every sum has a
- * fixed order. Why it is safe: a sample lies within the plane by its construction. */
+ * Encoders choose by these numbers, so they must be the same on every machine: log2 is implemented here, and every sum has a
+ * fixed order. Memory safety: a sample lies within the plane by its construction. */
 #include "lossless.h"
 
 /* log2 of x >= 1 up to 2^53, exact for powers of two, else within 1e-15 of its value: x = 2^k * m with m from sqrt(1/2)

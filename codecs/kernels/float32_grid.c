@@ -1,13 +1,13 @@
-/* Float32 words on a grid of its own for each value; docs/delta-codecs.md, "Grids".
+/* Float32 words on a grid for each value; docs/delta-codecs.md, "Grids".
  *
  * The exponent of a grid's unit is a byte. A symbol says how many units a value is from its prediction; the bits of the
  * mantissa below a unit are stored as they are; of a value below one unit, a depth says how far below.
  *
  * A block of values goes through two passes: one computes on vectors, the other moves bits. The second takes eight values
- * at a time, and asks once whether one of them is of a rare kind.
+ * at a time, and tests once if one of them is of a rare kind.
  *
- * Safe because: shifts are masked; the bits have 8 bytes more than they need, so that each load and store is of a whole
- * word; depths and bits are compared with what is left before they are taken. */
+ * Memory safety: shifts are masked; the bits have 8 bytes more than they need, so that each load and store is of a whole
+ * word; depths and bits are compared with the remaining ones before they are read. */
 #include "kernels.h"
 
 enum { MANTISSA_BITS = 23, GRID_MIDDLE = 127, GRID_FARTHEST = 126, DEPTH_PLUS_ZERO = 255, DEPTH_MINUS_ZERO = 254 };

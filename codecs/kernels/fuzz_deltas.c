@@ -116,24 +116,6 @@ static void fuzz_ans_steps(void) {
     }
 }
 
-static void fuzz_sparse_plane(void) {
-    i64 contexts = 1 + random_below(16), size = 0, counts[16];
-    u8 shifts[16];
-    for (i64 c = 0; c < contexts; c++) {
-        counts[c] = one_in(4) ? 0 : random_below(90), size += counts[c];
-        shifts[c] = one_in(2) ? 255 : (u8)random_below(25);
-    }
-    u8 *plane = exact(size);
-    i64 *exact_counts = exact_copy(counts, contexts * 8);
-    u8 *exact_shifts = exact_copy(shifts, contexts);
-    for (int i = 0; i < 12; i++) {
-        i64 length = random_below(one_in(3) ? 12 : 500);
-        u8 *data = random_bytes(length);
-        if (one_in(3)) memset(data, one_in(2) ? 0 : 255, (size_t)length);
-        EXPECT(READ(read_sparse_plane)(data, length, exact_counts, exact_shifts, contexts, plane, size) >= 0);
-    }
-}
-
 /* Words of float32. */
 static u32 *fuzz_float_words(i64 n) {
     u32 *words = exact(4 * n);
@@ -240,7 +222,6 @@ static void fuzz_deltas(void) {
     fuzz_rows();
     fuzz_sparse_steps();
     fuzz_ans_steps();
-    fuzz_sparse_plane();
     fuzz_grid();
     fuzz_zigzags();
     fuzz_contexts();

@@ -3,9 +3,9 @@
  * docs/codecs.md, "Huffman streams", specifies the bytes. Code lengths come from the counts by the in-place method of
  * Moffat and Katajainen, "In-Place Calculation of Minimum-Redundancy Codes" (1995), and are then limited to 11 bits.
  *
- * Why it is safe. The writer knows the size of each bit stream before it writes it, and the caller has made room for
+ * Memory safety. The writer knows the size of each bit stream before it writes it, and the caller's buffer is as large as
  * their sum. The reader builds its table only from a complete code, so every entry of the table is set. Both have one
- * fast loop without checks; it runs a number of rounds that follows from the smallest room left. */
+ * fast loop without checks; it runs a number of rounds that follows from the smallest remaining buffer. */
 #include "lossless.h"
 
 /* ---- counting ---- */

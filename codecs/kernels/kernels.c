@@ -18,7 +18,6 @@
 #include "byte_rows.c"
 #include "sparse_steps.c"
 #include "ans_steps.c"
-#include "sparse_plane.c"
 #include "zigzag.c"
 #include "contexts.c"
 #include "second_moments.c"

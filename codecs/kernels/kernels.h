@@ -1,13 +1,13 @@
-/* What all kernels share: words, limits, errors, scratch, and how Python finds a function.
+/* What all kernels share: integer types, limits, errors, scratch memory, and the names of functions for Python.
  *
- * Rules that keep them safe against whatever a file holds:
+ * Rules that make them safe for any content of a file:
  * - Every buffer comes with its length. An exported function checks all lengths before it touches memory, and returns
- *   BAD_SIZE where they do not fit: that is a mistake of the caller, never of a file.
- * - Nothing is allocated, kept between calls, or written but the buffers that were passed.
- * - No buffer has more than MOST_ELEMENTS, so that no product of sizes overflows an i64.
+ *   BAD_SIZE if they do not fit: that is a bug of the caller, never caused by a file.
+ * - Nothing is allocated or stored between calls, and only the buffers of the caller are written.
+ * - No buffer has more than MAX_ELEMENTS, so that no product of sizes overflows an i64.
  * - Bytes of a file are read by load16, load32 and load64, which accept any address.
  * - Signed numbers never overflow and are never shifted to the left while negative.
- * - Floating-point operations happen one by one, as NumPy does them: the build forbids contraction and fast-math.
+ * - Floating-point operations are rounded one by one, as in NumPy: the build forbids contraction and fast-math.
  *
  * Files are little-endian, and so is every machine that this compiles for. */
 #ifndef CKPT_KERNELS_H
@@ -36,9 +36,9 @@ typedef int64_t i64;
 #define min(a, b) ((a) < (b) ? (a) : (b))
 #define max(a, b) ((a) > (b) ? (a) : (b))
 
-/* The sources are compiled once for each level of CPU, and each level has a prefix of its own: v2_encode, v3_encode.
- * All that Python calls is named API(name) and declared in lossless.h, deltas.h, lossy.h,
- * stepping.h or gradients.h; all else is static. */
+/* The sources are compiled once for each level of CPU, and each level has its own prefix: v2_encode, v3_encode.
+ * All functions that Python calls are named API(name) and declared in lossless.h, deltas.h, lossy.h,
+ * stepping.h or gradients.h; all others are static. */
 #ifndef LEVEL
 #define LEVEL v1
 #endif
@@ -46,13 +46,13 @@ typedef int64_t i64;
 #define JOIN(a, b) JOIN_EXPANDED(a, b)
 #define API(name) JOIN(LEVEL, name)
 
-/* What an exported function returns where it is called with sizes that do not fit; any other result is >= 0. */
+/* The result of an exported function that is called with sizes that do not fit; any other result is >= 0. */
 #define BAD_SIZE ((i64)-1)
 
-#define MOST_ELEMENTS ((i64)1 << 28)
+#define MAX_ELEMENTS ((i64)1 << 28)
 
 /* Is this the length of a buffer? */
-INLINE bool is_size(i64 size) { return size >= 0 && size <= MOST_ELEMENTS; }
+INLINE bool is_size(i64 size) { return size >= 0 && size <= MAX_ELEMENTS; }
 
 INLINE u16 load16(const u8 *at) { u16 word; memcpy(&word, at, sizeof word); return word; }
 INLINE u32 load32(const u8 *at) { u32 word; memcpy(&word, at, sizeof word); return word; }
@@ -64,20 +64,20 @@ INLINE void store64(u8 *at, u64 word) { memcpy(at, &word, sizeof word); }
 /* The bits of a float, and the float of bits. */
 INLINE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, sizeof bits); return bits; }
 INLINE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
-/* IEEE 754 leaves the bits of a NaN open: one for all. */
+/* IEEE 754 does not define the bits of a NaN: all become one. */
 INLINE float canonical_nan(float x) { return x == x ? x : float_of_bits(0x7FC00000); }
 INLINE u64 bits_of_double(double value) { u64 bits; memcpy(&bits, &value, sizeof bits); return bits; }
 INLINE double double_of_bits(u64 bits) { double value; memcpy(&value, &bits, sizeof value); return value; }
 
-/* Scratch memory that the caller passes, given out piece by piece. Python aligns its start to 64 bytes. */
+/* Scratch memory of the caller, which is divided into parts. Python aligns its start to 64 bytes. */
 typedef struct {
     u8 *next, *end;
 } Scratch;
 
-/* What `size` bytes take up of a Scratch, so that all pieces stay aligned. */
+/* The bytes that a part of `size` bytes takes in a Scratch, so that all parts are aligned. */
 #define PIECE(size) (((i64)(size) + 63) & ~(i64)63)
 
-/* The next `size` bytes, aligned like the start; NULL if not so many are left. */
+/* The next `size` bytes, aligned like the start; NULL if there are not as many. */
 INLINE void *take(Scratch *scratch, i64 size) {
     if (size < 0 || size > scratch->end - scratch->next || PIECE(size) > scratch->end - scratch->next) return NULL;
     u8 *piece = scratch->next;

@@ -1,4 +1,4 @@
-/* Which kernels this CPU runs, asked of the CPU itself: __builtin_cpu_supports answers no to everything in what zig links.
+/* The level of kernels that this CPU can run, by cpuid: __builtin_cpu_supports returns 0 for everything in what zig links.
  * Compiled once, for the oldest CPU of the platform. */
 #include "level.h"
 

@@ -12,18 +12,18 @@
 i64 API(lossless_scratch)(i64 width, i64 count, i64 columns);
 
 /* Write a chunk of planes after its first byte, out[0]: the directory, then `width` streams. `words`: `count` values of
- * 1, 2, 4 or 8 bytes. `floats`: 1 if the exponent goes to a plane of its own, 0 for the bytes as they are. `max_ratio`
+ * 1, 2, 4 or 8 bytes. `floats`: 1 if the exponent has its own plane, 0 for the bytes as they are. `max_ratio`
  * and `sampled` as for write_streams. `out` needs 1 + width * (5 + count) bytes. Returns the end of the chunk in `out`. */
 i64 API(write_planes)(int floats, i64 width, const u8 *words, i64 count, double max_ratio, int sampled, u8 *out,
                       i64 out_size, u8 *scratch, i64 scratch_size);
 
-/* Fill `words` from a chunk of planes, of which the first byte is not looked at. Returns 0; or 1 + the number of the
- * first stream that is damaged or a frame of zstd; or 1 + width if the directory is damaged. */
+/* Fill `words` from a chunk of planes, whose first byte is not read. Returns 0; or 1 + the number of the
+ * first damaged stream; or 1 + width if the directory is damaged. */
 i64 API(read_planes)(int floats, i64 width, const u8 *source, i64 source_size, u8 *words, i64 count, u8 *scratch,
                      i64 scratch_size);
 
 /* Write a chunk of residuals after its first byte: the exponents of float32 (width 4) or bfloat16 (width 2) as
- * differences from what rows, columns and `base` predict. `base`: `count` values of `base_width` 2 or 4 bytes, or NULL
+ * differences from the predictions by rows, columns and `base`. `base`: `count` values of `base_width` 2 or 4 bytes, or NULL
  * with base_width 0. `columns` divides `count`. `row_max_ratio`: as max_ratio, for the streams of row scales. `out`
  * needs 1 + 5 * (width + 3) + width * count + 2 + 2 * rows bytes. Returns the end of the chunk, or 0 if the residuals
  * would not be smaller than the exponents. */
@@ -37,18 +37,18 @@ i64 API(read_residuals)(i64 width, const u8 *source, i64 source_size, i64 base_w
 
 /* Turn planes into streams in place. They lie in `out` one after another, from 1 + 5 * count on, plane i of sizes[i]
  * bytes; the directory goes to out[1]. A plane is coded if that makes it smaller than max_ratios[i] of its size; if
- * sampled[i], a plane is not even tried of which a sample says that it will not. Returns the end of the last stream. */
+ * sampled[i], a plane is not tried if a sample predicts that its stream is larger. Returns the end of the last stream. */
 i64 API(write_streams)(const i64 *sizes, const double *max_ratios, const u8 *sampled, i64 count, u8 *out, i64 out_size,
                        u8 *scratch, i64 scratch_size);
 
 /* Fill planes from streams: stream i is source[starts[i]] to source[starts[i + 1]], of kinds[i]; its plane of sizes[i]
- * bytes goes to out[places[i]]. Stored streams and frames of zstd are left to the caller. Returns the number of the
- * first stream that is damaged or holds a frame of zstd, or `count`. */
+ * bytes goes to out[places[i]]. The caller handles stored streams. Returns the number of the first damaged stream,
+ * or `count`. */
 i64 API(read_streams)(const u8 *source, i64 source_size, const u8 *kinds, const i64 *starts, const i64 *sizes,
                       const i64 *places, i64 count, u8 *out, i64 out_size, u8 *scratch, i64 scratch_size);
 
 /* Entropy-code a plane if that makes it smaller. Returns the number of bytes in `out`, which needs `size` bytes: 1 for
- * the symbol of a constant plane, more for a Huffman code, 0 if the plane is to be stored. */
+ * the symbol of a constant plane, more for a Huffman code, 0 if the plane should be stored. */
 i64 API(entropy_code)(const u8 *plane, i64 size, u8 *out, i64 out_size, u8 *scratch, i64 scratch_size);
 
 /* Returns the entropy of a plane in bits per symbol, estimated from 4096 symbols. Negative if the plane is too small. */
@@ -66,8 +66,8 @@ i64 API(is_bfloat16_of)(const u32 *words, const u16 *rounded, i64 count);
 
 /* ---- shared by the files of this family ---- */
 
-/* How a stream holds its plane: the numbers in files, as in ckpt_codecs.kinds. */
-enum { STORED, CONSTANT, PACKED7, HUFFMAN, ZSTD_FRAME, RUNS, DIGITS };
+/* How a stream holds its plane: the numbers in files, as in ckpt_codecs.format_ids. */
+enum { STORED, CONSTANT, PACKED7, HUFFMAN, RUNS, DIGITS };
 /* Bytes of a stream's entry in a directory, which is also the head of an inner stream: its kind, its size in 4 bytes. */
 enum { ENTRY = 5 };
 enum { STREAMS = 8, MAX_LENGTH = 11, TABLE_SIZE = 1 << MAX_LENGTH };

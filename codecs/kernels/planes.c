@@ -1,9 +1,9 @@
-/* Words to planes of bytes and back, and what is done to the bytes of a plane.
+/* Words to planes of bytes and back, and operations on the bytes of a plane.
  *
- * docs/codecs.md, "Planes". Of floats, the last plane has the eight bits below the sign, which are the exponent of
+ * docs/codecs.md, "Float planes". Of floats, the last plane has the eight bits below the sign, which are the exponent of
  * float32 and bfloat16; the sign takes the place of the highest of them in the plane before.
  *
- * Why it is safe: every function reads and writes exactly as many bytes as its count and width say. */
+ * Memory safety: every function reads and writes exactly as many bytes as its count and width say. */
 #include "lossless.h"
 
 static bool has_planes(i64 width) { return width == 1 || width == 2 || width == 4 || width == 8; }

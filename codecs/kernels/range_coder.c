@@ -1,11 +1,11 @@
-/* An adaptive binary range coder, and numbers of any size by it; docs/delta-codecs.md, "Halves", specifies both.
+/* An adaptive binary range coder, and numbers of any size by it; docs/delta-codecs.md, "Steps of 16-bit floats", specifies both.
  *
  * The coder narrows an interval of 64-bit numbers (Martin, "Range encoding", 1979). At least 33 bits of its size are in
  * use, so a bit costs one product and no division. The writer adds a carry to the bytes that it has written already. A
  * model learns the chance of a set bit at the rate of the Krichevsky-Trofimov estimator: fast at first, then slower.
  *
- * Safe because: the writer counts bytes past the end of its buffer and does not write them, the reader takes zeros past
- * the end of its data, and every model index is made of a bit length that is bounded by the caller's `max_bits`. */
+ * Memory safety: the writer counts bytes past the end of its buffer and does not write them, the reader takes zeros past
+ * the end of its data, and every model index follows from a bit length that is bounded by the caller's `max_bits`. */
 #include "kernels.h"
 
 enum { CHANCE_BITS = 22, CERTAIN = 1 << CHANCE_BITS, MIN_CHANCE = 1 << 8, MAX_CHANCE = CERTAIN - MIN_CHANCE };

@@ -1,9 +1,9 @@
-/* The exponents of moments as differences from what their rows, their columns and another state predict.
+/* The exponents of moments as differences from predictions by their rows, their columns and another state.
  *
- * docs/codecs.md, "What rows, columns and another state foretell", has the arithmetic. All of it is on integers, so that
+ * docs/codecs.md, "Predictions from rows, columns and another state", has the arithmetic. All of it is on integers, so that
  * every machine predicts the same, and in 32 bits, so that compilers make vectors of it.
  *
- * Why it is safe: loops run over rows * columns values, which the caller has checked. A scale from a hostile file is an
+ * Memory safety: loops run over rows * columns values, which the caller has checked. A scale from a damaged file is an
  * int16; a column stays below 2^21 in magnitude, since it moves towards differences of numbers below 2^20 by at most
  * their own size; so no sum below leaves 2^24, and no product with a gain leaves 31 bits. */
 #include "lossless.h"

@@ -1,5 +1,5 @@
-/* What the second moments of Adam tell of other states, and how they drift; docs/delta-codecs.md, "Grids" and "What
- * foretells a state". All are words of float32; arithmetic that may wrap is unsigned, and what is shifted right is cast to
+/* Units and contexts from the second moments of Adam, and their drift; docs/delta-codecs.md, "Grids" and
+ * "Predictions". All are words of float32; arithmetic that may wrap is unsigned, and what is shifted right is cast to
  * signed first, since the compilers that are supported shift it arithmetically. */
 #include "kernels.h"
 
@@ -25,8 +25,8 @@ i64 API(growth_contexts)(const u32 *before, const u32 *after, i64 n, int least, 
 }
 
 i64 API(apply_drift)(const u32 *words, const i8 *rows, i64 row_count, const i8 *columns, i64 column_count, u32 *out) {
-    if (row_count < 0 || row_count > MOST_ELEMENTS || column_count < 0 || column_count > MOST_ELEMENTS) return BAD_SIZE;
-    if (row_count * column_count > MOST_ELEMENTS) return BAD_SIZE;
+    if (row_count < 0 || row_count > MAX_ELEMENTS || column_count < 0 || column_count > MAX_ELEMENTS) return BAD_SIZE;
+    if (row_count * column_count > MAX_ELEMENTS) return BAD_SIZE;
     for (i64 i = 0; i < row_count; i++)
         for (i64 j = 0, at = i * column_count; j < column_count; j++)
             out[at + j] = words[at + j] + ((u32)(rows[i] + columns[j]) << 19);

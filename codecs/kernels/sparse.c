@@ -1,6 +1,6 @@
 /* Planes of few symbols, or mostly of one: as digits or as runs, below the one bit per symbol that a Huffman code needs.
  *
- * docs/codecs.md, "Runs" and "Digits", specifies the bytes. Why it is safe: the writer is called for planes of 2048
+ * docs/codecs.md, "Runs" and "Digits", specifies the bytes. Memory safety: the writer is called for planes of 2048
  * symbols and more, and takes less space than the plane, as the comments prove; the reader checks each size and
  * count against the bytes left and the size of the plane before it uses it. */
 #include "lossless.h"

@@ -1,10 +1,10 @@
-/* Steps of 16-bit floats of which few are not zero: where, and by how much; docs/delta-codecs.md, "Changes".
+/* Steps of 16-bit floats of which few are not zero: their places and sizes; docs/delta-codecs.md, "Sparse steps".
  *
- * A step is what a value differs by from its prediction, as a signed difference of words. Each value has a bucket, told
- * from its prediction. A gap is how many of a bucket's values come before its next change.
+ * A step is the signed difference between the words of a value and of its prediction. The bucket of a value follows
+ * from its prediction. A gap is the number of a bucket's values before its next change.
  *
- * Safe because: every bucket is compared with their number before it is an index, shifts of gaps are at most 24, and
- * sizes of buckets at most MOST_ELEMENTS, so that no sum of gaps leaves 64 bits. */
+ * Memory safety: every bucket is compared with their number before it is an index, shifts of gaps are at most 24, and
+ * sizes of buckets at most MAX_ELEMENTS, so that no sum of gaps leaves 64 bits. */
 #include "kernels.h"
 
 enum { MAX_BUCKETS = 16, SHIFT_BITS = 6, MAX_SHIFT = 24, STEP_BITS = 16 };
@@ -77,7 +77,7 @@ i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *ste
                             const i64 *first_gaps, const u8 *shifts, i64 buckets, u8 *out, i64 room) {
     if (!is_size(count) || buckets < 1 || buckets > MAX_BUCKETS || room < 0) return BAD_SIZE;
     if (!all_bytes_below(bucket_of, count, (u32)buckets) || !all_bytes_below(shifts, buckets, MAX_SHIFT + 1)) return BAD_SIZE;
-    if (!are_bucket_sizes(sizes, buckets, MOST_ELEMENTS)) return BAD_SIZE;
+    if (!are_bucket_sizes(sizes, buckets, MAX_ELEMENTS)) return BAD_SIZE;
     BitModel models[MAX_MODELS];
     reset_models(models, BUCKET_MODELS + buckets * MODELS_PER_BUCKET);
     RangeWriter w = new_range_writer(out, room);

@@ -1,13 +1,13 @@
 /* Steps of optimizers as torch.optim and DeepSpeed do them on CPUs, to the last bit.
  *
- * The order of operations, and which of them are fused, was found by comparing with torch 2.13 (tests/test_stepping.py does
- * it again). Its fused kernels do whole vectors of 8 elements in one way, and what is left at the end of each tensor in
- * another: the products that make a moment are fused the other way round. An AVX-512 machine does the same, since these
- * kernels are compiled for AVX2 there, too. The for-loop and foreach implementations of SGD know no such end.
+ * The order of operations, and which of them are fused, was found by comparison with torch 2.13 (tests/test_stepping.py repeats
+ * it). Its fused kernels compute whole vectors of 8 elements in one way, and the remaining elements of each tensor in
+ * another: of the two products of a moment, the other one is fused. An AVX-512 machine does the same, since these
+ * kernels are compiled for AVX2 there, too. The for-loop and foreach implementations of SGD have no such end.
  *
  *   adam   g' = g + l2 w;   w' = w weight_factor
  *          m' = m + first_gain (g' - m)                fused; from the gradient's side where first_gain >= 1/2
- *          v' = (second_gain g') g' + v second_kept    the sum fused with the first product; at the end with the second
+ *          v' = (second_gain g') g' + v second_decay    the sum fused with the first product; at the end with the second
  *          w'' = w' + (step_size m') / (sqrt(v') / bias2_root + eps)
  *   sgd    g' = g + l2 w
  *          b' = gain g' + momentum b                   the sum fused with the first product; at the end with the second
@@ -22,14 +22,14 @@
  * where it was built for AVX-512, 8 for AVX2:
  *
  *   adam   g' = g + l2 w
- *          m' = first_gain g' + first_kept m           the sum fused with the first product; at the end with the second
- *          v' = second_gain (g' g') + second_kept v    likewise
+ *          m' = first_gain g' + first_decay m           the sum fused with the first product; at the end with the second
+ *          v' = second_gain (g' g') + second_decay v    likewise
  *          w' = w + decay w
  *          w'' = w' + step_size (m' / (sqrt(v') bias2_scale + eps))
  *
- * IEEE 754 leaves the bits of a NaN open: every NaN becomes one.
+ * IEEE 754 does not define the bits of a NaN: every NaN becomes one.
  *
- * Safe because: all arrays have n elements, and every loop is one over them. */
+ * Memory safety: all arrays have n elements, and every loop is one over them. */
 #include "stepping.h"
 
 #if defined(__FMA__) || defined(__aarch64__)
@@ -48,7 +48,7 @@ INLINE float fused(float a, float b, float c) {
 #endif
 
 typedef struct {
-    float gradient_sign, weight_factor, l2, first_gain, second_kept, second_gain, step_size, bias2_root, eps;
+    float gradient_sign, weight_factor, l2, first_gain, second_decay, second_gain, step_size, bias2_root, eps;
 } Adam;
 
 /* The end of a tensor is a few elements: its loops need not be fast, and would be half of the code. */
@@ -74,8 +74,8 @@ INLINE void step_range_adam(float *restrict w, float *restrict m, float *restric
         if (kind & HAS_L2) x = fused(w[i], by.l2, x);
         float moved = w[i] * by.weight_factor, gained = by.second_gain * x;
         m[i] = canonical_nan(lerp(m[i], x, by.first_gain));
-        float second = canonical_nan(kind & IS_END ? fused(v[i], by.second_kept, gained * x)
-                                                   : fused(gained, x, v[i] * by.second_kept));
+        float second = canonical_nan(kind & IS_END ? fused(v[i], by.second_decay, gained * x)
+                                                   : fused(gained, x, v[i] * by.second_decay));
         v[i] = second;
         if (kind & HAS_LARGEST) {
             float larger = second > largest[i] ? second : largest[i];
@@ -92,10 +92,10 @@ SMALL void step_end_adam(float *w, float *m, float *v, float *largest, const flo
 }
 
 i64 API(step_adam)(float *weights, float *first, float *second, float *largest, const float *gradients, i64 n, i64 vectors,
-                   float gradient_sign, float weight_factor, float l2, float first_gain, float second_kept,
+                   float gradient_sign, float weight_factor, float l2, float first_gain, float second_decay,
                    float second_gain, float step_size, float bias2_root, float eps) {
     if (!is_size(n) || vectors < 0 || vectors > n) return BAD_SIZE;
-    Adam by = {gradient_sign, weight_factor, l2, first_gain, second_kept, second_gain, step_size, bias2_root, eps};
+    Adam by = {gradient_sign, weight_factor, l2, first_gain, second_decay, second_gain, step_size, bias2_root, eps};
     int kind = (l2 != 0 ? HAS_L2 : 0) | (largest ? HAS_LARGEST : 0);
     switch (kind) {
     case 0: step_range_adam(weights, first, second, NULL, gradients, 0, vectors, by, 0); break;
@@ -149,7 +149,7 @@ i64 API(step_sgd)(float *weights, float *buffer, const float *gradients, i64 n, 
 }
 
 typedef struct {
-    float decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps;
+    float decay, first_decay, first_gain, second_decay, second_gain, step_size, bias2_scale, eps;
 } DeepSpeedAdam;
 
 INLINE void step_range_adam_deepspeed(float *restrict w, float *restrict m, float *restrict v, const float *restrict g,
@@ -157,10 +157,10 @@ INLINE void step_range_adam_deepspeed(float *restrict w, float *restrict m, floa
     for (i64 i = begin; i < end; i++) {
         float x = g[i], y = w[i];
         if (decaying == DECAYS_GRADIENT) x = fused(y, by.decay, x);
-        float first = is_end ? fused(m[i], by.first_kept, x * by.first_gain) : fused(x, by.first_gain, m[i] * by.first_kept);
+        float first = is_end ? fused(m[i], by.first_decay, x * by.first_gain) : fused(x, by.first_gain, m[i] * by.first_decay);
         float square = x * x;
-        float second = is_end ? fused(v[i], by.second_kept, square * by.second_gain)
-                              : fused(square, by.second_gain, v[i] * by.second_kept);
+        float second = is_end ? fused(v[i], by.second_decay, square * by.second_gain)
+                              : fused(square, by.second_gain, v[i] * by.second_decay);
         float moved = first / fused(__builtin_sqrtf(second), by.bias2_scale, by.eps);
         if (decaying == DECAYS_WEIGHTS) y = fused(y, by.decay, y);
         m[i] = canonical_nan(first);
@@ -175,10 +175,10 @@ SMALL void step_end_adam_deepspeed(float *w, float *m, float *v, const float *g,
 }
 
 i64 API(step_adam_deepspeed)(float *weights, float *first, float *second, const float *gradients, i64 n, i64 vectors,
-                             int decaying, float decay, float first_kept, float first_gain, float second_kept,
+                             int decaying, float decay, float first_decay, float first_gain, float second_decay,
                              float second_gain, float step_size, float bias2_scale, float eps) {
     if (!is_size(n) || vectors < 0 || vectors > n) return BAD_SIZE;
-    DeepSpeedAdam by = {decay, first_kept, first_gain, second_kept, second_gain, step_size, bias2_scale, eps};
+    DeepSpeedAdam by = {decay, first_decay, first_gain, second_decay, second_gain, step_size, bias2_scale, eps};
     switch (decaying) {
     case NO_DECAY: step_range_adam_deepspeed(weights, first, second, gradients, 0, vectors, by, NO_DECAY, false); break;
     case DECAYS_GRADIENT:

@@ -1,6 +1,6 @@
-/* One plane as a stream: how it is held is decided here.
+/* One plane as a stream: this file chooses its kind.
  *
- * docs/codecs.md, "A stream", specifies the kinds. Why it is safe: a plane is coded only after the size of its code is
+ * docs/codecs.md, "A stream", specifies the kinds. Memory safety: a plane is coded only after the size of its code is
  * known to be smaller than the plane; a stream is read into a plane of known size, or refused. */
 #include "lossless.h"
 
@@ -61,7 +61,7 @@ static int write_stream(const u8 *plane, i64 size, double max_ratio, bool sample
     return PACKED7;
 }
 
-/* Fills a plane from a stream of any kind but STORED at the top level; false if it is damaged or a frame of zstd. */
+/* Fills a plane from a stream of any kind but STORED at the top level; false if it is damaged. */
 static bool read_stream(int kind, const u8 *source, i64 source_size, u8 *plane, i64 size, Scratch scratch, Code *code) {
     switch (kind) {
         case STORED:

@@ -26,7 +26,7 @@ from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, slabs
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, Tensor, read
+from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.folder import is_training_file
@@ -288,23 +288,7 @@ def _untied_config(extras: Mapping[str, Value]) -> dict[str, Value]:
 
 
 @dataclass(frozen=True)
-class _CombinedBlob:
-    """A blob that is computed from several others."""
-
-    def parts(self) -> Iterator[Blob]:
-        raise NotImplementedError
-
-    def sources(self) -> Iterator[FileBlob]:
-        for blob in self.parts():
-            yield from blob.sources()
-
-    def problems(self) -> Iterator[str]:
-        for blob in self.parts():
-            yield from blob.problems()
-
-
-@dataclass(frozen=True)
-class AverageBlob(_CombinedBlob):
+class AverageBlob(Blob):
     """The weighted mean of blobs of one shape: float64 arithmetic from left to right, rounded once to `dtype`.
 
     The blobs may differ in element type. Complex numbers are pairs of real ones.
@@ -318,8 +302,8 @@ class AverageBlob(_CombinedBlob):
     def shape(self) -> Shape:
         return self.blobs[0].shape
 
-    def parts(self) -> Iterator[Blob]:
-        return iter(self.blobs)
+    def parts(self) -> tuple[Blob, ...]:
+        return self.blobs
 
     def crop(self, box: Box) -> "AverageBlob":
         return AverageBlob(tuple(blob.crop(box) for blob in self.blobs), self.weights, self.dtype)
@@ -391,7 +375,7 @@ def _round_to_odd(values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class EqualBlob(_CombinedBlob):
+class EqualBlob(Blob):
     """Values that are equal in several blobs of one shape and element type; or the largest of each, for counters.
 
     Reading raises `Unsupported` if the values differ.
@@ -409,8 +393,8 @@ class EqualBlob(_CombinedBlob):
     def dtype(self) -> DType:
         return self.blobs[0].dtype
 
-    def parts(self) -> Iterator[Blob]:
-        return iter(self.blobs)
+    def parts(self) -> tuple[Blob, ...]:
+        return self.blobs
 
     def crop(self, box: Box) -> "EqualBlob":
         return EqualBlob(tuple(blob.crop(box) for blob in self.blobs), self.name, self.largest)
@@ -809,7 +793,7 @@ def merged_blob(
 
 
 @dataclass(frozen=True)
-class MergedBlob(_CombinedBlob):
+class MergedBlob(Blob):
     """`weight + scale * (B @ A)`, times a factor for each output if there are `factors`; see `merge_lora`.
 
     weight: (out, in...), or (in, out) if `transposed`; a: (rank, in...); b: (out, rank, 1...).
@@ -836,10 +820,9 @@ class MergedBlob(_CombinedBlob):
     def computed_dtype(self) -> DType:
         return _FLOAT64 if self.dtype == _FLOAT64 else _FLOAT32
 
-    def parts(self) -> Iterator[Blob]:
-        yield from (self.weight, self.a, self.b)
-        if self.factors is not None:
-            yield self.factors.magnitude
+    def parts(self) -> tuple[Blob, ...]:
+        factors = () if self.factors is None else (self.factors.magnitude,)
+        return (self.weight, self.a, self.b, *factors)
 
     def crop(self, box: Box) -> "MergedBlob":
         axis, inner = (1, slice(0, 1)) if self.transposed else (0, slice(1, None))

@@ -1,7 +1,6 @@
 """Makes the golden chunks: `python tests/golden_codecs/make.py NAME ...`. No test runs it.
 
-A chunk that is here already is never made again: what was written once is read for ever. The first of them have two
-forms, since NumPy and zstandard wrote chunks of their own then.
+A chunk that is here already is not made again: what was written once is read for ever.
 """
 
 import json
@@ -42,13 +41,13 @@ def chunks() -> dict[str, tuple[Codec, Array, Array | None]]:
         "first-moment-flat": (FirstMoment(), first.reshape(-1), second.reshape(-1)),
         "second-moment": (SecondMoment(), second, None),
         "integers-int64": (Integers(), tokens, None),
-        "integers-steps": (Integers(), np.arange(5000), None),
+        "integers-zigzag": (Integers(), np.arange(5000), None),
         "integers-bool": (Integers(), random.random(9000) < 0.02, None),
         "integers-three": (Integers(), random.integers(0, 3, 9000).astype(np.uint8), None),
         "integers-few": (Integers(), random.choice(7, 9000, p=[0.8, 0.05, 0.05, 0.04, 0.03, 0.02, 0.01]), None),
         "zstd": (Zstd(), np.tile(tokens, 3), None),
         "raw": (Planes(), weights.reshape(-1)[:5], None),
-        "same": (Planes(), np.full((3, 50), 0.25, F32), None),
+        "constant": (Planes(), np.full((3, 50), 0.25, F32), None),
     }
 
 
@@ -63,12 +62,12 @@ def main(names: list[str]) -> None:
             continue
         about = {"codec": codec.config(), "dtype": values.dtype.name, "shape": values.shape}
         about["base"] = None if base is None else base.dtype.name
-        kept = {"about": np.array(json.dumps(about)), "values": as_bytes(values)}
+        content = {"about": np.array(json.dumps(about)), "values": as_bytes(values)}
         if base is not None:
-            kept["base"] = as_bytes(base)
-        kept["kernels"] = kept["portable"] = np.frombuffer(codec.encode(values, base), np.uint8)
-        np.savez_compressed(target, allow_pickle=False, **kept)
-        print(f"{target.name}: mode {kept['kernels'][0]}, {kept['kernels'].size} bytes")
+            content["base"] = as_bytes(base)
+        content["chunk"] = np.frombuffer(codec.encode(values, base), np.uint8)
+        np.savez_compressed(target, allow_pickle=False, **content)
+        print(f"{target.name}: mode {content['chunk'][0]}, {content['chunk'].size} bytes")
 
 
 if __name__ == "__main__":

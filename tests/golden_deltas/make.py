@@ -1,6 +1,6 @@
 """Makes the golden chunks of deltas: `python tests/golden_deltas/make.py NAME ...`. No test runs it.
 
-A chunk that is here already is never made again: what was written once is read for ever.
+A chunk that is here already is not made again: what was written once is read for ever.
 """
 
 import json
@@ -16,7 +16,7 @@ from ckpt_formats.core.tensor import Array
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from delta_cases import BF16, DELTAS, Case, adam, as_type, fitted, momentum, only, seldom  # noqa: E402
+from delta_cases import BF16, DELTAS, Case, adam, as_type, few_changes, fitted, momentum, only  # noqa: E402
 
 
 def chosen() -> Iterator[Case]:
@@ -27,7 +27,7 @@ def chosen() -> Iterator[Case]:
     yield "adam-bf16", *adam(shape, 1, 7, bf16=True)
     ten, way = adam(shape, 10, 7)
     rows = np.exp2(np.random.default_rng(7).normal(0, 1, (40, 1))).astype(np.float32)
-    yield "steps", StatePair(ten.before, {**ten.after, "exp_avg_sq": ten.after["exp_avg_sq"] * rows}), way
+    yield "several-steps", StatePair(ten.before, {**ten.after, "exp_avg_sq": ten.after["exp_avg_sq"] * rows}), way
     yield "anchor", StatePair({}, one.after), step
     yield "weights", only(one, "fp32"), step
     large = [{**states, "max_exp_avg_sq": one.after["exp_avg_sq"] * 2} for states in (one.before, one.after)]
@@ -38,10 +38,10 @@ def chosen() -> Iterator[Case]:
     yield "momentum", *momentum(shape, 7)
     many = adam((150, 64), 1, 7)[0]
     yield "copy", StatePair(*({"param": as_type(states, BF16)["fp32"]} for states in (many.before, many.after))), step
-    yield "seldom", *seldom(7)
+    yield "few-changes", *few_changes(7)
     few, many = copies_that_change()
-    yield "changes", few, StepInfo()
-    yield "tables", many, StepInfo()
+    yield "sparse-steps", few, StepInfo()
+    yield "ans-steps", many, StepInfo()
     yield "counters", StatePair({"step": np.arange(900)}, {"step": np.arange(900) + 1}), step
 
 
@@ -58,11 +58,11 @@ def copies_that_change() -> tuple[StatePair, StatePair]:
     )
 
 
-def kept(side: str, states: States) -> dict[str, Array]:
+def stored(side: str, states: States) -> dict[str, Array]:
     return {f"{side}-{name}": np.ascontiguousarray(v).reshape(-1).view(np.uint8) for name, v in states.items()}
 
 
-def form(states: States) -> dict[str, str]:
+def dtypes(states: States) -> dict[str, str]:
     return {name: values.dtype.name for name, values in states.items()}
 
 
@@ -74,16 +74,16 @@ def main(names: list[str]) -> None:
             if (names and called not in names) or target.exists():
                 continue
             ready = fitted(codec, change, step)
-            about = {"codec": ready.config(), "before": form(change.before), "after": form(change.after)}
+            about = {"codec": ready.config(), "before": dtypes(change.before), "after": dtypes(change.after)}
             about["shape"] = next(iter(change.after.values())).shape
-            made = {
+            content = {
                 "about": np.array(json.dumps(about)),
-                **kept("before", change.before),
-                **kept("after", change.after),
+                **stored("before", change.before),
+                **stored("after", change.after),
             }
-            made["kernels"] = np.frombuffer(ready.encode(change), np.uint8)
-            np.savez_compressed(target, allow_pickle=False, **made)
-            print(f"{target.name}: {made['kernels'].size} bytes")
+            content["chunk"] = np.frombuffer(ready.encode(change), np.uint8)
+            np.savez_compressed(target, allow_pickle=False, **content)
+            print(f"{target.name}: {content['chunk'].size} bytes")
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ def read_ans_steps(
     contexts = weights.shape[0]
     slots = np.repeat(np.tile(np.arange(SYMBOLS), contexts), weights.reshape(-1)).reshape(contexts, -1)
     begins = np.cumsum(weights, axis=1, dtype=np.int64) - weights
-    held, at = states.astype(np.int64), 0
+    all_states, at = states.astype(np.int64), 0
     symbols = np.empty(out.size, np.int64)
     for start in range(0, out.size, STATES):
         context = which[start : start + STATES]
-        state = held[: context.size]
+        state = all_states[: context.size]
         slot = state & (1 << WEIGHT_BITS) - 1
         symbol = slots[context, slot]
         state = weights[context, symbol] * (state >> WEIGHT_BITS) + slot - begins[context, symbol]
@@ -55,8 +55,8 @@ def read_ans_steps(
         if taken.size < np.count_nonzero(empty):
             return False
         state[empty] = state[empty] << 16 | taken
-        held[: context.size], symbols[start : start + STATES], at = state, symbol, at + taken.size
-    if at != words.size or (held != MIN_STATE).any():
+        all_states[: context.size], symbols[start : start + STATES], at = state, symbol, at + taken.size
+    if at != words.size or (all_states != MIN_STATE).any():
         return False
     kind = symbols + 1 >> 1
     far = kind >= NEAR

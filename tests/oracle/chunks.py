@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.format_ids import CONSTANT, ENTRY, HUF0, HUFFMAN, STORED
+from ckpt_codecs.format_ids import CONSTANT, ENTRY, HUFFMAN, STORED
 from oracle import sparse
 from oracle.entropy import estimate_bits
 from oracle.planes import merge_planes, split_planes
@@ -90,7 +90,7 @@ def read_streams(
 ) -> int:
     for i, kind in enumerate(kinds):
         plane = out[places[i] : places[i] + sizes[i]]
-        if kind not in (STORED, HUF0) and not read_stream(kind, source[starts[i] : starts[i + 1]], plane):
+        if kind != STORED and not read_stream(kind, source[starts[i] : starts[i + 1]], plane):
             return i
     return len(kinds)
 

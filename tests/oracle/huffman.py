@@ -164,9 +164,9 @@ def _read_lengths(source: Array) -> tuple[Array, int] | None:
     size = (last - first + 2) // 2
     if last <= first or source.size < 2 + size + 4 * STREAMS:
         return None
-    halves = np.stack([source[2 : 2 + size] & np.uint8(15), source[2 : 2 + size] >> np.uint8(4)], axis=1).reshape(-1)
+    nibbles = np.stack([source[2 : 2 + size] & np.uint8(15), source[2 : 2 + size] >> np.uint8(4)], axis=1).reshape(-1)
     lengths = np.zeros(256, np.int64)
-    lengths[first : last + 1] = halves[: last - first + 1]
+    lengths[first : last + 1] = nibbles[: last - first + 1]
     if lengths.max() > MAX_LENGTH or (TABLE_SIZE >> lengths[lengths > 0]).sum() != TABLE_SIZE:
         return None
     return lengths, 2 + size

@@ -34,11 +34,11 @@ def _infer_gradients(m0: Array, m1: Array, gain: float) -> Array:
 
 @np.errstate(all="ignore")
 def infer_bfloat16_gradients(
-    m0: Array, m1: Array, scale: float, kept: float, gain: float, form: int, out: Array
+    m0: Array, m1: Array, scale: float, decay: float, gain: float, form: int, out: Array
 ) -> None:
-    kept32, gain32 = np.float32(kept), np.float32(gain)
+    decay32, gain32 = np.float32(decay), np.float32(gain)
     g = _infer_gradients(m0, m1, float(gain32))
-    still = _first_moments(m0, np.zeros_like(m0), kept32, gain32, form) == m1
+    still = _first_moments(m0, np.zeros_like(m0), decay32, gain32, form) == m1
     x = _narrow(_wide(g) / np.float64(scale))
     word = x.view(np.uint32)
     near = word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)
@@ -47,36 +47,36 @@ def infer_bfloat16_gradients(
     out[:] = np.where(still, np.uint32(0), np.where(np.isnan(x), nan, near))
 
 
-def count_bfloat16_matches(m0: Array, m1: Array, factor: float, kept: float, gain: float, form: int) -> int:
+def count_bfloat16_matches(m0: Array, m1: Array, factor: float, decay: float, gain: float, form: int) -> int:
     words, g, replayed = np.empty(m0.size, np.uint16), np.empty_like(m0), np.empty_like(m0)
-    infer_bfloat16_gradients(m0, m1, factor, kept, gain, form, words)
+    infer_bfloat16_gradients(m0, m1, factor, decay, gain, form, words)
     scale((words.astype(np.uint32) << np.uint32(16)).view(np.float32), factor, g)
-    step_first_moments(m0, g, kept, gain, form, replayed)
+    step_first_moments(m0, g, decay, gain, form, replayed)
     return int(np.count_nonzero(replayed.view(np.uint32) == m1.view(np.uint32)))
 
 
 @np.errstate(all="ignore")
-def step_first_moments(m: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
-    _finish(_first_moments(m, g, np.float32(kept), np.float32(gain), form), out)
+def step_first_moments(m: Array, g: Array, decay: float, gain: float, form: int, out: Array) -> None:
+    _finish(_first_moments(m, g, np.float32(decay), np.float32(gain), form), out)
 
 
-def _first_moments(m: Array, g: Array, kept: np.float32, gain: np.float32, form: int) -> Array:
+def _first_moments(m: Array, g: Array, decay: np.float32, gain: np.float32, form: int) -> Array:
     if form == LERP:
         return _narrow(np.float64(gain) * _wide(g - m) + _wide(m))
     if form == SUM:
-        return gain * g + kept * m
-    return _narrow(np.float64(gain) * _wide(g) + _wide(kept * m))
+        return gain * g + decay * m
+    return _narrow(np.float64(gain) * _wide(g) + _wide(decay * m))
 
 
 @np.errstate(all="ignore")
-def step_second_moments(v: Array, g: Array, kept: float, gain: float, form: int, out: Array) -> None:
-    kept32, gain32 = np.float32(kept), np.float32(gain)
+def step_second_moments(v: Array, g: Array, decay: float, gain: float, form: int, out: Array) -> None:
+    decay32, gain32 = np.float32(decay), np.float32(gain)
     if form == LEFT:
-        stepped = _narrow(_wide(gain32 * g) * _wide(g) + _wide(v * kept32))
+        stepped = _narrow(_wide(gain32 * g) * _wide(g) + _wide(v * decay32))
     elif form == SQUARE:
-        stepped = _narrow(_wide(g * g) * np.float64(gain32) + _wide(v * kept32))
+        stepped = _narrow(_wide(g * g) * np.float64(gain32) + _wide(v * decay32))
     else:
-        stepped = gain32 * g * g + v * kept32
+        stepped = gain32 * g * g + v * decay32
     _finish(stepped, out)
 
 

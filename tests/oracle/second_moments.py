@@ -18,5 +18,5 @@ def growth_contexts(before: Array, after: Array, least: int, many: int) -> Array
 
 def apply_drift(words: Array, rows: Array, columns: Array) -> Array:
     drift = rows.astype(np.int32)[:, None] + columns.astype(np.int32) << 19
-    drifted: Array = (words.reshape(drift.shape) + drift.view(np.uint32)).reshape(-1)
-    return drifted
+    grown: Array = (words.reshape(drift.shape) + drift.view(np.uint32)).reshape(-1)
+    return grown

@@ -40,7 +40,7 @@ def write_stream(plane: Array, max_ratio: float, sampled: bool) -> tuple[int, by
 
 
 def read_stream(kind: int, source: Array, plane: Array) -> bool:
-    """Fill a plane; False if the stream is damaged, or a frame of zstd."""
+    """Fill a plane; False if the stream is damaged."""
     if kind == STORED:
         if source.size != plane.size:
             return False

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 from struct import Struct
+from typing import NoReturn
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ckpt_codecs.chunk import streams
 from ckpt_codecs.chunk.streams import CodingLevel
 from ckpt_codecs.chunk.zstd import decompress
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import ENTRY, RAW, SAME_VALUE, STORED, ZSTD
+from ckpt_codecs.format_ids import ENTRY, RAW, SAME_VALUE, ZSTD
 from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import thread_buffer
 
@@ -144,11 +145,7 @@ def read_chunk(data: Bytes, sizes: Sequence[int], scratch: str = "planes") -> li
     return streams.read(source, kinds, starts, sizes, scratch)
 
 
-def with_stored_streams(data: Bytes, sizes: Sequence[int]) -> Array:
-    """Return the same chunk with all its streams stored, (m,) uint8, for kernels that cannot read it.
-
-    Raises:
-        CodecError: The chunk is damaged.
-    """
-    directory = b"".join(bytes([STORED]) + size.to_bytes(4, "little") for size in sizes)
-    return np.concatenate([np.frombuffer(bytes(data[:1]) + directory, np.uint8), *read_chunk(data, sizes)])
+def raise_damaged(data: Bytes, sizes: Sequence[int]) -> NoReturn:
+    """Raise the CodecError that states why kernels cannot read a chunk with streams of these sizes."""
+    read_chunk(data, sizes)
+    raise CodecError("a chunk is damaged")

@@ -7,10 +7,8 @@ from itertools import accumulate
 import numpy as np
 
 from ckpt_codecs.base import Array
-from ckpt_codecs.chunk.old_streams import expand_inner
-from ckpt_codecs.chunk.zstd import decompress
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.format_ids import DIGITS, ENTRY, HUF0, STORED
+from ckpt_codecs.format_ids import DIGITS, ENTRY, STORED
 from ckpt_codecs.native import lossless
 from ckpt_codecs.scratch import thread_buffer
 
@@ -67,20 +65,8 @@ def read(source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequ
             planes.append(stream)
         else:
             planes.append(buffer[places[i] : places[i + 1]])
-        if kind == HUF0:
-            planes[-1][:] = np.frombuffer(decompress(stream, size), np.uint8)
-    first = 0 if any(kinds) else len(sizes)
-    while first < len(sizes):
-        remaining = kinds[first:], starts[first:], sizes[first:], places[first:-1]
-        first += lossless.read_streams(source, *remaining, buffer)
-        if first < len(sizes):
-            _read_with_frames(kinds[first], source[starts[first] : starts[first + 1]], planes[first])
-            first += 1
+    if any(kinds):
+        damaged = lossless.read_streams(source, kinds, starts, sizes, places[:-1], buffer)
+        if damaged < len(sizes):
+            raise CodecError(f"a stream of kind {kinds[damaged]} is damaged")
     return planes
-
-
-def _read_with_frames(kind: int, stream: Array, plane: Array) -> None:
-    """Fill a plane from a stream that the kernels cannot read: it has frames of zstd inside, or is damaged."""
-    stored = expand_inner(kind, stream, plane.size)
-    if stored is None or not lossless.read_streams(stored, [kind], [0, stored.size], [plane.size], [0], plane):
-        raise CodecError(f"a stream of kind {kind} is damaged")

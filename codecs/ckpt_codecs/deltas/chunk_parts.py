@@ -12,9 +12,10 @@ from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
 from ckpt_codecs.deltas.format_ids import PARTS, UNCHANGED, UNPREDICTED
 from ckpt_codecs.deltas.residuals.choose import decode_residual
-from ckpt_codecs.deltas.residuals.second_moments import SECOND, SecondMoments
+from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
 from ckpt_codecs.deltas.unpredicted import decode_unpredicted
 from ckpt_codecs.errors import CodecError
+from ckpt_codecs.optimizers.state_names import SECOND
 
 _SIZE = Struct("<I")
 

@@ -15,11 +15,8 @@ ROUNDED = 7
 
 # The form of residuals: their first byte. Up to 8, it is the number of zigzag planes.
 FLOAT32_GRID = 16
-BUCKETS = 17
-RARE = 18
-"""Version 0.3.0 wrote these two; they are only read."""
-SPARSE_STEPS = 19
-ANS_STEPS = 20
+SPARSE_STEPS = 17
+ANS_STEPS = 18
 
 # The source of the units of a grid.
 CONSTANT_UNIT = 0

@@ -16,12 +16,11 @@ from ckpt_codecs.deltas.difference import Difference
 from ckpt_codecs.deltas.format_ids import DECAYED, DRIFTED, EXTRAPOLATED, GRADIENT, OPTIMIZER_STEP, ROUNDED, UNCHANGED
 from ckpt_codecs.deltas.moment_drift import decode_drift
 from ckpt_codecs.deltas.replay_encoder import BFLOAT16, SIZE, ReplayEncoder
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.lossless.moments import FirstMoment
 from ckpt_codecs.optimizers.fit import fit_adam, fit_descent
 from ckpt_codecs.optimizers.sample import sample_chunks
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, WEIGHTS, has_step_states, weights_of
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, WEIGHTS, has_step_states, weights_of
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
@@ -66,7 +65,7 @@ class Replay(FittedStep, PredictiveCodec):
 
     def encode(self, change: StatePair) -> bytes:
         weights = weights_of(change.after)
-        if not self.rule or weights is None or not has_step_states(change, self.rule, weights):
+        if not self.optimizer or weights is None or not has_step_states(change, self.optimizer, weights):
             return Difference(self.level).encode(change)
         return join_parts(ReplayEncoder(self, self.level, change, weights).parts())
 
@@ -90,7 +89,7 @@ class Replay(FittedStep, PredictiveCodec):
     def _replay(self, kind: int, name: str, decoder: PartDecoder) -> Array:
         """Return the predicted values of a state: (n,) float32."""
         before, after = decoder.floats_before, decoder.floats
-        if kind == OPTIMIZER_STEP and name == SECOND and self.rule in ADAM:
+        if kind == OPTIMIZER_STEP and name == SECOND and self.optimizer in ADAM:
             part = decoder.part(FIRST) if FIRST in decoder.dtypes else memoryview(b"")
             if part[:1] == bytes([GRADIENT]):
                 g = self._gradient(part, decoder)[0]
@@ -99,14 +98,14 @@ class Replay(FittedStep, PredictiveCodec):
             return second_moment(self, before(SECOND), g)
         if kind == OPTIMIZER_STEP and name == LARGEST:
             return running_max(before(LARGEST), after(SECOND))
-        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.rule in ADAM:
+        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.optimizer in ADAM:
             divisors = after(LARGEST if decoder.dtypes.get(LARGEST) == np.float32 else SECOND)
             return adam_weights(self, before(name), after(FIRST), divisors)
-        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.rule in DESCENT:
+        if name in WEIGHTS and kind == OPTIMIZER_STEP and self.optimizer in DESCENT:
             return descent_weights(self, before(name), before(MOMENTUM), after(MOMENTUM))
         if name in WEIGHTS and kind == EXTRAPOLATED:
             return extrapolated_weights(self, before(name), before(FIRST), before(SECOND), after(FIRST), after(SECOND))
-        raise CodecError(f"{self.name} cannot predict {name} by the rule {self.rule!r}")
+        raise CodecError(f"{self.name} cannot predict {name} by the optimizer {self.optimizer!r}")
 
     def _gradient(self, part: memoryview, decoder: PartDecoder) -> tuple[Array, memoryview]:
         """Return the gradients at the start of a part of first moments, (n,) float32, and the bytes after them."""

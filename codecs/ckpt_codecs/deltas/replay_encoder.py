@@ -24,9 +24,8 @@ from ckpt_codecs.deltas.format_ids import (
 )
 from ckpt_codecs.deltas.moment_drift import apply_drift, encode_drift, fit_drift
 from ckpt_codecs.deltas.residuals.choose import encode_residual
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.lossless.moments import FirstMoment
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_state
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, has_state
 from ckpt_codecs.optimizers.step import (
     ADAM,
     DESCENT,
@@ -67,9 +66,9 @@ class ReplayEncoder:
 
     def parts(self) -> dict[str, bytes]:
         """Return the part of each state."""
-        if self.step.rule in ADAM:
+        if self.step.optimizer in ADAM:
             parts = self._adam_parts()
-        elif self.step.rule in DESCENT:
+        elif self.step.optimizer in DESCENT:
             parts = self._descent_parts()
         else:
             parts = self._extrapolated_parts()
@@ -87,7 +86,7 @@ class ReplayEncoder:
     def _adam_parts(self) -> dict[str, bytes]:
         m0, m1, v0, v1 = self._moments()
         parts = {}
-        if self.step.scale:
+        if self.step.grad_scale:
             bfloat16_bits = gradient_bits(self.step, m0, m1)
             g = gradients_from_bits(self.step, bfloat16_bits)
             shape = self.change.after[FIRST].shape

@@ -14,7 +14,7 @@ from ckpt_codecs.chunk.frame import (
     as_uints,
     encode_constant,
     encode_raw,
-    with_stored_streams,
+    raise_damaged,
 )
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
@@ -72,4 +72,4 @@ def read_planes(data: Bytes, bits: Array, floats: bool) -> None:
         CodecError: The chunk is damaged.
     """
     if not lossless.read_planes(np.frombuffer(data, np.uint8), floats, bits):
-        lossless.read_planes(with_stored_streams(data, [bits.size] * bits.itemsize), floats, bits)
+        raise_damaged(data, [bits.size] * bits.itemsize)

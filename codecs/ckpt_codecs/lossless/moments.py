@@ -15,7 +15,7 @@ from ckpt_codecs.chunk.frame import (
     as_uints,
     encode_constant,
     encode_raw,
-    with_stored_streams,
+    raise_damaged,
 )
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
 from ckpt_codecs.errors import CodecError
@@ -81,8 +81,7 @@ class SecondMoment(LeveledCodec):
             raise CodecError(f"a chunk of {self.name} needs its base: the state that it was encoded with")
         size, columns, bits = out.size, columns_of(shape), as_uints(out)
         if not lossless.read_residuals(np.frombuffer(data, np.uint8), context, columns, bits):
-            sizes = [*[size] * (width - 1), 2, size // columns, size // columns, size]
-            lossless.read_residuals(with_stored_streams(data, sizes), context, columns, bits)
+            raise_damaged(data, [*[size] * (width - 1), 2, size // columns, size // columns, size])
 
 
 @dataclass(frozen=True)

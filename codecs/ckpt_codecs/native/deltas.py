@@ -44,7 +44,6 @@ SIGNATURES = {
         *(ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     ),
     "read_sparse_steps": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
-    "read_sparse_plane": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     "count_step_symbols_scratch": (INT64,),
     "count_step_symbols": (
         *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, ADDRESS),
@@ -331,21 +330,6 @@ def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array,
     )
 
 
-def read_sparse_plane(data: Array, counts: Array, shifts: Array, plane: Array) -> bool:
-    """Fill a plane that is mostly zero, (n,) uint8; False if `data`, (m,) uint8, is not its bytes.
-
-    `counts`: (contexts,) int64, how many values each context has. `shifts`: (contexts,) uint8, how many bits of its
-    gaps have equal probabilities, at most 24; 255 if there are no gaps.
-    """
-    _check_sizes(counts.size, shifts)
-    return bool(
-        kernels.read_sparse_plane(
-            *(address(data, BYTE), data.size, address(counts, SIZE), address(shifts, BYTE), counts.size),
-            *(address(plane, BYTE, writable=True), plane.size),
-        )
-    )
-
-
 def count_step_symbols(predicted: Array, actual: Array, which: Array, buckets: int) -> tuple[Array, Array, Array]:
     """Return the symbols of steps, how often they occur, and the bits of steps that no symbol has.
 
@@ -357,7 +341,7 @@ def count_step_symbols(predicted: Array, actual: Array, which: Array, buckets: i
     """
     n = actual.size
     _check_sizes(n, predicted, which)
-    symbols, bits = thread_buffer("told", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
+    symbols, bits = thread_buffer("step symbols", 2 * n).view(np.uint16), thread_buffer("bits", 2 * n + 2 * PADDING)
     counts = np.empty((buckets, STEP_SYMBOLS), np.uint32)
     used = kernels.count_step_symbols(
         *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n),

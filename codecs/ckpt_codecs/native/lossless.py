@@ -119,10 +119,10 @@ def write_streams(sizes: Sequence[int], max_ratios: Sequence[float], sampled: Se
 def read_streams(
     source: Array, kinds: Sequence[int], starts: Sequence[int], sizes: Sequence[int], places: Sequence[int], out: Array
 ) -> int:
-    """Fill planes from streams; return the index of the first that is damaged or has a frame of zstd.
+    """Fill planes from streams; return the index of the first that is damaged, or their number.
 
     Stream i is source[starts[i] : starts[i + 1]], and its plane out[places[i] : places[i] + sizes[i]]. The caller
-    handles streams that are stored or frames of zstd. `source`, `out`: (m,) uint8.
+    handles stored streams. `source`, `out`: (m,) uint8.
     """
     positions = [np.array(numbers, _INT64) for numbers in (starts, sizes, places)]
     kind_bytes = np.array(kinds, _UINT8)

@@ -15,9 +15,9 @@ from ckpt_codecs.optimizers.sample import Sample
 from ckpt_codecs.optimizers.state_names import LARGEST
 from ckpt_codecs.optimizers.step import (
     ADAM,
-    BETWEEN,
     DESCENT,
     FORMS,
+    SEVERAL_STEPS,
     FittedStep,
     adam_weights,
     count_first_moment_matches,
@@ -42,7 +42,7 @@ QUICK_SIZE, CLOSE_SHARE = 2048, 0.02
 MAX_STEPS = 10**9
 SEARCHED_STARTS = 2
 """Orders of operations from which numbers are searched."""
-STEP_NEIGHBOURS, DECAY_NEIGHBOURS = 192, 4
+STEP_NEIGHBOURS, FACTOR_NEIGHBOURS = 192, 4
 """Neighbouring float32 numbers that are tried, in each direction."""
 CLEAREST = 512
 """Gradients that a scale is fitted to: the largest relative to the moments, which have the fewest rounding errors."""
@@ -54,11 +54,15 @@ def fit_adam(sample: Sample, step: StepInfo) -> FittedStep:
     count = None if step.before is None or step.after is None else step.after - step.before
     if count in (None, 1):
         beta1, beta2 = _fit_betas(step.options, m0, m1, v0, v1)
-        start = FittedStep(ADAM[0], beta1=beta1, beta2=beta2, fade=beta1)
+        start = FittedStep(ADAM[0], beta1=beta1, beta2=beta2, first_factor=beta1)
         candidates = _compare(_adam_candidates(start, step), sample)
         best, share = max(candidates, key=_share_of)
         if share < GOOD_SHARE:
-            starts = {(fitted.rule, fitted.root): fitted for fitted, _ in candidates if fitted.rule != "apex"}
+            starts = {
+                (fitted.optimizer, fitted.bias2_root): fitted
+                for fitted, _ in candidates
+                if fitted.optimizer != "adam-apex"
+            }
             nearest = sorted(starts.values(), key=lambda start: _distance(_fit_linear(start, sample), sample))
             searched = [_search(start, sample) for start in nearest[:SEARCHED_STARTS]]
             best, share = max([(best, share), *searched], key=_share_of)
@@ -71,11 +75,11 @@ def fit_descent(sample: Sample, step: StepInfo) -> FittedStep:
     """Return the numbers of one step of gradient descent with momentum."""
     b0, b1 = sample.before["momentum_buffer"], sample.after["momentum_buffer"]
     momentum = number_option(step.options, "momentum")
-    start = FittedStep(DESCENT[0], beta1=0.9 if momentum is None else momentum, fade=_slope(b0, b1))
+    start = FittedStep(DESCENT[0], beta1=0.9 if momentum is None else momentum, first_factor=_slope(b0, b1))
     best, share = max(_compare(_descent_candidates(start, step), sample), key=_share_of)
     if share < GOOD_SHARE:
         best, share = max((best, share), _search(best, sample), key=_share_of)
-    return best if share > MIN_SHARE else FittedStep(fade=start.fade)
+    return best if share > MIN_SHARE else FittedStep(first_factor=start.first_factor)
 
 
 def fit_several_steps(sample: Sample) -> FittedStep:
@@ -86,11 +90,15 @@ def fit_several_steps(sample: Sample) -> FittedStep:
     m0, v0, m1, v1 = _moments(sample)
     tiny = np.float32(1e-12)
     directions = np.stack([m0 / (np.sqrt(v0) + tiny), m1 / (np.sqrt(v1) + tiny), sample.w0], 1).astype(np.float64)
-    early, late, growth = _least_squares(directions, sample.w1.astype(np.float64) - sample.w0)
-    fitted = FittedStep(BETWEEN, early=early, late=late, decay=1 + growth, fade=_slope(m0, m1))
+    old, new, growth = _least_squares(directions, sample.w1.astype(np.float64) - sample.w0)
+    fitted = FittedStep(
+        SEVERAL_STEPS, old_direction=old, new_direction=new, weight_factor=1 + growth, first_factor=_slope(m0, m1)
+    )
     predicted = extrapolated_weights(fitted, sample.w0, m0, v0, m1, v1)
     errors = [_finite_median(np.abs(sample.w1 - weights)) for weights in (predicted, sample.w0)]
-    return fitted if errors[0] <= errors[1] else replace(fitted, early=0.0, late=0.0, decay=1.0)
+    return (
+        fitted if errors[0] <= errors[1] else replace(fitted, old_direction=0.0, new_direction=0.0, weight_factor=1.0)
+    )
 
 
 def fit_grad_scale(fitted: FittedStep, m0: Array, m1: Array) -> FittedStep:
@@ -126,12 +134,12 @@ def fit_grad_scale(fitted: FittedStep, m0: Array, m1: Array) -> FittedStep:
         order = np.argsort(-np.array(shares), kind="stable")[:retained]
         candidates, share = [candidates[i] for i in order], shares[order[0]]
     scale, form = candidates[0]
-    return replace(fitted, scale=scale, first_form=form) if share > 0.5 else fitted
+    return replace(fitted, grad_scale=scale, first_form=form) if share > 0.5 else fitted
 
 
 def fit_second_form(fitted: FittedStep, m0: Array, m1: Array, v0: Array, v1: Array) -> FittedStep:
     """Return the step with the order of operations of the second moments. All arrays: (n,) float32."""
-    g = gradients_from_bits(fitted, gradient_bits(fitted, m0, m1)) if fitted.scale else gradient(fitted, m0, m1)
+    g = gradients_from_bits(fitted, gradient_bits(fitted, m0, m1)) if fitted.grad_scale else gradient(fitted, m0, m1)
     candidates = [replace(fitted, second_form=form) for form in range(FORMS)]
     return max(candidates, key=lambda one: _equal_share(second_moment(one, v0, g), v1))
 
@@ -172,15 +180,16 @@ def _adam_candidates(start: FittedStep, step: StepInfo) -> Iterator[FittedStep]:
     counts = [min(step.after, MAX_STEPS)] if step.after is not None and step.after > 0 else []
     for count in [*counts, None]:
         bias1, bias2 = (1.0, 1.0) if count is None else (1 - start.beta1**count, 1 - start.beta2**count)
-        factor = 1 - rate * weight_decay
-        for decay in dict.fromkeys([_to_float32(factor), float(np.nan_to_num(factor)), 1.0]):
-            common = replace(start, decay=decay, eps=_to_float32(eps))
-            for order in ADAM[:2]:
-                yield replace(common, rule=order, step=_to_float32(-rate / bias1), root=_to_float32(bias2**0.5))
-            yield replace(common, rule="cpu-adam", step=_to_float32(-rate / bias1), root=_to_float32(bias2**-0.5))
-        for decay in dict.fromkeys([_to_float32(weight_decay), 0.0]):
-            apex = replace(start, rule="apex", decay=decay, eps=_to_float32(eps), step=-_to_float32(rate))
-            yield replace(apex, root=_to_float32(bias2), correction=_to_float32(bias1))
+        factor, eps32 = 1 - rate * weight_decay, _to_float32(eps)
+        for weight_factor in dict.fromkeys([_to_float32(factor), float(np.nan_to_num(factor)), 1.0]):
+            common = replace(start, weight_factor=weight_factor, step_size=_to_float32(-rate / bias1), eps=eps32)
+            for optimizer in ADAM[:2]:
+                yield replace(common, optimizer=optimizer, bias2_root=_to_float32(bias2**0.5))
+            yield replace(common, optimizer="adam-deepspeed-cpu", bias2_root=_to_float32(bias2**-0.5))
+        for weight_factor in dict.fromkeys([_to_float32(weight_decay), 0.0]):
+            common = replace(start, weight_factor=weight_factor, step_size=-_to_float32(rate), eps=eps32)
+            apex = replace(common, optimizer="adam-apex")
+            yield replace(apex, bias2_root=_to_float32(bias2), bias1_factor=_to_float32(bias1))
 
 
 def _descent_candidates(start: FittedStep, step: StepInfo) -> Iterator[FittedStep]:
@@ -188,16 +197,16 @@ def _descent_candidates(start: FittedStep, step: StepInfo) -> Iterator[FittedSte
     rate = 0.1 if rate is None else rate
     weight_decay = number_option(step.options, "weight_decay") or 0.0
     for order in DESCENT:
-        for decay in dict.fromkeys([1.0, _to_float32(1 - rate * weight_decay)]):
-            yield replace(start, rule=order, step=_to_float32(-rate), decay=decay)
+        for factor in dict.fromkeys([1.0, _to_float32(1 - rate * weight_decay)]):
+            yield replace(start, optimizer=order, step_size=_to_float32(-rate), weight_factor=factor)
 
 
 def _fit_linear(start: FittedStep, sample: Sample) -> FittedStep:
     """Return the step with step size and weight factor by least squares."""
-    unit_update = _weights(replace(start, step=1.0, decay=0.0), sample)
+    unit_update = _weights(replace(start, step_size=1.0, weight_factor=0.0), sample)
     inputs = np.stack([unit_update, sample.w0], 1).astype(np.float64)
     step_size, growth = _least_squares(inputs, sample.w1.astype(np.float64) - sample.w0)
-    return replace(start, step=_to_float32(step_size), decay=_to_float32(1 + growth))
+    return replace(start, step_size=_to_float32(step_size), weight_factor=_to_float32(1 + growth))
 
 
 def _distance(fitted: FittedStep, sample: Sample) -> float:
@@ -213,7 +222,7 @@ def _search(start: FittedStep, sample: Sample) -> tuple[FittedStep, float]:
     some = sample.subsample(4096)
     share = _exact_share(best, some)
     for _ in range(2):
-        for name, reach in (("step", STEP_NEIGHBOURS), ("decay", DECAY_NEIGHBOURS)):
+        for name, reach in (("step_size", STEP_NEIGHBOURS), ("weight_factor", FACTOR_NEIGHBOURS)):
             neighbours = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)]
             for value in [*neighbours, getattr(start, name)]:
                 candidate = replace(best, **{name: value})
@@ -224,7 +233,7 @@ def _search(start: FittedStep, sample: Sample) -> tuple[FittedStep, float]:
 
 
 def _weights(fitted: FittedStep, sample: Sample) -> Array:
-    if fitted.rule in DESCENT:
+    if fitted.optimizer in DESCENT:
         return descent_weights(fitted, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
     divisors = sample.after.get(LARGEST, sample.after["exp_avg_sq"])
     return adam_weights(fitted, sample.w0, sample.after["exp_avg"], divisors)

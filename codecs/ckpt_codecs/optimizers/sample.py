@@ -8,9 +8,8 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.delta import StatePair
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
-from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, has_state, has_step_states, weights_of
-from ckpt_codecs.optimizers.step import BETWEEN, DESCENT
+from ckpt_codecs.optimizers.state_names import FIRST, LARGEST, MOMENTUM, SECOND, has_state, has_step_states, weights_of
+from ckpt_codecs.optimizers.step import DESCENT, SEVERAL_STEPS
 
 SAMPLE_SIZE = 1 << 14
 
@@ -45,7 +44,7 @@ def sample_chunks(changes: Iterator[StatePair]) -> Sample | None:
     usable = []
     for change in changes:
         weights = weights_of(change.after)
-        optimizer = DESCENT[0] if MOMENTUM in change.after else BETWEEN
+        optimizer = DESCENT[0] if MOMENTUM in change.after else SEVERAL_STEPS
         if weights is not None and change.after[weights].size and has_step_states(change, optimizer, weights):
             usable.append((weights, change))
     if not usable:

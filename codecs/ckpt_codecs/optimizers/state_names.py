@@ -3,9 +3,9 @@
 import numpy as np
 
 from ckpt_codecs.delta import StatePair, States
-from ckpt_codecs.deltas.residuals.second_moments import SECOND
 from ckpt_codecs.optimizers.step import DESCENT
 
+SECOND = "exp_avg_sq"
 FIRST, MOMENTUM, LARGEST = "exp_avg", "momentum_buffer", "max_exp_avg_sq"
 WEIGHTS = ("fp32", "param")
 

@@ -15,12 +15,12 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas, lossless
 
-ADAM = ("torch", "divided", "cpu-adam", "apex")
+ADAM = ("adam-torch", "adam-fused", "adam-deepspeed-cpu", "adam-apex")
 """Adam's operations in different orders: torch's own, its fused GPU kernels, DeepSpeed's for CPUs, apex's."""
-DESCENT = ("momentum", "nesterov")
-BETWEEN = "between"
+DESCENT = ("sgd-momentum", "sgd-nesterov")
+SEVERAL_STEPS = "several-steps"
 """Several steps, of which only the states before and after are known."""
-RULES = ("", *ADAM, *DESCENT, BETWEEN)
+OPTIMIZERS = ("", *ADAM, *DESCENT, SEVERAL_STEPS)
 FORMS = 3
 
 
@@ -29,67 +29,77 @@ class FittedStep:
     """The numbers of one step of one parameter. docs/delta-codecs.md says what each is used for.
 
     Attributes:
-        scale: The factor of gradients that were bfloat16; 0 if they were not.
+        optimizer: One of `OPTIMIZERS`; empty: there is no step, and states are predicted from themselves.
+        weight_factor: What the weights are multiplied by; for `adam-apex` the weight decay.
+        step_size: What the update is multiplied by; it is negative.
+        bias2_root: The square root of the bias correction of second moments; its inverse for `adam-deepspeed-cpu`, its
+            square for `adam-apex`.
+        bias1_factor: The bias correction of first moments, for `adam-apex`.
+        first_form, second_form: The order of operations of first and second moments.
+        grad_scale: The factor of gradients that were bfloat16; 0 if they were not.
+        old_direction, new_direction: The factors of the first and the last update direction of several steps.
+        first_factor: What is left of the first moments.
     """
 
-    rule: str = ""
-    decay: float = 1.0
-    step: float = 0.0
-    root: float = 1.0
+    optimizer: str = ""
+    weight_factor: float = 1.0
+    step_size: float = 0.0
+    bias2_root: float = 1.0
     eps: float = 0.0
-    correction: float = 1.0
+    bias1_factor: float = 1.0
     beta1: float = 0.0
     beta2: float = 0.0
     first_form: int = 0
     second_form: int = 0
-    scale: float = 0.0
-    early: float = 0.0
-    late: float = 0.0
-    fade: float = 1.0
+    grad_scale: float = 0.0
+    old_direction: float = 0.0
+    new_direction: float = 0.0
+    first_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise CodecError(f"no rule is called {self.rule!r}; there are: {', '.join(filter(None, RULES))}")
+        if self.optimizer not in OPTIMIZERS:
+            known = ", ".join(filter(None, OPTIMIZERS))
+            raise CodecError(f"there is no optimizer {self.optimizer!r}; there are: {known}")
         for name, value in vars(self).items():
             if name in ("first_form", "second_form"):
                 if type(value) is not int or not 0 <= value < FORMS:
                     raise CodecError(f"{name} is 0, 1 or 2, not {value!r}")
-            elif name not in ("rule", "level") and not _is_number(value):
+            elif name not in ("optimizer", "level") and not _is_number(value):
                 raise CodecError(f"{name} is a number, not {value!r}")
-        if self.beta1 == 1 or self.root == 0 or self.correction == 0:
-            raise CodecError("nothing can be divided by zero: beta1 is not 1, root and correction are not 0")
+        if self.beta1 == 1 or self.bias2_root == 0 or self.bias1_factor == 0:
+            raise CodecError("a division by zero: beta1 must not be 1, bias2_root and bias1_factor must not be 0")
 
 
 def adam_weights(step: FittedStep, w: Array, m: Array, v: Array) -> Array:
     """Return the weights after a step of Adam, (n,) float32. `w`: before it; `m`, `v`: after it; (n,) float32."""
     out = np.empty_like(w)
-    numbers = (step.decay, step.step, step.root, step.eps)
-    if step.rule == "torch":
+    numbers = (step.weight_factor, step.step_size, step.bias2_root, step.eps)
+    if step.optimizer == "adam-torch":
         deltas.step_adam_torch(w, m, v, *numbers, out)
-    elif step.rule == "divided":
+    elif step.optimizer == "adam-fused":
         deltas.step_adam_fused(w, m, v, *numbers, out)
-    elif step.rule == "cpu-adam":
+    elif step.optimizer == "adam-deepspeed-cpu":
         deltas.step_adam_deepspeed_cpu(w, m, v, *numbers, out)
     else:
-        deltas.step_adam_apex(w, m, v, *numbers, step.correction, out)
+        deltas.step_adam_apex(w, m, v, *numbers, step.bias1_factor, out)
     return out
 
 
 def descent_weights(step: FittedStep, w: Array, b0: Array, b1: Array) -> Array:
     """Return the weights after a step of gradient descent with momentum, (n,) float32. All arrays: (n,) float32."""
     out = np.empty_like(w)
-    if step.rule == "nesterov":
+    if step.optimizer == "sgd-nesterov":
         lookahead = np.empty_like(w)
         deltas.mix(b1, b0, 1 + step.beta1, -step.beta1, lookahead)
         b1 = lookahead
-    deltas.step_momentum(w, b1, step.decay, step.step, out)
+    deltas.step_momentum(w, b1, step.weight_factor, step.step_size, out)
     return out
 
 
 def extrapolated_weights(step: FittedStep, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
     """Return the predicted weights after several steps of Adam, (n,) float32. All arrays: (n,) float32."""
     out = np.empty_like(w)
-    deltas.extrapolate_weights(w, m0, v0, m1, v1, step.decay, step.early, step.late, out)
+    deltas.extrapolate_weights(w, m0, v0, m1, v1, step.weight_factor, step.old_direction, step.new_direction, out)
     return out
 
 
@@ -120,7 +130,7 @@ def gradient_bits(step: FittedStep, m0: Array, m1: Array) -> Array:
     `m0`, `m1`: (n,) float32.
     """
     out = np.empty(m0.size, np.uint16)
-    deltas.infer_bfloat16_gradients(m0, m1, step.scale, step.beta1, 1 - step.beta1, step.first_form, out)
+    deltas.infer_bfloat16_gradients(m0, m1, step.grad_scale, step.beta1, 1 - step.beta1, step.first_form, out)
     return out
 
 
@@ -132,14 +142,14 @@ def count_first_moment_matches(step: FittedStep, scale: float, form: int, m0: Ar
 def gradients_from_bits(step: FittedStep, bfloat16_bits: Array) -> Array:
     """Return the gradients that the optimizer used, (n,) float32. `bfloat16_bits`: (n,) uint16."""
     out = np.empty(bfloat16_bits.size, np.float32)
-    deltas.scale((bfloat16_bits.astype(np.uint32) << np.uint32(16)).view(np.float32), step.scale, out)
+    deltas.scale((bfloat16_bits.astype(np.uint32) << np.uint32(16)).view(np.float32), step.grad_scale, out)
     return out
 
 
 def decayed_moment(step: FittedStep, m: Array) -> Array:
     """Return first moments times their factor, (n,) float32. `m`: (n,) float32."""
     out = np.empty_like(m)
-    deltas.scale(m, step.fade, out)
+    deltas.scale(m, step.first_factor, out)
     return out
 
 

@@ -5,12 +5,13 @@ fragments, each a box with a blob, and is itself a blob. Nothing is read until
 `read_into` is called, and every byte comes through the `Reader` it is given.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,34 +29,48 @@ _SPAN = 1 << 22
 """Bytes of a file that are read at once for the sake of some among them."""
 _PIECE = 1 << 15
 """Bytes in a row below which reading what lies between costs less than another read: the system fetches it anyway."""
-_MOST_AROUND = 16
+_MAX_OVERREAD = 16
 """Bytes read for each one wanted."""
-_MOST_PAIRS = 1000
+_MAX_PAIRS = 1000
 """Overlaps that are worth naming: of many equal blocks, every pair overlaps."""
 
 
-class Blob(Protocol):
-    """Anything a block of values can be read from."""
+class Blob(ABC):
+    """Anything a block of values can be read from: it has a `shape` and a `dtype`."""
 
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def dtype(self) -> DType: ...
+    __slots__ = ()
+    if TYPE_CHECKING:  # fields in some classes, properties in others
+
+        @property
+        def shape(self) -> Shape: ...
+        @property
+        def dtype(self) -> DType: ...
+
+    @abstractmethod
     def crop(self, box: Box) -> "Blob":
         """The blob of one of its blocks. No data is read."""
 
+    @abstractmethod
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`, of the blob's own shape and dtype, contiguous or not."""
 
+    def parts(self) -> "tuple[Blob, ...]":
+        """The blobs that its values are computed from; none for a leaf. No data is read."""
+        return ()
+
     def sources(self) -> "Iterator[FileBlob]":
         """The file ranges that the values come from."""
+        for part in self.parts():
+            yield from part.sources()
 
     def problems(self) -> Iterator[str]:
         """What is wrong with how the values are put together, in words. No data is read."""
+        for part in self.parts():
+            yield from part.problems()
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlob:
+class FileBlob(Blob):
     """Values lying plain in a file, little-endian, at any strides (in bytes)."""
 
     path: Path
@@ -102,7 +117,7 @@ class FileBlob:
             reader.read_into(self.path, self.offset, out.reshape(-1).view(np.uint8).data, self.seal)
             return
         useful = out.size * self.dtype.itemsize
-        around = _MOST_AROUND if _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE else 2
+        around = _MAX_OVERREAD if _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE else 2
         if self.span <= max(around * useful, 4096) and self.span <= _SPAN:
             window = np.empty(self.span, np.uint8)
             reader.read_into(self.path, self.offset, window.data, self.seal)
@@ -118,12 +133,9 @@ class FileBlob:
     def sources(self) -> Iterator["FileBlob"]:
         yield self
 
-    def problems(self) -> Iterator[str]:
-        return iter(())
-
 
 @dataclass(frozen=True, eq=False)
-class ArrayBlob:
+class ArrayBlob(Blob):
     """Values that are in memory already: a constant, a number from a header."""
 
     array: Array
@@ -142,15 +154,9 @@ class ArrayBlob:
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = self.array
 
-    def sources(self) -> Iterator[FileBlob]:
-        return iter(())
-
-    def problems(self) -> Iterator[str]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class DerivedBlob:
+class DerivedBlob(Blob):
     """Values that a codec makes of another blob, element by element."""
 
     codec: Codec
@@ -165,20 +171,17 @@ class DerivedBlob:
         return DerivedBlob(self.codec, self.base.crop(box), self.dtype)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as room:
-            base = room.view(self.base.dtype).reshape(self.shape)
+        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as buffer:
+            base = buffer.view(self.base.dtype).reshape(self.shape)
             self.base.read_into(base, reader)
             self.codec.decode_into(b"", out, base)
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.base.sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
 
 
 @dataclass(frozen=True)
-class MeanBlob:
+class MeanBlob(Blob):
     """The mean of equally shaped blobs, summed in the order given and in their own precision."""
 
     blobs: tuple[Blob, ...]
@@ -200,17 +203,12 @@ class MeanBlob:
             total = total + read(blob, reader)
         out[...] = total / np.asarray(len(self.blobs), total.dtype)
 
-    def sources(self) -> Iterator[FileBlob]:
-        for blob in self.blobs:
-            yield from blob.sources()
-
-    def problems(self) -> Iterator[str]:
-        for blob in self.blobs:
-            yield from blob.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return self.blobs
 
 
 @dataclass(frozen=True)
-class ZeroBlob:
+class ZeroBlob(Blob):
     """Nothing but zeros: the padding of a partition, the rows of a vocabulary that only fill up."""
 
     shape: Shape
@@ -222,15 +220,9 @@ class ZeroBlob:
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = np.zeros((), self.dtype)
 
-    def sources(self) -> Iterator[FileBlob]:
-        return iter(())
-
-    def problems(self) -> Iterator[str]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class FlatRangeBlob:
+class FlatRangeBlob(Blob):
     """A range of another blob's elements in C order, as a vector: what a rank holds of a flattened tensor."""
 
     base: Blob
@@ -259,12 +251,8 @@ class FlatRangeBlob:
                 part[...] = read(block, reader).reshape(-1)
             at += box.size
 
-    def sources(self) -> Iterator[FileBlob]:
-        for box in flat_boxes(self.base.shape, self.start, self.stop):
-            yield from self.base.crop(box).sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return tuple(self.base.crop(box) for box in flat_boxes(self.base.shape, self.start, self.stop))
 
 
 @dataclass(frozen=True)
@@ -281,7 +269,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Blob):
     """A whole tensor, however it was cut up.
 
     Laws, which `problems` checks: fragments lie inside the tensor, hold its dtype,
@@ -312,7 +300,7 @@ class Tensor:
     def __getitem__(self, key: Any) -> Array:
         """The values of a block, as NumPy's basic indexing selects them. Only this block is read.
 
-        Raises `IndexError`; `CkptError` for what cannot be read, or is not as it was when the checkpoint was opened.
+        Raises `IndexError`, and `CkptError` for what cannot be read.
         """
         box, remainder = block_of_key(key, self.shape)
         return checked_read(self.crop(box))[remainder]
@@ -325,19 +313,19 @@ class Tensor:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def crop(self, box: Box) -> "Tensor":
-        kept = (fragment.crop(box) for fragment in self.fragments)
+        cropped = (fragment.crop(box) for fragment in self.fragments)
         return Tensor(
             box.shape,
             self.dtype,
-            tuple(Fragment(f.box.within(box), f.blob) for f in kept if f is not None),
+            tuple(Fragment(f.box.within(box), f.blob) for f in cropped if f is not None),
             tuple(replica.crop(box) for replica in self.replicas),
         )
 
     def placed(self, local: Box, whole: Box) -> Iterator[Fragment]:
         """The fragments of block `local`, moved to where block `whole` of another tensor is."""
         for fragment in self.fragments:
-            if kept := fragment.crop(local):
-                yield Fragment(kept.box.within(local).shift(whole.start), kept.blob)
+            if part := fragment.crop(local):
+                yield Fragment(part.box.within(local).shift(whole.start), part.blob)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`. Blocks that no fragment holds are left as they are: check `problems` first.
@@ -350,11 +338,8 @@ class Tensor:
             if read(replica, reader).tobytes() != out.tobytes():
                 raise replicas_differ(self, replica)
 
-    def sources(self) -> Iterator[FileBlob]:
-        for fragment in self.fragments:
-            yield from fragment.blob.sources()
-        for replica in self.replicas:
-            yield from replica.sources()
+    def parts(self) -> tuple[Blob, ...]:
+        return (*(fragment.blob for fragment in self.fragments), *self.replicas)
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
@@ -369,7 +354,7 @@ class Tensor:
                 yield f"block {fragment.box} is stored with the shape {list(fragment.blob.shape)}"
             yield from fragment.blob.problems()
         boxes = [fragment.box for fragment in self.fragments]
-        pairs = list(islice(overlaps(boxes), _MOST_PAIRS))
+        pairs = list(islice(overlaps(boxes), _MAX_PAIRS))
         # Blocks inside that do not overlap leave no gap if they are as large as the whole.
         if outside or pairs or sum(box.size for box in boxes) != whole.size:
             for gap in missing(whole, boxes):
@@ -405,9 +390,9 @@ def checked_read(tensor: Tensor) -> Array:
 
 def replicas_differ(tensor: Tensor, replica: Tensor) -> Corrupt:
     """Two copies that should be equal are not: name the files of both."""
-    ours, theirs = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
+    first, second = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
     return Corrupt(
-        f"replicas of one tensor differ: {', '.join(sorted(ours))} against {', '.join(sorted(theirs))}",
+        f"replicas of one tensor differ: {', '.join(sorted(first))} against {', '.join(sorted(second))}",
         hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
     )
 

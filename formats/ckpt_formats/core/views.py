@@ -24,7 +24,7 @@ from ckpt_formats.core.tensor import (
 
 
 @dataclass(frozen=True)
-class _ViewBlob:
+class _ViewBlob(Blob):
     """A blob of the same values as another."""
 
     base: Blob
@@ -33,11 +33,8 @@ class _ViewBlob:
     def dtype(self) -> DType:
         return self.base.dtype
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.base.sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class PermutedBlob(_ViewBlob):
 
 
 @dataclass(frozen=True, eq=False)
-class LayersBlob:
+class LayersBlob(Blob):
     """A blob of tensors of one shape, by new first axes: however many there are, a block of one is found at once.
 
     There may be none at a place, if nobody asks for what is there.
@@ -124,13 +121,8 @@ class LayersBlob:
             index: tuple[int | EllipsisType, ...] = (*place, ...)
             tensor.read_into(out[index], reader)
 
-    def sources(self) -> Iterator[FileBlob]:
-        for tensor in self.tensors.values():
-            yield from tensor.sources()
-
-    def problems(self) -> Iterator[str]:
-        for tensor in self.tensors.values():
-            yield from tensor.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return tuple(self.tensors.values())
 
     @property
     def _first(self) -> Tensor:

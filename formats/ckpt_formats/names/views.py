@@ -1,13 +1,13 @@
 """Views of tensors that only move elements. Creating a view reads no data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slab
-from ckpt_formats.core.tensor import Array, Blob, FileBlob, Fragment, Tensor, ZeroBlob, read
+from ckpt_formats.core.tensor import Array, Blob, Fragment, Tensor, ZeroBlob, read
 
 _WHOLE_ROWS = 16 << 10
 """Bytes of a row. Up to this size it is faster to read full rows than to start a read for some columns of each."""
@@ -16,7 +16,7 @@ _WINDOW = 1 << 20
 
 
 @dataclass(frozen=True)
-class TransposedBlob:
+class TransposedBlob(Blob):
     """A transposed block of a matrix `base`, (n, m)."""
 
     base: Blob
@@ -46,15 +46,12 @@ class TransposedBlob:
             rows_read = read(self.base.crop(slab((rows, columns), 0, row, end)), reader)
             out[:, row - first : end - first] = rows_read[:, start_column:stop_column].T
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.base.crop(self.box).sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base.crop(self.box),)
 
 
 @dataclass(frozen=True)
-class SqueezedBlob:
+class SqueezedBlob(Blob):
     """A blob of shape (1, ...) without its first axis."""
 
     base: Blob
@@ -73,11 +70,8 @@ class SqueezedBlob:
     def read_into(self, out: Array, reader: Reader) -> None:
         self.base.read_into(out[None], reader)
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.base.sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
 
 
 def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -129,7 +123,7 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StridedBlob:
+class StridedBlob(Blob):
     """Every `step`-th row of a blob, beginning with the first."""
 
     base: Blob
@@ -152,11 +146,8 @@ class StridedBlob:
         if out.size:
             out[...] = read(self.base, reader)[:: self.step]
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.base.sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
 
 
 def strided(tensor: Tensor, start: int, step: int) -> Tensor:

@@ -171,7 +171,7 @@ class ChunkedTensor:
 
 
 @dataclass(frozen=True)
-class EncodedBlob:
+class EncodedBlob(Blob):
     """A block of a coded tensor."""
 
     store: ChunkedTensor
@@ -216,11 +216,10 @@ class EncodedBlob:
     def sources(self) -> Iterator[FileBlob]:
         store = self.store
         yield FileBlob.packed(store.path, store.offset, (store.nbytes,), np.dtype(np.uint8), store.seal)
-        if store.base is not None:
-            yield from store.base.crop(self.box).sources()
+        yield from super().sources()
 
-    def problems(self) -> Iterator[str]:
-        return iter(()) if self.store.base is None else self.store.base.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return () if self.store.base is None else (self.store.base.crop(self.box),)
 
 
 def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callable[[int], Array]) -> None:

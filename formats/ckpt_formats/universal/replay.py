@@ -147,7 +147,7 @@ class StatesReplay(Protocol):
 
 
 @dataclass(frozen=True)
-class DeltaBlob:
+class DeltaBlob(Blob):
     """A block of one state of a replay."""
 
     replay: StatesReplay
@@ -175,9 +175,6 @@ class DeltaBlob:
 
     def sources(self) -> Iterator[FileBlob]:
         return self.replay.sources(self.box)
-
-    def problems(self) -> Iterator[str]:
-        return iter(())
 
 
 def states_digest(joint: Mapping[str, Array]) -> int:

@@ -5,7 +5,7 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes, DType
 from ckpt_codecs.chunk.frame import MAX_ELEMENTS, ChunkWriter, read_chunk
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
-from ckpt_codecs.deltas.format_ids import ANS_STEPS, BUCKETS, CONSTANT_UNIT, FLOAT32_GRID, RARE, SPARSE_STEPS
+from ckpt_codecs.deltas.format_ids import ANS_STEPS, CONSTANT_UNIT, FLOAT32_GRID, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import decode_float16, encode_float16
 from ckpt_codecs.deltas.residuals.float32_grid import best_shift, decode_grid, encode_grid
@@ -69,7 +69,7 @@ def decode_residual(data: Bytes, predicted: Array, dtype: DType, second_moments:
         return decode_zigzags(data, predicted)
     if data[0] == FLOAT32_GRID:
         return decode_grid(data, predicted, second_moments)
-    if data[0] in (BUCKETS, RARE, SPARSE_STEPS, ANS_STEPS) and dtype.name in MANTISSA_BITS:
+    if data[0] in (SPARSE_STEPS, ANS_STEPS) and dtype.name in MANTISSA_BITS:
         return decode_float16(data, predicted, MANTISSA_BITS[dtype.name])
     raise CodecError(f"a part has no residuals of form {data[0]}")
 

@@ -3,10 +3,9 @@
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.deltas.format_ids import ANS_STEPS, MAX_BUCKETS, SPARSE_STEPS
+from ckpt_codecs.deltas.format_ids import MAX_BUCKETS, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.ans_steps import decode_ans_steps, encode_ans_steps
 from ckpt_codecs.deltas.residuals.exponent_buckets import buckets_for
-from ckpt_codecs.deltas.residuals.old_buckets import decode_buckets
 from ckpt_codecs.deltas.residuals.sparse_steps import decode_sparse_steps, encode_sparse_steps
 from ckpt_codecs.scratch import thread_buffer
 
@@ -33,12 +32,16 @@ def encode_float16(predicted: Array, actual: Array, mantissa_bits: int) -> bytes
 
 
 def decode_float16(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
-    """Return the actual bits, (n,) uint16. `predicted`: (n,) uint16. Raises CodecError if `data` is damaged."""
+    """Return the actual bits, (n,) uint16. `predicted`: (n,) uint16.
+
+    `data`: untrusted bytes; the first one is SPARSE_STEPS or ANS_STEPS.
+
+    Raises:
+        CodecError: The residuals are damaged.
+    """
     if data[0] == SPARSE_STEPS:
         return decode_sparse_steps(data, predicted, mantissa_bits)
-    if data[0] == ANS_STEPS:
-        return decode_ans_steps(data, predicted, mantissa_bits)
-    return decode_buckets(data, predicted, mantissa_bits)
+    return decode_ans_steps(data, predicted, mantissa_bits)
 
 
 def count_changed(predicted: Array, actual: Array) -> int:

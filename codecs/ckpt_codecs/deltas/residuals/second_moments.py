@@ -9,7 +9,6 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.deltas.format_ids import CONSTANT_UNIT, ROOT_BEFORE
 from ckpt_codecs.native import deltas
 
-SECOND = "exp_avg_sq"
 MIN_UNIT, MAX_UNIT = 1, 254
 
 

@@ -1,16 +1,15 @@
 """A block of a tensor that is cropped only when it is read. A checkpoint has many of them, so they are small."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, FileBlob, Tensor
+from ckpt_formats.core.tensor import Array, Blob, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBlob:
+class BlockBlob(Blob):
     """The values of block `box` of a tensor."""
 
     tensor: Tensor
@@ -31,8 +30,5 @@ class BlockBlob:
         """Read the block into `out`, an array of `shape` and `dtype`."""
         self.tensor.crop(self.box).read_into(out, reader)
 
-    def sources(self) -> Iterator[FileBlob]:
-        return self.tensor.crop(self.box).sources()
-
-    def problems(self) -> Iterator[str]:
-        return self.tensor.problems()
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.tensor.crop(self.box),)

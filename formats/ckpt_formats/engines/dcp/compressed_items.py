@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, FileBlob
+from ckpt_formats.core.tensor import Array, Blob, FileBlob
 
 DESCRIPTOR = "stream.zstd/1"
 _MAX_WINDOW = 1 << 27
@@ -121,7 +121,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class DecompressedBlob:
+class DecompressedBlob(Blob):
     """Values in a compressed item. `raw` has their offset and strides in the decoded bytes."""
 
     frame: Frame
@@ -145,9 +145,6 @@ class DecompressedBlob:
     def sources(self) -> Iterator[FileBlob]:
         """The complete item: compressed bytes cannot be assigned to values."""
         yield FileBlob.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
-
-    def problems(self) -> Iterator[str]:
-        return iter(())
 
 
 class _Stream(Reader):

@@ -108,7 +108,7 @@ def _from_template(known: ParsedTemplate, crc: int, window: Window, block: "Item
 
 # Not frozen, like `ItemRange`: there is one for each block.
 @dataclass(slots=True, eq=False)
-class ItemBlob:
+class ItemBlob(Blob):
     """The blob of one item, or of a block of it."""
 
     name: str

@@ -24,7 +24,7 @@ from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Array, ArrayBlob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.tensor import Array, ArrayBlob, Blob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.chunked import read_chunks
@@ -291,7 +291,7 @@ class _Buffer:
 
 
 @dataclass(frozen=True)
-class _BufferBlob:
+class _BufferBlob(Blob):
     """A block of a buffer."""
 
     buffer: _Buffer
@@ -311,12 +311,6 @@ class _BufferBlob:
     def read_into(self, out: Array, reader: Reader) -> None:
         buffer = self.buffer
         read_chunks(out, self.box, buffer.shape, (buffer.each,), lambda index: buffer.values(index, reader))
-
-    def sources(self) -> Iterator[FileBlob]:
-        return iter(())
-
-    def problems(self) -> Iterator[str]:
-        return iter(())
 
 
 def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
