@@ -1,11 +1,11 @@
 """Write the golden log of gradients: `python sample_checkpoints/make_recording.py`. The recorder is not needed.
 
-`recorded-v1/run.chain` is a run of real torch as two ranks would have recorded it, written through the format's own
-functions: a segment that holds its own start, a base at its end, and a segment that stands on that base. It has two
+`recorded-1/run.chain` is a run of real torch as two ranks would record it, written with the functions of the format:
+a segment that stores its first state, a base at its end, and a segment that begins at that base. It has two
 optimizers, whose calls are the two parts of each step; a step that was left out; one in which a tensor had no gradient;
-fingerprints, notes, buffers, a frozen tensor and states of random number generators. `recorded-v1/expected.json` has
-what must be restored at each step: the XXH3-128 of every state, as torch itself had it. A golden file of a version once
-released is never made again.
+fingerprints, notes, buffers, a frozen tensor and states of random number generators. `recorded-1/expected.json` has
+the expected values of each step: the XXH3-128 of every state, computed from the tensors of torch. A golden file of a
+released version is never written again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ckpt_formats.universal.gradients.layout import (
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.universal.gradients.segment import rank_file
 
-TARGET = Path(__file__).resolve().parent / "recorded-v1"
+TARGET = Path(__file__).resolve().parent / "recorded-1"
 BASE, LAST = 3, 6
 """Where the second segment begins, and where it ends."""
 SKIPPED, WITHOUT_HEAD = 2, 5
