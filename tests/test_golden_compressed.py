@@ -23,7 +23,7 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chunked import EncodedBlob
 from damage import SAMPLES
 
-GOLDEN = SAMPLES / "universal-v2"
+GOLDEN = SAMPLES / "universal-1-coded"
 CONTENT = "blake2b-256:b090603626c6e5e99dc13c262281287bf9b002b18daf1352f42ccbd6dd01878a"
 
 

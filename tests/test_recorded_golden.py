@@ -16,7 +16,7 @@ from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import Kind
 from damage import SAMPLES, ckpt
 
-GOLDEN = SAMPLES / "recorded-v1"
+GOLDEN = SAMPLES / "recorded-1"
 RUN = GOLDEN / "run.chain"
 EXPECTED: list[dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text())
 
