@@ -308,7 +308,7 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
     for path in saved:
         ckpt("append", tmp_path / "run", path)
     found = UniversalReader(tmp_path / "run" / "step-0000000003", decode, replay)
-    assert found.manifest["version"] == 3
+    assert any("delta" in entry for entry in found.entries.values())
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
         assert found.values(one.name, state) == read(tensor).tobytes()
 
