@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from measure import Run, measure, medians, warm
 
-from ckpt.chains.append import BasePolicy, append
+from ckpt.chains.append import append
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
 from ckpt.pipeline import Resources
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
-LOAD = "from ckpt_cli.work import load_kernels; load_kernels()"
+LOAD = "from ckpt.job import load_kernels; load_kernels()"
 """Kernels are loaded before anything is measured."""
 ROWS, COLUMNS = 1024, 1024
 BYTES_EACH = ROWS * COLUMNS * (3 * 4 + 2)
@@ -84,7 +84,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
         step = state.origin.step or 0
         began = time.monotonic()
         if there < step <= deltas + 1:
-            append(run, state, None, DeltaPolicy.of(), BasePolicy(), Resources())
+            append(run, state, None, DeltaPolicy(), Resources())
             seconds += time.monotonic() - began if step != 1 else 0.0
         whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
         if not whole.exists():

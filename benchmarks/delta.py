@@ -38,10 +38,10 @@ from ckpt_codecs import DeltaCodec, Rounded, StatePair, StepInfo, delta_from_con
 from ckpt_codecs.delta import States
 from ckpt_codecs.deltas.chunk_parts import split_parts
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.universal.chunked import ENTRY, chunk_form
-from ckpt_formats.universal.encode_state import chunk_shape
+from ckpt_formats.universal.chunked import ENTRY
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
@@ -104,10 +104,10 @@ class Row:
 def chunks(work: Work) -> Iterator[StatePair]:
     """As the universal format cuts a parameter."""
     shape = next(iter(work.change.after.values())).shape
-    chunk = chunk_shape(shape)
-    each, size = prod(chunk), prod(shape)
+    chunking = Chunking.default(shape)
+    each, size = chunking.chunk_size, chunking.size
     for at in range(0, size, each):
-        form = chunk_form(chunk, min(each, size - at))
+        form = chunking.chunk_shape(min(each, size - at))
 
         def some(states: States, at: int = at, form: tuple[int, ...] = form) -> dict[str, Array]:
             return {name: values.reshape(-1)[at : at + prod(form)].reshape(form) for name, values in states.items()}

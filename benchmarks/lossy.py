@@ -34,8 +34,8 @@ from states import default_folder
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.universal.chunked import ENTRY
-from ckpt_formats.universal.encode_state import chunk_shape
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +61,7 @@ class Entry:
 
 def chunks(before: States, after: States) -> Iterator[tuple[slice, StatePair]]:
     shape = next(iter(after.values())).shape
-    cut, size = chunk_shape(shape), prod(shape)
+    cut, size = Chunking.default(shape).chunk, prod(shape)
     for start in range(0, size, prod(cut)):
         part = slice(start, min(start + prod(cut), size))
         form = (part.stop - part.start,) if (part.stop - part.start) % cut[-1] or len(cut) == 1 else (-1, cut[-1])

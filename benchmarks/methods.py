@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from pcodec import ChunkConfig, standalone
 from ckpt_codecs import Codec, Rounded, candidate_codecs
 from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import thread_buffer
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import open_checkpoint
-from ckpt_formats.universal.chunked import ENTRY, chunk_form
-from ckpt_formats.universal.encode_state import chunk_shape
+from ckpt_formats.universal.chunked import ENTRY
 
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
 PIECE = 4 << 20
@@ -72,14 +71,14 @@ def chunks(state: str, held: dict[str, list[Array]]) -> list[Piece]:
     return [
         Piece(*(None if tensor is None else part(tensor, i) for tensor in (array, base)))
         for array, base in zip(held[state], bases, strict=True)
-        for i in range(-(-array.size // prod(chunk_shape(array.shape))))
+        for i in range(-(-array.size // Chunking.default(array.shape).chunk_size))
     ]
 
 
 def part(array: Array, index: int) -> Array:
-    chunk = chunk_shape(array.shape)
-    values = array.reshape(-1)[index * prod(chunk) : (index + 1) * prod(chunk)]
-    return values.reshape(chunk_form(chunk, values.size))
+    chunking = Chunking.default(array.shape)
+    values = array.reshape(-1)[slice(*chunking.range(index))]
+    return values.reshape(chunking.chunk_shape(values.size))
 
 
 def ours(level: str) -> Method:
@@ -174,7 +173,7 @@ def derivation(held: dict[str, list[Array]]) -> Method | None:
         return [
             Piece(part(copy, i), part(master, i))
             for copy, master in zip(held["param"], held["fp32"], strict=True)
-            for i in range(-(-copy.size // prod(chunk_shape(copy.shape))))
+            for i in range(-(-copy.size // Chunking.default(copy.shape).chunk_size))
         ]
 
     return Method(

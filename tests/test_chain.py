@@ -24,6 +24,7 @@ from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
+from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
@@ -32,7 +33,6 @@ from ckpt_formats.registry import detect, open_checkpoint, writable
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder as chain_folder
-from ckpt_formats.universal.encode_state import CHUNK
 from damage import ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain

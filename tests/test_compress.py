@@ -20,6 +20,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_codecs import candidate_codecs
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.chunking import DEFAULT_ELEMENTS, Chunking
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import LEVELS
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
@@ -30,8 +31,8 @@ from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chunked import EncodedBlob, chunk_count, chunk_form
-from ckpt_formats.universal.encode_state import CHUNK, CodecChoice, chunk_shape, write_coded
+from ckpt_formats.universal.chunked import EncodedBlob
+from ckpt_formats.universal.encode_state import CodecChoice, write_coded
 from damage import SAMPLES, content_id
 from held import STORABLE, array, bits, boxes, checkpoint, contents, everything, flip, folder, parameter, tensor
 
@@ -96,7 +97,7 @@ def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
 
 @pytest.mark.quick(20)
 @pytest.mark.parametrize("dtype", STORABLE, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("shape", [(CHUNK + 5,), (600, 700), (3, 100_003), (7, 3, 3, 9001)], ids=str)
+@pytest.mark.parametrize("shape", [(DEFAULT_ELEMENTS + 5,), (600, 700), (3, 100_003), (7, 3, 3, 9001)], ids=str)
 def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Random bits, which no codec makes smaller, beside values of which any codec makes something."""
     random = array(dtype, shape)
@@ -172,9 +173,10 @@ def test_workers_memory_and_checks_do_not_show_in_the_files(tmp_path: Path) -> N
 
 @given(st.lists(st.integers(0, 40_000), max_size=4).map(tuple))
 def test_chunks_are_whole_rows_or_runs_and_cover_a_tensor(shape: tuple[int, ...]) -> None:
-    chunk = chunk_shape(shape)
-    assert 0 < math.prod(chunk) <= CHUNK
-    size, count = math.prod(shape), chunk_count(shape, chunk)
+    chunking = Chunking.default(shape)
+    chunk = chunking.chunk
+    assert 0 < math.prod(chunk) <= DEFAULT_ELEMENTS
+    size, count = math.prod(shape), chunking.count
     assert (count - 1) * math.prod(chunk) < size <= count * math.prod(chunk) or count == size == 0
     if len(chunk) == 2 and size:
         assert size % chunk[1] == 0
@@ -249,7 +251,7 @@ def test_a_block_takes_the_bytes_of_its_chunks_and_no_others(tmp_path: Path) -> 
         assert bits(found) == bits(again) == bits(np.ascontiguousarray(values[block.index]))
         chunk = math.prod(store.chunk) * 4
         assert first == reader.taken < 2.1 * chunk  # its own and, where it has one, that of its base
-    for index in set(range(store.count)) - {4}:  # the others may be noise
+    for index in set(range(store.chunking.count)) - {4}:  # the others may be noise
         for state in ("exp_avg", "exp_avg_sq"):
             _spoil(blob(made, "w", state).store, index)
     assert bits(read(made.parameters["w"].states["exp_avg"].crop(block))) == bits(found)
@@ -267,7 +269,7 @@ def _spoil(store: Any, index: int) -> None:
 def _chunk(store: Any, index: int) -> tuple[int, int]:
     """Where a coded chunk lies in its file."""
     data = store.path.read_bytes()[store.offset : store.offset + store.nbytes]
-    directory = np.frombuffer(data[len(data) - 16 * store.count :], "<u8").reshape(-1, 2)
+    directory = np.frombuffer(data[len(data) - 16 * store.chunking.count :], "<u8").reshape(-1, 2)
     return store.offset + int(directory[:index, 0].sum()), int(directory[index, 0])
 
 
@@ -305,8 +307,8 @@ def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
     store = blob(Universal().read(broken, ReadOptions()), "w", state).store
     end = store.offset + store.nbytes
     begin, nbytes = _chunk(store, 1)
-    directory = end - 16 * store.count
-    last = sum(_chunk(store, store.count - 1))
+    directory = end - 16 * store.chunking.count
+    last = sum(_chunk(store, store.chunking.count - 1))
     places = {"first": begin, "middle": begin + nbytes // 2, "last": begin + nbytes - 1}
     places |= {"filling": last if last < directory else directory, "length": directory + 16, "hash": directory + 24}
     for bit in (0, 7):
@@ -414,9 +416,9 @@ def test_a_hostile_directory_is_refused(kind: str, broken: Path) -> None:
     """With no checksum in its way: a block is read before anybody has seen all of the file."""
     made = Universal().read(broken, ReadOptions())
     store = blob(made, "w", "fp32").store
-    at = store.offset + store.nbytes - 16 * store.count
+    at = store.offset + store.nbytes - 16 * store.chunking.count
     data = bytearray(store.path.read_bytes())
-    directory = np.frombuffer(data, "<u8", 2 * store.count, at).reshape(-1, 2).copy()
+    directory = np.frombuffer(data, "<u8", 2 * store.chunking.count, at).reshape(-1, 2).copy()
     if kind == "too long":
         directory[1, 0] += 8
     elif kind == "too short":
@@ -460,5 +462,5 @@ def test_settling_reads_what_nobody_has_read(broken: Path) -> None:
 
 
 def test_forms_of_chunks() -> None:
-    assert chunk_form((4, 5), 15) == (3, 5)
-    assert chunk_form((20,), 7) == (7,)
+    assert Chunking((9, 5), (4, 5)).chunk_shape(15) == (3, 5)
+    assert Chunking((27,), (20,)).chunk_shape(7) == (7,)

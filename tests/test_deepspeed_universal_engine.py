@@ -16,9 +16,9 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.registry import open_checkpoint, writable
+from deepspeed_truth import assert_is_the_truth
 from engines import launch
 from engines.kinds import KINDS, Kind
-from test_deepspeed_zoo import assert_is_the_truth
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 

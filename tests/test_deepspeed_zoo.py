@@ -8,11 +8,10 @@ import torch
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
-from ckpt_formats.core.tensor import read
+from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.registry import open_checkpoint, writable
+from deepspeed_truth import assert_is_the_truth
 from engines.kinds import EVERY_KIND, KINDS
-from torch_values import same
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -26,30 +25,6 @@ def kind(request: pytest.FixtureRequest, zoo: Path) -> Path:
 @pytest.fixture(scope="module")
 def truth(kind: Path) -> dict:
     return torch.load(kind / "truth.pt", weights_only=False)
-
-
-def assert_is_the_truth(found: Checkpoint, truth: dict) -> None:
-    for name, states in truth["params"].items():
-        parameter = found.parameters[name]
-        assert parameter.role == "parameter", name
-        for state, expected in states.items():
-            assert same(parameter.states[MODEL if state == "lp" else state], expected), f"{name}/{state}"
-        raw = {step for group in truth["raw_step"] for step in group}
-        if raw:
-            kept = parameter.states.get("step")
-            step = parameter.values.get("step") if kept is None else read(kept).item()
-            # Fused Adam leaves all but one count of a stage 0 group at zero; the one that counts is the largest.
-            assert step is None or step == max(max(raw), truth["step"]) or step in raw - {0}, name
-    for part, role in (("frozen", "frozen"), ("buffers", "buffer")):
-        for name, expected in truth[part].items():
-            assert found.parameters[name].role == role, name
-            assert same(found.parameters[name].states[MODEL], expected), name
-    known = {*truth["params"], *truth["frozen"], *truth["buffers"]}
-    assert {name for name, p in found.parameters.items() if p.role != "extra"} == known
-    assert dict(found.aliases) == {
-        alias: name for alias, name in truth.get("tied", {}).items() if alias in found.aliases
-    }
-    assert [list(group.names) for group in found.groups] == [group["names"] for group in truth["param_groups"]]
 
 
 def test_no_kind_is_left_out():

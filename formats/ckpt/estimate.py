@@ -3,16 +3,16 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
-from math import prod
 
 from ckpt.sizes import PLAIN, StateSizes, row_name
 from ckpt_codecs import NotApplicable, Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
+from ckpt_formats.universal.encode_state import choose_for, flat
 
 CHUNKS = 16
 """Looked at of each kind of state, evenly spread over its elements."""
@@ -55,7 +55,7 @@ def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple
         which = bisect_right(ends, at)
         tensor = members[which][0].states[members[which][1]]
         inside = at - (ends[which] - tensor.size)
-        picked.setdefault(which, {})[inside // prod(chunk_shape(tensor.shape))] = None
+        picked.setdefault(which, {})[inside // Chunking.default(tensor.shape).chunk_size] = None
     for which, indices in picked.items():
         yield members[which], list(indices)
 
@@ -65,7 +65,7 @@ def _look(
 ) -> tuple[int, str, int]:
     """Bytes of some chunks, the codec for them, and what they take in the file."""
     tensor = parameter.states[state]
-    chunk = prod(chunk_shape(tensor.shape))
+    chunk = Chunking.default(tensor.shape).chunk_size
     ranges = [Box((i * chunk,), (min((i + 1) * chunk, tensor.size),)) for i in indices]
     nbytes = sum(box.size for box in ranges) * tensor.dtype.itemsize
     if state == MODEL and _is_derived(parameter, ranges, transfer):

@@ -160,8 +160,8 @@ def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> 
                 yield state, values
         return
     vectors = {state: flat(tensor) for state, tensor in tensors.items()}
-    for index in range(blob.replay.count):
-        start, stop = blob.replay.flat_range(index)
+    for index in range(blob.replay.chunking.count):
+        start, stop = blob.replay.chunking.range(index)
         for state, vector in vectors.items():
             yield state, transfer.fetch(vector, Box((start,), (stop,)))
 

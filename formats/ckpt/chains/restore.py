@@ -161,4 +161,4 @@ def _with_content(source: Checkpoint, format: Universal) -> Universal:
 def _replays(source: Checkpoint) -> bool:
     """Would reading one state after the other replay chunks several times?"""
     replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
-    return any(replay is not None and replay.count > 1 for replay in replays)
+    return any(replay is not None and replay.chunking.count > 1 for replay in replays)

@@ -10,6 +10,7 @@ before anybody sees it. See docs/format.md.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +20,7 @@ import xxhash
 
 from ckpt_codecs import Codec, CodecError
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader, Seal
@@ -43,7 +45,7 @@ class ChunkDirectory:
     nbytes: int
     """Of chunks, filling and directory."""
     count: int
-    most: int
+    max_nbytes: int
     """Bytes of one chunk."""
     label: str
     seal: Seal | None = None
@@ -56,8 +58,8 @@ class ChunkDirectory:
         directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
         begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
         # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
-        taken = nbytes if index + 1 < self.count else self.nbytes - begin
-        data = thread_buffer("listed", taken)
+        length = nbytes if index + 1 < self.count else self.nbytes - begin
+        data = thread_buffer("listed", length)
         reader.read_into(self.path, self.offset + begin, data.data, self.seal)
         return data[:nbytes].data, int(directory["values"][index])
 
@@ -65,18 +67,18 @@ class ChunkDirectory:
         ends = self.nbytes - self.count * ENTRY.itemsize
         listed = np.empty(self.count, ENTRY)
         reader.read_into(self.path, self.offset + ends, listed.view(np.uint8).data)
-        sane = self.count == 0 or int(listed["nbytes"].max()) <= self.most
+        sane = self.count == 0 or int(listed["nbytes"].max()) <= self.max_nbytes
         total = int(listed["nbytes"].sum()) if sane else 0
         if not sane or not 0 <= ends - total < ALIGNMENT:
             raise Corrupt(
                 f"{self.label}: the directory of its chunks does not fit their {ends:,} bytes", where=self.path
             )
-        found = np.empty(self.count, self._FOUND)
-        found["nbytes"], found["values"] = listed["nbytes"], listed["values"]
-        found["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
-        return found
+        directory = np.empty(self.count, self._WITH_STARTS)
+        directory["nbytes"], directory["values"] = listed["nbytes"], listed["values"]
+        directory["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
+        return directory
 
-    _FOUND: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
+    _WITH_STARTS: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
 
     def corrupt(self, index: int, codec: str, why: str) -> Corrupt:
         return Corrupt(
@@ -104,70 +106,65 @@ class ChunkedTensor:
     base: Blob | None = None
     seal: Seal | None = None
 
-    @property
-    def count(self) -> int:
-        return chunk_count(self.shape, self.chunk)
+    @cached_property
+    def chunking(self) -> Chunking:
+        return Chunking(self.shape, self.chunk)
 
     @property
     def raw_nbytes(self) -> int:
         """Of the values, decoded."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def flat_range(self, index: int) -> tuple[int, int]:
-        """The elements that a chunk holds, counted in C order."""
-        each = prod(self.chunk)
-        return index * each, min((index + 1) * each, prod(self.shape))
-
     def values(self, index: int, reader: Reader) -> Array:
         """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
-        start, stop = self.flat_range(index)
+        start, stop = self.chunking.range(index)
         nbytes = (stop - start) * self.dtype.itemsize
-        made = reader.keep_filled(
-            self._key(index), nbytes, lambda room: self._decode(index, room.view(self.dtype), reader)
+        decoded = reader.keep_filled(
+            self._key(index), nbytes, lambda buffer: self._decode(index, buffer.view(self.dtype), reader)
         )
-        return made.view(self.dtype)
+        return decoded.view(self.dtype)
 
     def fill(self, out: Array, index: int, reader: Reader) -> None:
         """The same into `out`, a vector: for a chunk that nobody else will ask for."""
-        kept = reader.kept(self._key(index))
-        if kept is not None:
-            out[:] = kept.view(self.dtype)
+        cached = reader.kept(self._key(index))
+        if cached is not None:
+            out[:] = cached.view(self.dtype)
         else:
             self._decode(index, out, reader)
 
-    def is_cut_as(self, other: "ChunkedTensor") -> bool:
+    def has_chunks_of(self, other: "ChunkedTensor") -> bool:
         """Do the same chunks hold the same elements?"""
-        return (self.shape, self.chunk) == (other.shape, other.chunk)
+        return self.chunking == other.chunking
 
     def _key(self, index: int) -> tuple[Path, int, int]:
         return self.path, self.offset, index
 
     @property
-    def _listed(self) -> ChunkDirectory:
-        most = prod(self.chunk) * self.dtype.itemsize + OVERHEAD
-        return ChunkDirectory(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
+    def _directory(self) -> ChunkDirectory:
+        limit = self.chunking.chunk_size * self.dtype.itemsize + OVERHEAD
+        return ChunkDirectory(self.path, self.offset, self.nbytes, self.chunking.count, limit, self.label, self.seal)
 
     def _decode(self, index: int, out: Array, reader: Reader) -> None:
         base = self.base
         if base is None:
             self._decode_with(None, index, out, reader)
-        elif isinstance(base, EncodedBlob) and base.is_whole and base.store.is_cut_as(self):
+        elif isinstance(base, EncodedBlob) and base.is_full and base.store.has_chunks_of(self):
             self._decode_with(base.store.values(index, reader), index, out, reader)
         else:
-            with temporary_buffer(out.size * base.dtype.itemsize) as room:
-                values, (start, stop) = room.view(base.dtype), self.flat_range(index)
+            with temporary_buffer(out.size * base.dtype.itemsize) as buffer:
+                values, (start, stop) = buffer.view(base.dtype), self.chunking.range(index)
                 FlatRangeBlob(base, start, stop).read_into(values, reader)
                 self._decode_with(values, index, out, reader)
 
     def _decode_with(self, base: Array | None, index: int, out: Array, reader: Reader) -> None:
-        listed, form = self._listed, chunk_form(self.chunk, out.size)
-        data, digest = listed.chunk(index, reader)
+        directory, form = self._directory, self.chunking.chunk_shape(out.size)
+        data, digest = directory.chunk(index, reader)
         try:
             self.codec.decode_into(data, out.reshape(form), None if base is None else base.reshape(form))
         except CodecError as error:
-            raise listed.corrupt(index, self.codec.name, str(error)) from None
+            raise directory.corrupt(index, self.codec.name, str(error)) from None
         if xxhash.xxh3_64_intdigest(out.view(np.uint8).data) != digest:
-            raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
+            raise directory.corrupt(index, self.codec.name, "its values do not fit their checksum")
 
 
 @dataclass(frozen=True)
@@ -193,19 +190,19 @@ class EncodedBlob(Blob):
         return EncodedBlob(self.store, box.shift(self.box.start))
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.box.shape == self.store.shape
 
     def read_into(self, out: Array, reader: Reader) -> None:
         store = self.store
         first, last = flat_ends(self.box, store.shape)
         if last - first != self.box.size or not out.flags.c_contiguous:
-            read_chunks(out, self.box, store.shape, store.chunk, lambda index: store.values(index, reader))
+            read_chunks(out, self.box, store.chunking, lambda index: store.values(index, reader))
             return
         # A run of elements in C order: whole chunks are decoded where they are to lie.
         flat = out.reshape(-1)
-        for index in _touched(self.box, store.shape, prod(store.chunk)):
-            start, stop = store.flat_range(index)
+        for index in store.chunking.touched(self.box):
+            start, stop = store.chunking.range(index)
             low, high = max(start, first), min(stop, last)
             part = flat[low - first : high - first]
             if (low, high) == (start, stop):
@@ -222,31 +219,14 @@ class EncodedBlob(Blob):
         return () if self.store.base is None else (self.store.base.crop(self.box),)
 
 
-def read_chunks(out: Array, box: Box, shape: Shape, chunk: Shape, values: Callable[[int], Array]) -> None:
-    """Fill `out` with block `box` of a tensor that is cut into chunks; `values` gives one of them, as a vector."""
-    each = prod(chunk)
-    for index in _touched(box, shape, each):
-        at, found = 0, None
-        for block in flat_boxes(shape, index * each, min((index + 1) * each, prod(shape))):
+def read_chunks(out: Array, box: Box, chunking: Chunking, values: Callable[[int], Array]) -> None:
+    """Fill `out`, of the shape of `box`, with this block of a tensor; `values` gives a chunk of it, (n,)."""
+    for index in chunking.touched(box):
+        at, chunk = 0, None
+        for block in flat_boxes(chunking.shape, *chunking.range(index)):
             common = block & box
             if common is not None:
-                found = values(index) if found is None else found
-                held = found[at : at + block.size].reshape(block.shape)
-                out[common.within(box).index] = held[common.within(block).index]
+                chunk = values(index) if chunk is None else chunk
+                part = chunk[at : at + block.size].reshape(block.shape)
+                out[common.within(box).index] = part[common.within(block).index]
             at += block.size
-
-
-def _touched(box: Box, shape: Shape, each: int) -> range:
-    """The chunks among which all are that hold an element of the block."""
-    first, last = flat_ends(box, shape)
-    return range(first // each, (last - 1) // each + 1) if box.size else range(0)
-
-
-def chunk_count(shape: Shape, chunk: Shape) -> int:
-    """How many chunks a tensor has."""
-    return -(-prod(shape) // prod(chunk))
-
-
-def chunk_form(chunk: Shape, size: int) -> Shape:
-    """The shape in which a codec is given a chunk of `size` elements; the last may have fewer rows."""
-    return (size,) if len(chunk) == 1 else (size // chunk[1], chunk[1])

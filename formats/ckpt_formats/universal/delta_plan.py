@@ -2,19 +2,20 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
 from ckpt_codecs.delta import DeltaCodec, StatePair, StateTypes, StepInfo
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal.chunked import ENTRY, chunk_count, chunk_form
-from ckpt_formats.universal.encode_state import choose_for, chunk_shape, flat
+from ckpt_formats.universal.chunked import ENTRY
+from ckpt_formats.universal.encode_state import choose_for, flat
 from ckpt_formats.universal.entry import MAX_DELTA_CHUNK_NBYTES
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.replay import DeltaBlob
@@ -44,22 +45,18 @@ class DeltaPlan:
     chunk: Shape
     shape: Shape
 
-    @property
-    def count(self) -> int:
-        return chunk_count(self.shape, self.chunk)
+    @cached_property
+    def chunking(self) -> Chunking:
+        return Chunking(self.shape, self.chunk)
 
     @property
     def form(self) -> StateTypes:
         return {state: tensor.dtype for state, tensor in self.after.items()}
 
-    def box(self, index: int) -> Box:
-        each = prod(self.chunk)
-        return Box((index * each,), (min((index + 1) * each, prod(self.shape)),))
-
     def change(self, index: int, transfer: Transfer, counted: bool = True) -> StatePair:
         """A chunk of all states at both steps. The arrays are valid until the next call."""
-        box = self.box(index)
-        form = chunk_form(self.chunk, box.size)
+        box = self.chunking.box(index)
+        form = self.chunking.chunk_shape(box.size)
         # One step after the other: of each, all states of a chunk are decoded together, and kept only so long.
         after = {
             state: transfer.fetch(tensor, box, f"after/{state}", counted).reshape(form)
@@ -73,8 +70,8 @@ class DeltaPlan:
 
     def changes(self, transfer: Transfer) -> Iterator[StatePair]:
         """All chunks, each in arrays of its own."""
-        for index in range(self.count):
-            yield _kept(self.change(index, transfer, counted=False))
+        for index in range(self.chunking.count):
+            yield _copied(self.change(index, transfer, counted=False))
 
 
 def sample(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> tuple[int, StatePair] | None:
@@ -82,7 +79,7 @@ def sample(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> tupl
     plan = next(_drafts(parameter, against, transfer), None)
     if plan is None:
         return None
-    return prod(plan.shape), _kept(plan.change(plan.count // 2, transfer, counted=False))
+    return prod(plan.shape), _copied(plan.change(plan.chunking.count // 2, transfer, counted=False))
 
 
 def plan_delta(
@@ -90,14 +87,14 @@ def plan_delta(
 ) -> DeltaPlan | None:
     """How to store a parameter as a delta, told from two of its chunks; None if its states are better stored alone."""
     for draft in _drafts(parameter, against, transfer):
-        samples = _samples(draft.count)
+        samples = _samples(draft.chunking.count)
         try:
             codec = against.codec.fit(partial(draft.changes, transfer), against.step)
             plan = replace(draft, codec=codec)
             coded = sum(len(codec.encode(plan.change(index, transfer, counted=False))) for index in samples)
         except CodecError:  # also of what was fitted to values that nothing can be fitted to
             continue
-        elements = sum(plan.box(index).size for index in samples)
+        elements = sum(plan.chunking.box(index).size for index in samples)
         alone = sum(
             elements * tensor.dtype.itemsize * _alone(parameter, state, coding, transfer)
             for state, tensor in plan.after.items()
@@ -112,46 +109,45 @@ def predicted_ratio(
     """Bytes for each raw one that a parameter would take, told from the chunk that holds element `at`, and two more."""
     plan = None if against is None else plan_delta(parameter, against, coding, transfer)
     inside = () if plan is None else tuple(plan.after)
-    taken = 0.0
+    stored = 0.0
     if plan is not None:
         index = at // prod(plan.chunk)
         try:
             coded = len(plan.codec.encode(plan.change(index, transfer, counted=False))) + ENTRY.itemsize
         except NotApplicable:
             return predicted_ratio(parameter, None, coding, transfer, at)
-        taken = coded * prod(plan.shape) / plan.box(index).size
+        stored = coded * prod(plan.shape) / plan.chunking.box(index).size
     for state, tensor in parameter.states.items():
         if state not in inside and tensor.size and not (state == MODEL and is_derived(parameter, transfer)):
-            taken += tensor.nbytes * _alone(parameter, state, coding, transfer)
-    return taken / max(1, parameter.nbytes)
+            stored += tensor.nbytes * _alone(parameter, state, coding, transfer)
+    return stored / max(1, parameter.nbytes)
 
 
 def is_derived(parameter: Parameter, transfer: Transfer) -> bool:
     """Is the model's copy the master, rounded, in the two chunks that tell of all?"""
-    chunk = chunk_shape(parameter.weight.shape)
-    samples = _samples(chunk_count(parameter.weight.shape, chunk))
-    return ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer)
+    return ModelCopy.of(parameter) is not None and _is_rounded(
+        parameter, Chunking.default(parameter.weight.shape), transfer
+    )
 
 
 def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Iterator[DeltaPlan]:
     """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
     shape = parameter.weight.shape
-    chunk = _chunk_shape(shape, against.earlier)
-    joint = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
-    nbytes = prod(chunk) * sum(tensor.dtype.itemsize for tensor in joint.values())
+    chunking = _chunking(shape, against.earlier)
+    states = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
+    nbytes = chunking.chunk_size * sum(tensor.dtype.itemsize for tensor in states.values())
     if not prod(shape) or nbytes > MAX_DELTA_CHUNK_NBYTES or parameter.role == "extra":
         return
-    samples = _samples(chunk_count(shape, chunk))
-    if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunk, samples, transfer):
-        joint.pop(MODEL, None)
-    floats = {state: tensor for state, tensor in joint.items() if is_float(tensor.dtype)}
+    if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunking, transfer):
+        states.pop(MODEL, None)
+    floats = {state: tensor for state, tensor in states.items() if is_float(tensor.dtype)}
     # What a lossy codec is given it may change: integers, truth values and counts are no matter of degree.
     degrees = {state: tensor for state, tensor in floats.items() if state != _COUNT}
-    lossless = (joint, floats) if floats.keys() < joint.keys() else (joint,)
+    lossless = (states, floats) if floats.keys() < states.keys() else (states,)
     for after in lossless if against.codec.lossless else (degrees,):
         before = _before(after, shape, against.earlier)
         if after and (against.earlier is None or before):
-            yield DeltaPlan(after, before, against.codec, chunk, shape)
+            yield DeltaPlan(after, before, against.codec, chunking.chunk, shape)
 
 
 def _samples(count: int) -> list[int]:
@@ -159,18 +155,18 @@ def _samples(count: int) -> list[int]:
     return sorted({0, count // 2})
 
 
-def _kept(change: StatePair) -> StatePair:
+def _copied(change: StatePair) -> StatePair:
     """In arrays of its own."""
     return StatePair(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
 
 
-def _chunk_shape(shape: Shape, earlier: Parameter | None) -> Shape:
-    """As the parent's delta is cut, if it has one: a chunk is replayed as a chunk."""
+def _chunking(shape: Shape, earlier: Parameter | None) -> Chunking:
+    """The chunks of the parent's delta, if it has one, because a chunk is replayed as a chunk; else the default."""
     for tensor in () if earlier is None else earlier.states.values():
         blob = tensor.fragments[0].blob if tensor.fragments else None
         if isinstance(blob, DeltaBlob) and blob.shape == shape:
-            return blob.replay.chunk
-    return chunk_shape(shape)
+            return blob.replay.chunking
+    return Chunking.default(shape)
 
 
 def _before(after: Mapping[str, Tensor], shape: Shape, earlier: Parameter | None) -> dict[str, Tensor]:
@@ -183,10 +179,10 @@ def _before(after: Mapping[str, Tensor], shape: Shape, earlier: Parameter | None
     }
 
 
-def _is_rounded(parameter: Parameter, chunk: Shape, samples: list[int], transfer: Transfer) -> bool:
+def _is_rounded(parameter: Parameter, chunking: Chunking, transfer: Transfer) -> bool:
     master, copy = (flat(parameter.states[state]) for state in (MASTER, MODEL))
-    for index in samples:
-        box = Box((index * prod(chunk),), (min((index + 1) * prod(chunk), master.size),))
+    for index in _samples(chunking.count):
+        box = chunking.box(index)
         values = transfer.fetch(copy, box, "copy", counted=False)
         try:
             Rounded().encode(values, transfer.fetch(master, box, counted=False))
@@ -198,8 +194,8 @@ def _is_rounded(parameter: Parameter, chunk: Shape, samples: list[int], transfer
 def _alone(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> float:
     """Bytes for each raw one if a state is coded without the parent, told from two of its chunks."""
     tensor = parameter.states[state]
-    each = prod(chunk_shape(tensor.shape))
-    samples = sorted({0, -(-tensor.size // each) // 2})
+    chunking = Chunking.default(tensor.shape)
+    samples = _samples(chunking.count)
     choice = choose_for(parameter, state, coding, transfer, samples)
-    raw = sum(min(each, tensor.size - index * each) for index in samples) * tensor.dtype.itemsize
+    raw = sum(chunking.box(index).size for index in samples) * tensor.dtype.itemsize
     return 1.0 if choice is None else choice.nbytes / raw

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from math import prod
 
 import numpy as np
 import xxhash
@@ -13,6 +12,7 @@ from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_all
@@ -20,13 +20,9 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, chunk_count, chunk_form
+from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY
 from ckpt_formats.universal.entry import StateEntry
 
-CHUNK = 1 << 18
-"""Elements: a chunk, and what is made of it, stay in a core's cache."""
-_WIDEST = 1 << 14
-"""Columns: so many that a chunk still has rows to compare."""
 _WORTH = 0.99
 """Coded bytes for each raw one, above which the values are stored as they are."""
 _LEAST = 64
@@ -54,7 +50,7 @@ class CodecChoice:
 def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> CodecChoice | None:
     """How to code a state, told from two of its chunks; None if its values are better stored as they are."""
     tensor = parameter.states[state]
-    count = chunk_count(tensor.shape, chunk_shape(tensor.shape))
+    count = Chunking.default(tensor.shape).count
     return choose_for(parameter, state, coding, transfer, sorted({0, count // 2})) if count else None
 
 
@@ -63,13 +59,13 @@ def choose_for(
 ) -> CodecChoice | None:
     """The first choice, at level `max` the one that makes least of these chunks; None if it makes no less of them."""
     tensor = parameter.states[state]
-    chunk = chunk_shape(tensor.shape)
-    raw = sum(_box(tensor, chunk, index).size for index in indices) * tensor.dtype.itemsize
+    chunking = Chunking.default(tensor.shape)
+    raw = sum(chunking.box(index).size for index in indices) * tensor.dtype.itemsize
     if raw < _LEAST:
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
-        choice = CodecChoice(codec, chunk, codec.context)
+        choice = CodecChoice(codec, chunking.chunk, codec.context)
         pieces = _ChunkSource.of(parameter, state, choice)
         try:
             for place, index in enumerate(indices):
@@ -101,7 +97,7 @@ def write_coded(
     tensor, at = parameter.states[state], out.tell()
     pieces = _ChunkSource.of(parameter, state, choice)
     digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
-    directory = np.empty(chunk_count(tensor.shape, choice.chunk), ENTRY)
+    directory = np.empty(Chunking(tensor.shape, choice.chunk).count, ENTRY)
 
     def write(data: Bytes) -> None:
         write_all(out, data)
@@ -136,18 +132,6 @@ def write_coded(
     )
 
 
-def chunk_shape(shape: Shape) -> Shape:
-    """How a tensor is cut: into whole rows of its last axes where these are not too long, else into runs of elements.
-
-    >>> chunk_shape((4096, 256)), chunk_shape((8, 14336, 4096)), chunk_shape((64, 3, 3, 3)), chunk_shape((1000,))
-    ((1024, 256), (64, 4096), (9709, 27), (262144,))
-    """
-    widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
-    fitting = [width for width in widths if 1 < width <= _WIDEST]
-    width = fitting[0] if fitting else widths[-1] if widths and 1 < widths[-1] <= CHUNK else None
-    return (CHUNK,) if width is None else (CHUNK // width, width)
-
-
 def flat(tensor: Tensor) -> Tensor:
     """The tensor's elements in C order, as a vector."""
     only = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
@@ -175,29 +159,25 @@ class _ChunkSource:
 
     values: Tensor
     base: Tensor | None
-    chunk: Shape
+    chunking: Chunking
 
     @classmethod
     def of(cls, parameter: Parameter, state: str, choice: CodecChoice) -> "_ChunkSource":
         base = None if choice.base is None else flat(parameter.states[choice.base])
-        return cls(flat(parameter.states[state]), base, choice.chunk)
+        tensor = parameter.states[state]
+        return cls(flat(tensor), base, Chunking(tensor.shape, choice.chunk))
 
     def box(self, index: int) -> Box:
-        return _box(self.values, self.chunk, index)
+        return self.chunking.box(index)
 
     def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
         """A chunk, and the base of it, in the form in which the codec gets them."""
         box = self.box(index)
-        form = chunk_form(self.chunk, box.size)
+        form = self.chunking.chunk_shape(box.size)
         values = transfer.fetch(self.values, box, counted=counted).reshape(form)
         if self.base is None:
             return values, None
         return values, transfer.fetch(self.base, box, "base", counted=False).reshape(form)
-
-
-def _box(tensor: Tensor, chunk: Shape, index: int) -> Box:
-    each = prod(chunk)
-    return Box((index * each,), (min((index + 1) * each, tensor.size),))
 
 
 def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:

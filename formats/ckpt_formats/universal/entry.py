@@ -11,11 +11,12 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures, Role
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
-from ckpt_formats.universal.chunked import ENTRY, MOST_ELEMENTS, chunk_count
+from ckpt_formats.universal.chunked import ENTRY, MOST_ELEMENTS
 from ckpt_formats.universal.earlier_forms import earlier_form
 
 MAX_DELTA_CHUNK_NBYTES = 64 << 20
@@ -197,7 +198,7 @@ def _chunk(fields: Any, check: FieldReader) -> Shape:
 
 def _check_chunks(chunk: Shape, shape: Shape, nbytes: int, check: FieldReader) -> None:
     check.true(prod(shape) % chunk[-1] == 0 or len(chunk) == 1, f"chunk {list(chunk)} for shape {list(shape)}")
-    count = chunk_count(shape, chunk)
+    count = Chunking(shape, chunk).count
     check.true(count * ENTRY.itemsize <= nbytes, f"{nbytes} bytes for {count} chunks")
 
 

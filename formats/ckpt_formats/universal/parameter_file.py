@@ -114,7 +114,7 @@ def _write(
 def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[Parameter]:
     """The parameter, with states that can be read one after another without a replay of the deltas for each."""
     replay = stored_delta_of(parameter)
-    if replay is None or replay.count < 2:
+    if replay is None or replay.chunking.count < 2:
         yield parameter
         return
     spill = path.with_suffix(".replayed")

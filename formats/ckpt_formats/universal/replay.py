@@ -11,7 +11,6 @@ them are held, however long the chain is. See docs/format.md.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -20,11 +19,12 @@ import xxhash
 
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
-from ckpt_formats.universal.chunked import OVERHEAD, ChunkDirectory, chunk_count, chunk_form, read_chunks
+from ckpt_formats.universal.chunked import OVERHEAD, ChunkDirectory, read_chunks
 
 StateArrays = dict[str, Array]
 """A chunk of every state, each as a vector."""
@@ -53,33 +53,28 @@ class StoredDelta:
         replays = (_replay_of(blob) for blob in self.before.values())
         return next((replay for replay in replays if replay is not None), None)
 
-    @property
-    def count(self) -> int:
-        return chunk_count(self.shape, self.chunk)
-
-    def flat_range(self, index: int) -> tuple[int, int]:
-        """The elements that a chunk holds, counted in C order."""
-        each = prod(self.chunk)
-        return index * each, min((index + 1) * each, prod(self.shape))
+    @cached_property
+    def chunking(self) -> Chunking:
+        return Chunking(self.shape, self.chunk)
 
     def lineage(self) -> list["StoredDelta"]:
         """All deltas on the way to this one, the first of them first."""
-        found, at = [self], self.parent
+        deltas, at = [self], self.parent
         while at is not None:
-            found.append(at)
+            deltas.append(at)
             at = at.parent
-        return found[::-1]
+        return deltas[::-1]
 
     def values(self, index: int, reader: Reader) -> StateArrays:
         """A chunk of all states, decoded and checked. Raises `Corrupt`."""
-        held = reader.keep((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
-        start, stop = self.flat_range(index)
-        joint, at = {}, 0
+        packed = reader.keep((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
+        start, stop = self.chunking.range(index)
+        states, at = {}, 0
         for state, dtype in self.form.items():
             nbytes = (stop - start) * dtype.itemsize
-            joint[state] = held[at : at + nbytes].view(dtype)
+            states[state] = packed[at : at + nbytes].view(dtype)
             at += nbytes
-        return joint
+        return states
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The deltas, and what the first of them stands on."""
@@ -90,35 +85,37 @@ class StoredDelta:
                     yield from blob.crop(box).sources()
 
     def _replayed(self, index: int, reader: Reader) -> StateArrays:
-        joint: StateArrays = {}
+        states: StateArrays = {}
         for replay in self.lineage():
-            joint = replay._decoded(index, joint, reader)
-        return joint
+            states = replay._decoded(index, states, reader)
+        return states
 
     def _decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
         """The chunk, from that of the parent."""
-        start, stop = self.flat_range(index)
-        form = chunk_form(self.chunk, stop - start)
+        start, stop = self.chunking.range(index)
+        form = self.chunking.chunk_shape(stop - start)
         before = {
             state: _chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
         }
-        most = prod(self.chunk) * sum(dtype.itemsize for dtype in self.form.values()) + OVERHEAD
-        listed = ChunkDirectory(self.path, self.offset, self.nbytes, self.count, most, self.label, self.seal)
-        chunk, digest = listed.chunk(index, reader)
+        limit = self.chunking.chunk_size * sum(dtype.itemsize for dtype in self.form.values()) + OVERHEAD
+        directory = ChunkDirectory(
+            self.path, self.offset, self.nbytes, self.chunking.count, limit, self.label, self.seal
+        )
+        chunk, digest = directory.chunk(index, reader)
         data = bytes(chunk)
         try:
-            made = self.codec.decode(data, before, form, self.form)
+            decoded = self.codec.decode(data, before, form, self.form)
         except CodecError as error:
-            raise listed.corrupt(index, self.codec.name, str(error)) from None
-        joint = {}
+            raise directory.corrupt(index, self.codec.name, str(error)) from None
+        states = {}
         for state, dtype in self.form.items():
-            values = made.get(state)
+            values = decoded.get(state)
             if values is None or values.shape != form or values.dtype != dtype:
-                raise listed.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
-            joint[state] = np.ascontiguousarray(values).reshape(-1)
-        if states_digest(joint) != digest:
-            raise listed.corrupt(index, self.codec.name, "its values do not fit their checksum")
-        return joint
+                raise directory.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
+            states[state] = np.ascontiguousarray(values).reshape(-1)
+        if states_digest(states) != digest:
+            raise directory.corrupt(index, self.codec.name, "its values do not fit their checksum")
+        return states
 
 
 class StatesReplay(Protocol):
@@ -131,13 +128,7 @@ class StatesReplay(Protocol):
         """The states and their types."""
 
     @property
-    def chunk(self) -> Shape: ...
-    @property
-    def count(self) -> int:
-        """Of chunks."""
-
-    def flat_range(self, index: int) -> tuple[int, int]:
-        """The elements that a chunk holds, counted in C order."""
+    def chunking(self) -> Chunking: ...
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
         """A chunk of all states, each as a vector. Raises `Corrupt`."""
@@ -171,22 +162,22 @@ class DeltaBlob(Blob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         replay = self.replay
-        read_chunks(out, self.box, replay.shape, replay.chunk, lambda index: replay.values(index, reader)[self.state])
+        read_chunks(out, self.box, replay.chunking, lambda index: replay.values(index, reader)[self.state])
 
     def sources(self) -> Iterator[FileBlob]:
         return self.replay.sources(self.box)
 
 
-def states_digest(joint: Mapping[str, Array]) -> int:
+def states_digest(states: Mapping[str, Array]) -> int:
     """The XXH3-64 of a chunk of several states, one after another."""
     hashed = xxhash.xxh3_64()
-    for values in joint.values():
+    for values in states.values():
         hashed.update(values.reshape(-1).view(np.uint8).data)
     return int(hashed.intdigest())
 
 
-def _packed(joint: StateArrays) -> Array:
-    return np.concatenate([values.view(np.uint8) for values in joint.values()])
+def _packed(states: StateArrays) -> Array:
+    return np.concatenate([values.view(np.uint8) for values in states.values()])
 
 
 def stored_delta(blob: Blob) -> StoredDelta | None:

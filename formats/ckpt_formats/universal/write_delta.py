@@ -35,7 +35,7 @@ def write_delta(
     at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
     digests = {state: xxhash.xxh3_128() for state in plan.after}
     errors = {state: ErrorStats() for state in plan.after}
-    directory = np.empty(plan.count, ENTRY)
+    directory = np.empty(plan.chunking.count, ENTRY)
     lossless = plan.codec.lossless
     copied = None if copy is None else flat(copy.tensor)
 
@@ -43,7 +43,7 @@ def write_delta(
         write_all(out, data)
         stored.update(data)
 
-    for index in range(plan.count):
+    for index in range(plan.chunking.count):
         change = plan.change(index, transfer)
         data = plan.codec.encode(change)
         raw = sum(values.nbytes for values in change.after.values())
@@ -60,7 +60,7 @@ def write_delta(
                 errors[state] += measured(change.after[state], values, change.before.get(state))
         if copy is not None and copied is not None and MASTER in kept:
             approximate = None if lossless else kept[MASTER].reshape(-1)
-            copy.compare(plan.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
+            copy.compare(plan.chunking.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
         write(data)
         directory[index] = len(data), states_digest(kept)
         nbytes += len(data)

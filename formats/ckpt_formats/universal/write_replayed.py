@@ -34,8 +34,8 @@ def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfe
             at += plain[id(blob)].span
     with path.open("wb", buffering=0) as out:
         moving = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
-        for index in range(replay.count):
-            start, stop = replay.flat_range(index)
+        for index in range(replay.chunking.count):
+            start, stop = replay.chunking.range(index)
             for tensor, raw in moving:
                 values = transfer.fetch(tensor, Box((start,), (stop,)), counted=False)
                 _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
@@ -58,8 +58,8 @@ def write_together(
     tensors = {slot.name: flat(parameter.states[slot.name]) for slot in mine}
     digests = {slot.name: xxhash.xxh3_128() for slot in mine}
     copied = None if copy is None else flat(copy.tensor)
-    for index in range(replay.count):
-        start, stop = replay.flat_range(index)
+    for index in range(replay.chunking.count):
+        start, stop = replay.chunking.range(index)
         box = Box((start,), (stop,))
         for slot in mine:
             values = transfer.fetch(tensors[slot.name], box)

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
@@ -17,12 +16,12 @@ from ckpt_codecs import Codec, CodecError
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_codecs.optimizers import WEIGHTS, OptimizerStep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
-from ckpt_formats.universal.chunked import chunk_count
 from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
@@ -344,21 +343,13 @@ class ParameterReplay:
     parts: tuple[tuple[int, int], ...]
     """The parts of the tensor: each a rank, and the index of the part in its layout."""
 
-    @property
-    def chunk(self) -> Shape:
-        return (CHUNK,)
-
-    @property
-    def count(self) -> int:
-        return chunk_count(self.shape, self.chunk)
-
-    def flat_range(self, index: int) -> tuple[int, int]:
-        """The start and stop of a chunk's elements, in C order."""
-        return index * CHUNK, min((index + 1) * CHUNK, prod(self.shape))
+    @cached_property
+    def chunking(self) -> Chunking:
+        return Chunking(self.shape, (CHUNK,))
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
         """A chunk of all states, by name: each (n,) float32. Raises `Corrupt`."""
-        start, stop = self.flat_range(index)
+        start, stop = self.chunking.range(index)
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
         packed = reader.keep(key, lambda: self._gather(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))

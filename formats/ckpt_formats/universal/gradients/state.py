@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -19,6 +20,7 @@ from ckpt_formats.core.checkpoint import (
     Parameter,
     Role,
 )
+from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
@@ -279,15 +281,14 @@ class _Buffer:
         """A chunk: (n,) of the dtype of the buffer. Raises `Corrupt`."""
         path = self.segment.path(0)
         data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
-        each = self.each
-        size = min(each, prod(self.shape) - index * each) * self.dtype.itemsize
+        size = self.chunking.box(index).size * self.dtype.itemsize
         if data.size != size or hash_values(data) != digest:
             raise Corrupt(f"step {self.record.step}: `{printable(self.name)}` does not fit its hash", where=path)
         return data.view(self.dtype)
 
-    @property
-    def each(self) -> int:
-        return BUFFER_CHUNK // self.dtype.itemsize
+    @cached_property
+    def chunking(self) -> Chunking:
+        return Chunking(self.shape, (BUFFER_CHUNK // self.dtype.itemsize,))
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ class _BufferBlob(Blob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         buffer = self.buffer
-        read_chunks(out, self.box, buffer.shape, (buffer.each,), lambda index: buffer.values(index, reader))
+        read_chunks(out, self.box, buffer.chunking, lambda index: buffer.values(index, reader))
 
 
 def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:

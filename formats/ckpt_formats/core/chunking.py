@@ -1,0 +1,68 @@
+"""How a tensor is divided into chunks that are encoded one by one."""
+
+import builtins
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ckpt_formats.core.geometry import Box, Shape, flat_ends
+
+DEFAULT_ELEMENTS = 1 << 18
+"""Of a chunk: enough for a codec to learn from, and few enough to be held in a core's cache."""
+_MAX_WIDTH = 1 << 14
+"""Elements of a row that is never divided."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """A tensor of `shape` in chunks, in C order. All chunks but the last are equally large."""
+
+    shape: Shape
+    chunk: Shape
+    """`(rows, columns)` or `(elements,)` of every chunk but the last, which may have fewer rows or elements."""
+
+    @classmethod
+    def default(cls, shape: Shape) -> "Chunking":
+        """Full rows of the last axes where these are not too long, else runs of elements.
+
+        >>> [Chunking.default(s).chunk for s in ((4096, 256), (8, 14336, 4096), (64, 3, 3, 3), (1000,))]
+        [(1024, 256), (64, 4096), (9709, 27), (262144,)]
+        """
+        widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
+        fitting = [width for width in widths if 1 < width <= _MAX_WIDTH]
+        last = widths[-1] if widths and 1 < widths[-1] <= DEFAULT_ELEMENTS else None
+        width = fitting[0] if fitting else last
+        return cls(shape, (DEFAULT_ELEMENTS,) if width is None else (DEFAULT_ELEMENTS // width, width))
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """Elements of every chunk but the last."""
+        return prod(self.chunk)
+
+    @cached_property
+    def count(self) -> int:
+        """How many chunks there are."""
+        return -(-self.size // self.chunk_size)
+
+    def range(self, index: int) -> tuple[int, int]:
+        """The elements of a chunk: the first, and the one after the last, counted in C order."""
+        return index * self.chunk_size, min((index + 1) * self.chunk_size, self.size)
+
+    def box(self, index: int) -> Box:
+        """The same as a box of the tensor's elements as a vector."""
+        start, stop = self.range(index)
+        return Box((start,), (stop,))
+
+    def chunk_shape(self, size: int) -> Shape:
+        """The shape in which a codec gets a chunk of `size` elements."""
+        return (size,) if len(self.chunk) == 1 else (size // self.chunk[1], self.chunk[1])
+
+    def touched(self, box: Box) -> builtins.range:
+        """The numbers of the chunks among which all are that hold an element of a block of the tensor."""
+        first, last = flat_ends(box, self.shape)
+        return range(first // self.chunk_size, (last - 1) // self.chunk_size + 1) if box.size else range(0)
