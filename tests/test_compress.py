@@ -385,7 +385,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], type[CkptError]]] =
         ]
     },
     "no chunk": (lambda said: _states(said)["fp32"].pop("chunk"), Unsupported),
-    "version 1": (lambda said: said.update(version=1), Unsupported),
+    "version 2": (lambda said: said.update(version=2), Unsupported),
     "version 4": (lambda said: said.update(version=4), Unsupported),
     "an enormous shape": (put("shape", [1 << 40, 1000]), Corrupt),
     "a shape that the rows do not fit": (put("shape", [600_001]), Corrupt),

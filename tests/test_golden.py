@@ -1,4 +1,4 @@
-"""What version 1 of the universal format once wrote reads for ever as it did.
+"""The golden checkpoint with plain states is read with the same values by each version of this program.
 
 `sample_checkpoints/make_universal.py` made it; no test does.
 """

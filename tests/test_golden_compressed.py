@@ -1,4 +1,4 @@
-"""What version 2 of the universal format once wrote, with every codec at every level, reads for ever as it did.
+"""The golden checkpoint with coded states, by every codec at every level: each version of this program decodes it alike.
 
 `sample_checkpoints/make_compressed.py` made it; no test does.
 """
