@@ -1,4 +1,4 @@
-"""The golden checkpoint with coded states, by every codec at every level: each version of this program decodes it alike.
+"""The golden checkpoint with coded states, of every codec and level: each version of this program decodes it alike.
 
 `sample_checkpoints/make_compressed.py` made it; no test does.
 """
