@@ -116,7 +116,7 @@ def test_what_other_threads_took_does_not_gather() -> None:
 def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
     def given() -> bool:
         with Reader() as reader:
-            filled = reader.keep_filled("what", 300_000, lambda room: room.fill(7))
+            filled = reader.cached_or_filled("what", 300_000, lambda room: room.fill(7))
             assert not np.shares_memory(acquire_buffer(300_000), filled)
         return np.shares_memory(acquire_buffer(300_000), filled)
 

@@ -41,7 +41,7 @@ def as_torch(placement: Placement) -> object:
 
 
 def elements(spec: PlacementSpec, rank: int) -> list[tuple[Box, Box]]:
-    return [(placed.local, placed.whole) for placed in block_of_rank(spec, rank).blocks()]
+    return [(placed.shard, placed.full) for placed in block_of_rank(spec, rank).blocks()]
 
 
 @given(specs())

@@ -32,7 +32,7 @@ def by_hand(values: Array, rule: Rule, table: Sequence[Sequence[int]], ranks: in
         shape = (*values.shape[: rule.axis], sum(row[rank] for row in table), *values.shape[rule.axis + 1 :])
         shard = np.zeros(shape, values.dtype)
         for placed in place(values.shape, rule.axis, table, rank):
-            shard[placed.local.index] = values[placed.whole.index]
+            shard[placed.shard.index] = values[placed.full.index]
         shards.append(tensor(shard))
     return shards
 

@@ -174,7 +174,7 @@ def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path
     )
     for wrong, message in (
         (Rule(r".*\.linear_fc1\.weight", fused=("ffn", "heads")), "contradict its rule"),
-        (Rule(r".*\.linear_fc1\.weight", axis=2), "cannot be joined along axis 2"),
+        (Rule(r".*\.linear_fc1\.weight", axis=2), "cannot be concatenated along axis 2"),
         (Rule(r".*\.linear_fc1\.weight", fused=("depth",)), "needs the size `depth`"),
         (Rule(r".*\.linear_fc2\.weight", length="hidden"), "has length 16 along axis 0"),
     ):

@@ -160,7 +160,7 @@ def test_ordinary_patterns_are_taken_as_they_are(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_a_pattern_that_can_run_for_ever_is_refused(pattern: str) -> None:
-    with pytest.raises(Unsafe, match="can take for ever"):
+    with pytest.raises(Unsafe, match="may take too long"):
         safe_pattern(pattern, "here")
 
 

@@ -15,7 +15,7 @@ from ckpt.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.staging import Staging, check_target, staging, sweep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, files_each, most_workers, unreadable, verify_seals
+from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
@@ -41,7 +41,7 @@ class Resources:
     def of_machine(cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True) -> "Resources":
         """At most the cores and the open files that this process may use; `workers` None: a core each, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), most_workers()), memory, locks)
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks)
 
     @property
     def files(self) -> int:
@@ -197,7 +197,7 @@ def _write_all(
 
     def write(part: FilePlan) -> Receipt:
         with (
-            Reader(most_files=resources.files, identities=identities) as reader,
+            Reader(max_files=resources.files, identities=identities) as reader,
             Transfer(reader, resources.slab, count) as transfer,
         ):
             try:

@@ -1,7 +1,7 @@
-"""Formats by name. To add one: write its file, add its line.
+"""Formats by name. To add one: write its module, and add its line to `FORMATS`.
 
-Values are import paths, not classes, so that the names cost nothing to look at.
-The order is the order of detection: the more particular first.
+The values are import paths, not classes, so that the list of names imports nothing.
+The order is the order of detection: specific formats first.
 """
 
 from importlib import import_module
@@ -33,13 +33,13 @@ FORMATS: dict[str, str] = {
     "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }
 ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
-"""What `convert` and its like cannot write. `writable` says so, too, but has to import the format."""
+"""Formats that cannot be written. `writable` knows them too, but imports the format to find out."""
 _OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
-"""Around these, trainers of Hugging Face's leave files of their own."""
-_MOST_FOLDERS = 16
-"""Folders in a checkpoint that are looked through for what it is not."""
+"""Formats of engines: trainers of Hugging Face's save files of their own next to them."""
+_MAX_FOLDERS = 16
+"""How many folders of a checkpoint are searched for traces of another engine."""
 _OURS = ("universal", "chain")
-"""What is in these says itself what it was before."""
+"""Formats of ours: their files state the original format."""
 
 
 def format_named(name: str) -> "Format":
@@ -66,15 +66,15 @@ def writable(name: str, **options: object) -> "WritableFormat":
 
 
 def detect(path: Path) -> "Format":
-    """The format of the checkpoint at this path, or of the one that is meant by it. Raises `NotFound` and its like."""
+    """The format of the checkpoint at this path, or in it. Raises `NotFound`, `Incomplete` or `Unsupported`."""
     return _located(path).format
 
 
 @gc_paused()
 def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkpoint":
-    """The index of the checkpoint at a path, whatever its format. Reads headers only.
+    """The index of the checkpoint at a path, of any format. Reads headers only.
 
-    What lies in its folder and is not read is told by its notices.
+    Its notices name files in its folder that are not read. Raises subclasses of `CkptError`.
     """
     from dataclasses import replace
 
@@ -89,40 +89,49 @@ def open_checkpoint(path: Path, options: "ReadOptions | None" = None) -> "Checkp
         check_alone(path)
     located = _located(path)
     format = located.format
-    found = identified(lambda: _read(located, options or ReadOptions()))
-    _check_folders(found, located)
-    check_whole_of_meta(found)
-    written = [found.extras, [group.options for group in found.groups], [p.values for p in found.parameters.values()]]
+    checkpoint = identified(lambda: _read(located, options or ReadOptions()))
+    _check_folders(checkpoint, located)
+    check_whole_of_meta(checkpoint)
+    written = [
+        checkpoint.extras,
+        [group.options for group in checkpoint.groups],
+        [p.values for p in checkpoint.parameters.values()],
+    ]
     check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
-    notices = (*located.notices, *found.notices)
+    notices = (*located.notices, *checkpoint.notices)
     if format.name not in _OURS:
-        notices = (*notices, *check_states(found.parameters, found.groups, located.path, even=format.even_states))
+        notices = (
+            *notices,
+            *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
+        )
     if is_file:
         notices = (*notices, *parts_unread(path))
     elif format.name not in _OURS:
         named = {name for notice in notices for name in notice.names}
-        notices = (*notices, *unread(path, (shard.path for shard in found.files), named))
+        notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
     used = options or ReadOptions()
     shapes = None if used.shapes is None else used.shapes.history
     opened = Opened(path, (used.rules, used.order, used.orders, shapes))
-    others = {} if used.shapes is None else used.shapes.identities
-    found = replace(found, notices=notices, history=(opened,), identities={**others, **found.identities})
-    if format.name in _OURS or (found.original is not None and found.original.format == format.name):
-        return found
-    return replace(found, original=OriginalForm(format.name, path.name if is_file else None))
+    identities = {} if used.shapes is None else used.shapes.identities
+    checkpoint = replace(
+        checkpoint, notices=notices, history=(opened,), identities={**identities, **checkpoint.identities}
+    )
+    if format.name in _OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
+        return checkpoint
+    return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
 
 
 def _read(located: "_Located", options: "ReadOptions") -> "Checkpoint":
-    """The checkpoint, and what a trainer around its engine left beside it."""
+    """The checkpoint, with the files that a trainer saved next to it."""
     from ckpt_formats.engines.hf.trainer_files import with_run_around
 
-    found = located.format.read(located.path, options)
+    checkpoint = located.format.read(located.path, options)
     of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
-    return with_run_around(found, located.path) if of_engine else found
+    return with_run_around(checkpoint, located.path) if of_engine else checkpoint
 
 
 class _Located(NamedTuple):
-    """A checkpoint, its format, and what to tell of how it was chosen."""
+    """A checkpoint, its format, and notices about how it was chosen."""
 
     path: Path
     format: "Format"
@@ -130,7 +139,7 @@ class _Located(NamedTuple):
 
 
 def _located(path: Path) -> _Located:
-    """The checkpoint that is meant by a path. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
+    """The checkpoint to which a path leads. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
     from ckpt_formats.detection.parents import find_inside
 
     if (state := _state_of_chain(path)) is not None:
@@ -150,7 +159,7 @@ def _located(path: Path) -> _Located:
 
 
 def _state_of_chain(path: Path) -> _Located | None:
-    """What `run.chain@1234` names."""
+    """The state of a chain that a path such as `run.chain@1234` names; None for other paths."""
     if "@" not in path.name:
         return None
     from ckpt_formats.universal.chain.address import parse
@@ -160,12 +169,12 @@ def _state_of_chain(path: Path) -> _Located | None:
     return None if address is None else _Located(address.run, ChainFormat(address))
 
 
-def _check_folders(found: "Checkpoint", located: _Located) -> None:
-    """Raises `Incomplete` if files were read from a folder in which another engine has left its traces."""
+def _check_folders(checkpoint: "Checkpoint", located: _Located) -> None:
+    """Raise `Incomplete` if files were read from a folder with traces of another engine."""
     from ckpt_formats.detection.traces import check_traces, names_in
 
-    folders = dict.fromkeys(shard.path.parent for shard in found.files)
-    for folder in [folder for folder in folders if folder != located.path][:_MOST_FOLDERS]:
+    folders = dict.fromkeys(shard.path.parent for shard in checkpoint.files)
+    for folder in [folder for folder in folders if folder != located.path][:_MAX_FOLDERS]:
         if folder.is_relative_to(located.path):
             check_traces(folder, set(names_in(folder)), located.format.name)
 
@@ -181,7 +190,7 @@ def _of_file(path: Path) -> "Format":
 
 
 def _of_folder(path: Path) -> "Format | None":
-    """The format of a folder. Raises `Incomplete` if it is what is left of a checkpoint of another."""
+    """The format of a folder; None if it has none. Raises `Incomplete` if it is the rest of another checkpoint."""
     from ckpt_formats.detection.traces import check_around, check_traces, names_in
 
     format, names = _first(path), set(names_in(path))
@@ -196,7 +205,7 @@ def _first(path: Path) -> "Format | None":
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Is this folder a checkpoint, whole or not?"""
+    """Whether this folder is a checkpoint, complete or not."""
     try:
         return not path.name.endswith(PARTIAL) and _of_folder(path) is not None
     except CkptError:
@@ -212,14 +221,14 @@ def _check_there(path: Path) -> None:
         raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
     if any(part.endswith(PARTIAL) for part in path.absolute().parts):
         raise NotFound(
-            "not a checkpoint yet, but what an interrupted run left behind",
+            "not a checkpoint, but the unfinished output of an interrupted run",
             where=printable(str(path)),
-            hint="Run the same command again to go on, or remove the folder.",
+            hint="Run the same command again to continue, or remove the folder.",
         )
 
 
 def _unknown(path: Path) -> CkptError:
-    """The error for a folder that no format knows, by what it holds."""
+    """The error for a folder that no format recognises, which depends on its files."""
     from ckpt_formats.detection.foreign import check_folder
     from ckpt_formats.detection.traces import check_run, names_in
 
@@ -232,11 +241,11 @@ def _unknown(path: Path) -> CkptError:
     return _not_known(path, _listing(path))
 
 
-def _not_known(path: Path, held: str) -> NotFound:
+def _not_known(path: Path, listing: str) -> NotFound:
     return NotFound(
-        f"not a checkpoint that we know ({', '.join(FORMATS)}){held}",
+        f"not a checkpoint of a known format ({', '.join(FORMATS)}){listing}",
         where=printable(str(path)),
-        hint="Name the folder that the engine wrote: the one of one step, or the one above that holds `latest`.",
+        hint="Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`.",
     )
 
 

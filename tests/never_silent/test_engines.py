@@ -217,9 +217,9 @@ SAID: dict[str, Change] = {
     "universal: another file beside a parameter's": Change(UCP, beside("exp_avg.pt", "exp_avg.bin"), 0, ("not read", "exp_avg.bin")),
     "an optimizer in the model's file, too": Change(ZERO1, in_file(_MODEL, tree(put("optimizer", value={"state": {0: 1}}))), 0, ("not read", "mp_rank_00_model_states.pt")),
     "a layer that no optimizer knows": Change(PIPE, both(*(lambda root, tp=tp: _as_layer(root, tp) for tp in (0, 1))), 0, ("no optimizer has these parameters", "9.")),
-    "moments of one group gone in all files": Change(ZERO1, in_all("*optim_states.pt", tree(drop(_INNER, "base_optimizer_state", "state", 1, "exp_avg"))), 0, ("optimizer group 1 has not", "exp_avg")),
-    "states of a shape of their own": Change(ZERO1, in_all("*optim_states.pt", tree(lambda root: _with_errors(root, 7))), 0, ("fit no parameter", "0.worker_error")),
-    "states of a shape of their own, stage 3": Change(ZERO3, in_all("*optim_states.pt", tree(lambda root: _with_errors3(root))), 0, ("fit no parameter", "0.worker_error")),
+    "moments of one group gone in all files": Change(ZERO1, in_all("*optim_states.pt", tree(drop(_INNER, "base_optimizer_state", "state", 1, "exp_avg"))), 0, ("optimizer group 1 lacks", "exp_avg")),
+    "states of a shape of their own": Change(ZERO1, in_all("*optim_states.pt", tree(lambda root: _with_errors(root, 7))), 0, ("match no parameter", "0.worker_error")),
+    "states of a shape of their own, stage 3": Change(ZERO3, in_all("*optim_states.pt", tree(lambda root: _with_errors3(root))), 0, ("match no parameter", "0.worker_error")),
 }
 # fmt: on
 
@@ -481,4 +481,4 @@ def test_a_parameter_that_was_never_stepped_is_read_and_said(tmp_path: Path) -> 
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(WEIGHTS)}]}
     done = ckpt("verify", save({"model": dict(WEIGHTS), "optim": optim}, tmp_path / "saved"))
     assert done.code == 0
-    assert "no state of these parameters: it never stepped them, or their states were lost: b" in done.err
+    assert "no state of these parameters: it never updated them, or their states are missing: b" in done.err

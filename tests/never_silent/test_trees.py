@@ -472,7 +472,7 @@ def test_states_of_another_shape_than_their_parameter_are_named(tmp_path: Path) 
     }
     found = open_checkpoint(saved(tmp_path, tree))
     assert "another shape than their parameter: w.exp_avg\n" in said(found) + "\n"
-    assert "no state of these parameters: it never stepped them, or their states were lost: x" in said(found)
+    assert "no state of these parameters: it never updated them, or their states are missing: x" in said(found)
 
 
 def test_tensors_that_share_values_but_are_trained_apart_are_two_parameters(tmp_path: Path) -> None:

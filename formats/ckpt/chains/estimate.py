@@ -50,7 +50,7 @@ def stored_nbytes(
 
     def look(one: tuple[Hashable, Look]) -> tuple[Hashable, float]:
         kind, (part, at) = one
-        with Reader(check=False, most_files=resources.files) as reader:
+        with Reader(check=False, max_files=resources.files) as reader:
             transfer = Transfer(reader, resources.slab)
             base = delta_base(part, transfer)
             return kind, predicted_ratio(part.parameters[0], base, policy.encoding, transfer, at)

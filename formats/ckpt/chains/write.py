@@ -183,7 +183,7 @@ def _write_coded(
     if codec.lossless:
         return write(codec, target)
     pipeline.plan(source, target, Universal())  # refuses what cannot be done, before anything is read
-    with Reader(most_files=resources.files) as reader:
+    with Reader(max_files=resources.files) as reader:
         transfer = Transfer(reader, resources.slab)
         fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)
     if policy.evaluation is None or not isinstance(fitted, Subspace):

@@ -148,7 +148,7 @@ def _pair(name: str, state: str, a: Tensor, b: Tensor, resources: Resources, mov
     if a.shape != b.shape:
         return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
     total = DiffSums()
-    with Reader(check=False, most_files=resources.files) as reader:
+    with Reader(check=False, max_files=resources.files) as reader:
         transfer = Transfer(reader, resources.slab, moved)
         for box in transfer.boxes(a):
             total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))

@@ -16,22 +16,22 @@ from ckpt_formats.core.values import Value
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
 ErrorFigures = Mapping[str, Value]
-"""What is promised, and what was measured, of values that are not those once saved: numbers by name."""
+"""The errors of approximate values, promised and measured: numbers by name."""
 
 MASTER = "fp32"
-"""The state that the optimizer updates; named for what it nearly always is."""
+"""The state that the optimizer updates. It is float32 in nearly all runs, hence its name."""
 MODEL = "param"
 """The state that the model computes with."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One named tensor of the model with all that the optimizer keeps of it.
+    """One named tensor of the model, with its optimizer states.
 
     `states` maps `fp32` (the master), `param` (the model's copy), and the
-    optimizer's own names (`exp_avg`, ...) to tensors. `values` holds what is
-    kept of it as plain numbers, such as `step`. A tensor that belongs to no
-    module, such as a saved RNG state, has the role `extra`.
+    optimizer's own names (`exp_avg`, ...) to tensors. `values` has the states
+    that are plain numbers, such as `step`. A tensor that belongs to no module,
+    such as a saved RNG state, has the role `extra`.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all states."""
         return sum(tensor.nbytes for tensor in self.states.values())
 
     @property
@@ -54,7 +55,7 @@ class Parameter:
         return self.weight.dtype
 
     def __getitem__(self, key: Any) -> Array:
-        """A block of the weight, by NumPy's basic indexing. Only this block is read."""
+        """A block of the weight, by NumPy's basic indexing: an array of the weight's dtype. Only this block is read."""
         return self.weight[key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -63,7 +64,7 @@ class Parameter:
 
     @property
     def weight(self) -> Tensor:
-        """What the model computes with: the model's copy, else the master."""
+        """The tensor that the model computes with: the model's copy, else the master, else the first state."""
         return next(self.states[state] for state in (MODEL, MASTER, *self.states) if state in self.states)
 
 
@@ -77,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a checkpoint, and which rank's it is (`{"dp": 0, "tp": 1}`)."""
+    """One file of a checkpoint, and the rank that wrote it (`{"dp": 0, "tp": 1}`)."""
 
     path: Path
     nbytes: int
@@ -87,7 +88,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who wrote the checkpoint, and how it was laid out."""
+    """Which engine wrote the checkpoint, at which step, and with which layout over ranks."""
 
     engine: str
     version: str | None = None
@@ -97,27 +98,27 @@ class Origin:
 
 @dataclass(frozen=True)
 class OriginalForm:
-    """What a checkpoint was before it was written in a format of ours, so that it can become that again."""
+    """The format of a checkpoint before it was written in a format of ours, so that it can be written in that again."""
 
     format: str
     file: str | None = None
     """The name of its file, if it was a single one."""
     form: Callable[[], Value] | None = None
-    """Gives what the format notes of its own file beyond what a checkpoint says, and it alone reads."""
+    """Returns what the format notes about its own file beyond the checkpoint. Only that format reads it."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One step by which a checkpoint came to be what it is: plain data, by which a job is known again."""
+    """One step of a checkpoint's history: plain data, by which a job is recognised when it runs again."""
 
     def inputs(self) -> tuple[Path, ...]:
-        """Other checkpoints that it reads."""
+        """The paths of other checkpoints that it reads."""
         return ()
 
 
 @dataclass(frozen=True)
 class Opened(Edit):
-    """It was opened from files; `options` are those of its reader."""
+    """The checkpoint was opened from files. `options` are those of its reader."""
 
     path: Path
     options: object
@@ -125,24 +126,27 @@ class Opened(Edit):
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Mapping[str, Parameter]):
-    """The index of a checkpoint: parameters by name. Reading one opens headers, never tensor data.
+    """The index of a checkpoint: parameters by name. To read one opens headers, never tensor data.
 
-    As a mapping, it has the parameters of the model, without those of the role `extra`,
-    and knows tied ones by all their names. The methods that edit it return another
-    checkpoint, and read nothing. Two checkpoints are equal only if they are the same object.
+    As a mapping, it has the parameters of the model, without those of the role `extra`;
+    a tied parameter can be looked up under each of its names. The methods that edit it
+    return another checkpoint, and read nothing. Two checkpoints are equal only if they
+    are the same object.
 
-    `aliases` maps the other names of tied tensors to the name that holds the
-    values. Tensors inside `extras` are `TensorName`s of parameters of the role
-    `extra`. `seals` are all checksums that the files promise. `notices` are
-    things worth telling the user which are no error. `suspicions` are signs that the
-    values are not what the engine meant to save: `verify` finds them, and nothing
-    is written of such a checkpoint. `layout` says how the ranks' tensors were cut.
-    `digests` are the XXH3-128 hashes that are promised for values which are stored
-    coded, by parameter and state. `errors` tells of the states that are approximate,
-    by the same; of a checkpoint with none every bit is as it was saved. `original` is
-    what it was in, or was in before it was written in the universal format.
-    `identities` are those of all its files, as they were when they were first opened.
-    `history` says how it came to be: opened from where, and edited how.
+    aliases     the other names of tied tensors, each with the name of the parameter
+    extras      all other items; tensors in them are `TensorName`s of parameters of the role `extra`
+    files       the files that it was read from
+    seals       all checksums that the files promise
+    notices     what the user should know, and what is no error
+    suspicions  signs that the values are not those that the engine meant to save: `verify` reports
+                them, and such a checkpoint is not written
+    layout      how the ranks' tensors were sharded
+    digests     the promised XXH3-128 of values that are stored encoded, by (parameter, state)
+    errors      the errors of approximate states, by (parameter, state); without any, every bit
+                is as it was saved
+    original    the format that it is in, or was in before it was written in the universal format
+    identities  those of all its files, when they were first opened
+    history     where it was opened, and how it was edited
     """
 
     path: Path
@@ -192,7 +196,7 @@ class Checkpoint(Mapping[str, Parameter]):
 
     @property
     def is_partial(self) -> bool:
-        """Did an edit leave parameters out? Then it is no error that some are missing."""
+        """Whether an edit left parameters out. Then missing ones are no error."""
         from ckpt_formats.core import edits
 
         return any(isinstance(edit, edits.Select) for edit in self.history)
@@ -207,7 +211,7 @@ class Checkpoint(Mapping[str, Parameter]):
         return edits.select(self, only, skip)
 
     def weights_only(self) -> "Checkpoint":
-        """The model's own tensors and what states its sizes, without optimizer, masters and other extras."""
+        """The model's own tensors and the extras that state its sizes, without optimizer, masters and other extras."""
         from ckpt_formats.core import edits
 
         return edits.weights_only(self)
@@ -215,14 +219,14 @@ class Checkpoint(Mapping[str, Parameter]):
     def cast(self, dtype: str) -> "Checkpoint":
         """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
 
-        Raises `Unsupported` for what is no floating-point type.
+        Raises `Unsupported` if `dtype` is no floating-point type.
         """
         from ckpt_formats.core import edits
 
         return edits.cast(self, dtype)
 
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
-        """Other names for parameters, by a mapping or a function; those that a mapping leaves out keep theirs.
+        """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
         Raises `NotFound` for a name that no parameter has, `Unsupported` if two would get the same name.
         """
@@ -231,7 +235,7 @@ class Checkpoint(Mapping[str, Parameter]):
         return edits.rename(self, names)
 
     def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
-        """Other values for weights: arrays of the same shapes. Their optimizer states are dropped.
+        """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 
         Raises `NotFound` for a name that no parameter has, `Unsupported` for another shape.
         """
@@ -246,7 +250,7 @@ class Checkpoint(Mapping[str, Parameter]):
                 yield parameter, state, tensor
 
     def dangling_names(self) -> Iterator[tuple[str, str]]:
-        """Names that something refers to and no parameter has: (name, what refers to it)."""
+        """Names that are referred to and that no parameter has: pairs of the name and what refers to it, as text."""
         for alias, name in self.aliases.items():
             if name not in self.parameters:
                 yield alias, f"tied to `{name}`, which is not there"

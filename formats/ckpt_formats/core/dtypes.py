@@ -1,4 +1,4 @@
-"""Element types by name, as plain tables. Names are PyTorch's and NumPy's, which agree."""
+"""Element types by name, in plain tables. The names are those of PyTorch and NumPy, which agree."""
 
 from typing import Any
 
@@ -53,5 +53,5 @@ SHORT_NAMES: dict[str, str] = {
 
 
 def is_float(dtype: DType) -> bool:
-    """True of IEEE floats and of bfloat16 and the 8-bit kinds, which NumPy files under 'V'."""
+    """Whether it is an IEEE float, bfloat16 or an 8-bit float. NumPy gives the last two the kind 'V'."""
     return dtype.kind == "f" or dtype.name in _SHORT_FLOATS

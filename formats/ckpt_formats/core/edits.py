@@ -42,14 +42,14 @@ class Cast(Edit):
 
 @dataclass(frozen=True)
 class Rename(Edit):
-    """Other names, by the old ones."""
+    """Other names: the new ones by the old ones."""
 
     names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Replace(Edit):
-    """Other values: the BLAKE2b digests of their bytes, and their types, by name."""
+    """Other values: their types and the BLAKE2b digests of their bytes, by name."""
 
     digests: Mapping[str, str]
 
@@ -60,7 +60,7 @@ def edited(source: Checkpoint, edit: Edit, **changes: Any) -> Checkpoint:
 
 
 def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Checkpoint:
-    """See `Checkpoint.select`. A pattern that matches nothing is an error, since it is surely mistyped."""
+    """See `Checkpoint.select`. A pattern that matches nothing is an error, because it is probably mistyped."""
     for pattern in (*only, *skip):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in source.parameters):

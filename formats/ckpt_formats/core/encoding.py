@@ -1,4 +1,4 @@
-"""How the states of a checkpoint are encoded where a format can encode them."""
+"""Options for formats that encode the states of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Any, Literal, get_args
 from ckpt_formats.core.errors import Unsupported
 
 AUTO = "auto"
-"""Instead of a codec: the best for each state."""
+"""Instead of the name of a codec: the best codec for each state."""
 Level = Literal["default", "max"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-_HINT = "Leave it out, and the best codec is taken for each state."
+_HINT = "Leave it out: then the best codec is used for each state."
 
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """Which codecs, and how hard they try."""
+    """Which codecs encode the states, and at which level."""
 
     codec: Mapping[str, Any] | None = None
-    """The configuration of one codec for every state that it can hold; None: the best for each."""
+    """The configuration of one codec for all states that it can encode; None: the best codec for each state."""
     level: Level = "default"
     check: bool = True
-    """Decode what was encoded, and compare, before it is trusted."""
+    """Decode each chunk after it was encoded, and compare it with its values."""
 
     @classmethod
     def of(cls, codec: str, level: Level = "default", check: bool = True) -> "EncodingOptions":

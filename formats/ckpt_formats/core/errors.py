@@ -1,17 +1,17 @@
-"""What can go wrong with a checkpoint, in the few kinds that a user can act upon.
+"""The errors of this program: one class for each kind that a user can act upon.
 
     CkptError
-    ├── NotFound       there is nothing here, or nothing we know
-    ├── Unsupported    known, but not something this version can do
-    ├── Unsafe         refused: it would run code, escape a folder or exhaust the machine
-    ├── Corrupt        the bytes contradict themselves
-    ├── Incomplete     something that should be there is not
+    ├── NotFound       nothing is here, or nothing that a format recognises
+    ├── Unsupported    recognised, but this version cannot do it
+    ├── Unsafe         refused: it would run code, leave a folder or exhaust the machine
+    ├── Corrupt        the bytes contradict each other
+    ├── Incomplete     something is missing
     ├── BadRules       the rules do not fit the tensors
     └── OutputError    the target cannot be written
         ├── Locked     another process is writing it
         └── NoSpace    the disk is full
 
-Only `ckpt_cli.main` turns them into messages and exit codes.
+Only `ckpt_cli.main` makes messages and exit codes of them.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 class CkptError(Exception):
-    """What happened, where, and what to do about it."""
+    """An error: what happened (`what`), in which file or tensor (`where`), and what the user can do (`hint`)."""
 
     def __init__(self, what: str, *, where: str | Path | None = None, hint: str | None = None) -> None:
         super().__init__(what)
@@ -41,11 +41,11 @@ class Unsupported(CkptError):
 
 
 class Unsafe(CkptError):
-    """Refused, because obeying the file would be dangerous."""
+    """Refused, because it would be dangerous to do what the file asks for."""
 
 
 class Corrupt(CkptError):
-    """The bytes contradict themselves or their checksum."""
+    """The bytes contradict each other or their checksum."""
 
 
 class Incomplete(CkptError):
@@ -53,7 +53,7 @@ class Incomplete(CkptError):
 
 
 class BadRules(CkptError):
-    """The rules do not say how a tensor is cut, or say something its shapes contradict."""
+    """The rules do not state how a tensor is sharded, or contradict its shapes."""
 
 
 class OutputError(CkptError):
@@ -70,7 +70,7 @@ class NoSpace(OutputError):
 
 @contextmanager
 def form_of(what: str, where: Path) -> Iterator[None]:
-    """The last net below a reader of foreign trees: what they lack or hold otherwise becomes `Corrupt`."""
+    """Within, Python's errors for a tree of an unexpected form become `Corrupt`. `what`: the kind of checkpoint."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -82,7 +82,7 @@ def form_of(what: str, where: Path) -> Iterator[None]:
 
 
 def flaw(error: Exception) -> str:
-    """What Python says of a tree that has not the form that its reader expects, in plain words.
+    """Python's error for a tree of an unexpected form, in plain words.
 
     >>> flaw(KeyError("params"))
     'the entry `params` is missing'

@@ -1,10 +1,10 @@
-"""Reading bytes of files, and knowing that they are the bytes once written.
+"""Read ranges of files, and verify their checksums with the same reads.
 
-A `Seal` is a checksum that a file promises for a range of itself. A `Reader`
-computes what it can of those checksums from the bytes that pass through it
-anyway; what it saw leaves as `Evidence`, plain data that any process may send
-home. `verify_seals` puts all evidence together, reads only what nobody has read,
-and names the seals that do not hold. So bytes are read once, not twice.
+A `Seal` is a checksum that a file promises for a range of its own bytes. A `Reader`
+computes these checksums, as far as possible, from the bytes that it reads for its
+caller. The results are `Evidence`: plain data, which another process may send back.
+`verify_seals` combines all evidence, reads only what nobody has read, and yields
+the seals that are not valid. So bytes are read once, not twice.
 """
 
 import errno
@@ -32,12 +32,13 @@ Kind = Literal["crc32", "xxh3-128"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 22
-_MOST_PIECES = 4096
-_MOST_KEPT = 8 << 20
+_MAX_RANGES = 4096
+"""Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
+_MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
-"""Files that the process may need besides those that it reads: its streams, libraries, what it writes."""
-_MOST_READERS = 16
-"""That are thought to be open at a time."""
+"""Files that the process may need besides those that it reads: standard streams, libraries, output files."""
+_EXPECTED_READERS = 16
+"""How many readers are open at the same time, if the caller does not state it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Seal:
     kind: Kind
     digest: int
     label: str
-    """What the range is called, for messages: `archive/data/3`, `layer.0/exp_avg`."""
+    """The name of the range in messages: `archive/data/3`, `layer.0/exp_avg`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The checksum of bytes `start` to `stop` of a sealed range, as somebody read them."""
+    """The checksum of bytes `start` to `stop` of a sealed range, computed from what was read."""
 
     seal: Seal
     start: int
@@ -64,19 +65,23 @@ class Evidence:
 
 
 class Reader:
-    """Reads ranges of files, and gathers evidence of what it read. Not for sharing between threads."""
+    """Reads ranges of files, and collects evidence of what it read. Threads must not share one."""
 
     def __init__(
-        self, *, check: bool = True, most_files: int | None = None, identities: Identities | None = None
+        self, *, check: bool = True, max_files: int | None = None, identities: Identities | None = None
     ) -> None:
-        """`identities` are those of the files when they were first opened: another file in their place is refused."""
+        """A reader that has at most `max_files` files open.
+
+        `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
+        if another file is at its path later, reading raises `Corrupt`.
+        """
         self._check = check
-        self._most_files = files_each(_MOST_READERS) if most_files is None else most_files
+        self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, int] = {}
-        self._tallies: dict[Seal, _RunningCrc | _RunningHash] = {}
-        self._kept: OrderedDict[Hashable, _Array] = OrderedDict()
-        self._rooms: dict[Hashable, _Array] = {}
+        self._checksums: dict[Seal, _RunningCrc | _RunningHash] = {}
+        self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
+        self._buffers: dict[Hashable, _Array] = {}
 
     def __enter__(self) -> "Reader":
         return self
@@ -87,14 +92,14 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
-        self._kept.clear()
-        while self._rooms:
-            release_buffer(self._rooms.popitem()[1])
+        self._cache.clear()
+        while self._buffers:
+            release_buffer(self._buffers.popitem()[1])
 
     def read_into(self, path: Path, offset: int, out: memoryview, seal: Seal | None = None) -> None:
-        """Fill `out` (bytes) from `offset` on.
+        """Fill `out` with the bytes of a file from `offset` on, which are in the range of `seal`, if one is given.
 
-        Raises `Corrupt` if the file ends too early, `NotFound` if it cannot be read.
+        `out`: (nbytes,) uint8. Raises `Corrupt` if the file ends too early, `NotFound` if it cannot be read.
         """
         done, view = 0, out
         try:
@@ -112,90 +117,99 @@ class Reader:
         except OSError as error:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
-            self._tally(seal).note(offset - seal.offset, out)
+            self._checksum(seal).note(offset - seal.offset, out)
 
-    def kept(self, key: Hashable) -> "_Array | None":
-        """What is kept under this name."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+    def cached(self, key: Hashable) -> "_Array | None":
+        """The array in the cache under this key; None if there is none. The caller must not change it."""
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        return self._cache.get(key)
 
-    def keep(self, key: Hashable, make: Callable[[], "_Array"]) -> "_Array":
-        """What `make` gives; made anew only if it is not among the last few MiB asked for. Not to be changed."""
-        found = self.kept(key)
-        return self._keep(key, make()) if found is None else found
+    def cached_or(self, key: Hashable, compute: Callable[[], "_Array"]) -> "_Array":
+        """The array in the cache under this key, else the result of `compute`, which then is in the cache.
 
-    def keep_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None]) -> "_Array":
-        """The same of bytes that `fill` writes, in memory that is used again: valid until this thread takes more."""
-        found = self.kept(key)
-        if found is not None:
-            return found
-        room = acquire_buffer(nbytes)
-        fill(room[:nbytes])
-        self._rooms[key] = room
-        return self._keep(key, room[:nbytes])
+        The cache has the arrays that were used last, up to 8 MiB. The caller must not change the array.
+        """
+        array = self.cached(key)
+        return self._add_to_cache(key, compute()) if array is None else array
 
-    def _keep(self, key: Hashable, made: "_Array") -> "_Array":
-        self._kept[key] = made
-        while len(self._kept) > 1 and sum(self._rooms.get(k, a).nbytes for k, a in self._kept.items()) > _MOST_KEPT:
-            dropped, _ = self._kept.popitem(last=False)
-            if dropped in self._rooms:
-                release_buffer(self._rooms.pop(dropped))
-        return made
+    def cached_or_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None]) -> "_Array":
+        """The same for a buffer, (nbytes,) uint8, that `fill` writes.
+
+        It is valid until the next call of this method or of `cached_or`, since the memory is used again.
+        """
+        array = self.cached(key)
+        if array is not None:
+            return array
+        buffer = acquire_buffer(nbytes)
+        fill(buffer[:nbytes])
+        self._buffers[key] = buffer
+        return self._add_to_cache(key, buffer[:nbytes])
+
+    def _add_to_cache(self, key: Hashable, array: "_Array") -> "_Array":
+        self._cache[key] = array
+        while len(self._cache) > 1 and self._cached_nbytes() > _MAX_CACHED_BYTES:
+            oldest, _ = self._cache.popitem(last=False)
+            if oldest in self._buffers:
+                release_buffer(self._buffers.pop(oldest))
+        return array
+
+    def _cached_nbytes(self) -> int:
+        return sum(self._buffers.get(key, array).nbytes for key, array in self._cache.items())
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """What has been read of every sealed range so far."""
-        return tuple(piece for tally in self._tallies.values() for piece in tally.pieces())
+        """The evidence of everything that was read so far of sealed ranges."""
+        return tuple(one for checksum in self._checksums.values() for one in checksum.evidence())
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
-            while len(self._files) >= self._most_files:
+            while len(self._files) >= self._max_files:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _tally(self, seal: Seal) -> "_RunningCrc | _RunningHash":
-        if seal not in self._tallies:
-            self._tallies[seal] = _RunningCrc(seal) if seal.kind == "crc32" else _RunningHash(seal)
-        return self._tallies[seal]
+    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash":
+        if seal not in self._checksums:
+            self._checksums[seal] = _RunningCrc(seal) if seal.kind == "crc32" else _RunningHash(seal)
+        return self._checksums[seal]
 
 
 def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
-    """Yield the seals that do not hold, among those that the evidence touches.
+    """Yield the seals that are not valid, among those of which there is evidence.
 
-    CRC-32s of neighbouring ranges combine into the CRC-32 of both, so only the
-    gaps are read here; of other kinds, only evidence of a whole range counts.
+    The CRC-32s of two neighbouring ranges combine into the CRC-32 of both, so only the
+    gaps are read here. For other kinds, only evidence of the whole range is used.
     """
     by_seal: dict[Seal, list[Evidence]] = {}
-    for piece in evidence:
-        by_seal.setdefault(piece.seal, []).append(piece)
+    for one in evidence:
+        by_seal.setdefault(one.seal, []).append(one)
     with reader or Reader(check=False) as reader:
-        for seal, pieces in by_seal.items():
-            if _digest(seal, pieces, reader) != seal.digest:
+        for seal, of_seal in by_seal.items():
+            if _digest(seal, of_seal, reader) != seal.digest:
                 yield seal
 
 
 def seal_is_valid(seal: Seal, reader: Reader) -> bool:
-    """Read the whole range and compare."""
+    """Read the whole range, and compare its checksum."""
     return _digest(seal, [], reader) == seal.digest
 
 
 def files_each(sharers: int) -> int:
-    """Files that each of so many may keep open to read, so that all together stay within the process's limit."""
+    """How many files each of `sharers` readers may have open, so that all stay within the limit of the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 64 if limit == resource.RLIM_INFINITY else max(1, min(64, (limit - _RESERVED) // sharers))
 
 
-def most_workers() -> int:
-    """Threads that may work at a time within the process's limit: each reads a file and writes one."""
+def max_workers() -> int:
+    """How many threads may work at once within the limit of open files: each reads one file and writes one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 16 if limit == resource.RLIM_INFINITY else max(1, (limit - _RESERVED) // 2)
 
 
 def open_to_read(path: Path, identities: Identities | None = None) -> int:
-    """A descriptor of a regular file, which is recorded (`identity.recording`).
+    """Open a regular file to read, and record its identity (see `identity.recording`). Returns the descriptor.
 
-    Raises `NotFound` if it cannot be read, or is none: a pipe would be waited for; `Corrupt` if it is not the file
+    Raises `NotFound` if it cannot be read or is no regular file (a pipe would block), `Corrupt` if it is not the file
     that was opened before.
     """
     try:
@@ -205,10 +219,10 @@ def open_to_read(path: Path, identities: Identities | None = None) -> int:
     except ValueError as error:
         raise NotFound("no file can have this name: it holds a NUL character") from error
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        result = os.fstat(file)
+        if not stat.S_ISREG(result.st_mode):
             raise NotFound("is not a regular file", where=path)
-        note(path, found, identities or {})
+        note(path, result, identities or {})
     except BaseException:
         os.close(file)
         raise
@@ -220,11 +234,11 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(open_to_read(path), "rb")
 
 
-def read_whole(path: Path, most: int) -> bytes:
-    """All bytes of a file, at most so many. Allocates what the file has, not what it might have."""
+def read_whole(path: Path, max_nbytes: int) -> bytes:
+    """All bytes of a file. Raises `Unsafe` if there are more than `max_nbytes`, and as `open_to_read`."""
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > most:
+        if nbytes > max_nbytes:
             raise Unsafe(f"has {nbytes:,} bytes: it would exhaust memory", where=path)
         try:
             return file.read(nbytes)
@@ -232,26 +246,26 @@ def read_whole(path: Path, most: int) -> bytes:
             raise unreadable(error, path) from error
 
 
-def write_sealed(folder: Path, file: str, pieces: Iterable[bytes | memoryview]) -> Seal:
-    """Write a file front to back; return a seal of all of it, its path relative to the folder."""
+def write_sealed(folder: Path, file: str, parts: Iterable[bytes | memoryview]) -> Seal:
+    """Write a file front to back. Returns a seal of the whole file, with a path relative to `folder`."""
     digest, nbytes = xxhash.xxh3_128(), 0
     with (folder / file).open("wb", buffering=0) as out:
-        for piece in pieces:
-            digest.update(piece)
-            nbytes += len(piece)
-            write_all(out, piece)
+        for part in parts:
+            digest.update(part)
+            nbytes += len(part)
+            write_all(out, part)
     return Seal(Path(file), 0, nbytes, "xxh3-128", int(digest.intdigest()), file)
 
 
 def write_all(out: BinaryIO | FileIO, data: bytes | memoryview) -> None:
-    """Write every byte: an unbuffered file may take fewer than it is given."""
+    """Write all bytes: one call of `write` of an unbuffered file may write fewer."""
     view = memoryview(data)
     while view:
         view = view[out.write(view) or 0 :]
 
 
 def crc32(data: bytes | memoryview, start: int = 0) -> int:
-    """CRC-32 as zip and zlib have it."""
+    """The CRC-32 of zip and zlib. `start`: that of the bytes before."""
     return int(isal_zlib.crc32(data, start))
 
 
@@ -268,32 +282,33 @@ _HINTS = {
 
 
 def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
-    """Say why the system would not let us read this file."""
+    """The error for a file that the system did not let us read, with the reason."""
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     hint = _HINTS.get(error.errno or 0)
     return NotFound(f"cannot be read: {os.strerror(error.errno or 0)}", where=path, hint=hint)
 
 
-def _digest(seal: Seal, pieces: list[Evidence], reader: Reader) -> int:
+def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
+    """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
     if seal.kind == "crc32":
         total, at = 0, 0
-        for piece in sorted(pieces, key=lambda p: (p.start, -p.stop)):
-            if piece.start < at:
-                continue  # seen before, or in part: what it adds is read again as a gap
-            total = _crc_on(seal, at, piece.start, total, reader)
-            total, at = crc32_combine(total, piece.digest, piece.stop - piece.start), piece.stop
-        return _crc_on(seal, at, seal.nbytes, total, reader)
-    for piece in pieces:
-        if (piece.start, piece.stop) == (0, seal.nbytes):
-            return piece.digest
+        for one in sorted(evidence, key=lambda e: (e.start, -e.stop)):
+            if one.start < at:
+                continue  # it overlaps earlier evidence: what it adds is read again as a gap
+            total = _extend_crc(seal, at, one.start, total, reader)
+            total, at = crc32_combine(total, one.digest, one.stop - one.start), one.stop
+        return _extend_crc(seal, at, seal.nbytes, total, reader)
+    for one in evidence:
+        if (one.start, one.stop) == (0, seal.nbytes):
+            return one.digest
     state = xxhash.xxh3_128()
     for block in _blocks(seal, 0, seal.nbytes, reader):
         state.update(block)
     return int(state.intdigest())
 
 
-def _crc_on(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
+def _extend_crc(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
     for block in _blocks(seal, start, stop, reader):
         total = crc32(block, total)
     return total
@@ -308,26 +323,27 @@ def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memor
 
 
 class _RunningCrc:
-    """CRC-32s of the ranges read, joined where one begins where the last ended."""
+    """The CRC-32s of the ranges that were read. A range that begins where the last one ended extends it."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._pieces: list[list[int]] = []
+        self._ranges: list[list[int]] = []
+        """Of each: start, stop, CRC-32."""
 
     def note(self, start: int, data: memoryview) -> None:
-        last = self._pieces[-1] if self._pieces else None
+        last = self._ranges[-1] if self._ranges else None
         if last is not None and last[1] == start:
             last[1], last[2] = start + len(data), crc32(data, last[2])
-        elif len(self._pieces) < _MOST_PIECES:
-            self._pieces.append([start, start + len(data), crc32(data)])
+        elif len(self._ranges) < _MAX_RANGES:
+            self._ranges.append([start, start + len(data), crc32(data)])
 
-    def pieces(self) -> Iterator[Evidence]:
-        for start, stop, digest in self._pieces:
+    def evidence(self) -> Iterator[Evidence]:
+        for start, stop, digest in self._ranges:
             yield Evidence(self._seal, start, stop, digest)
 
 
 class _RunningHash:
-    """A running hash, as long as the range is read front to back."""
+    """The hash of the range, as far as it was read front to back."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
@@ -339,5 +355,5 @@ class _RunningHash:
             self._state.update(data)
             self._stop += len(data)
 
-    def pieces(self) -> Iterator[Evidence]:
+    def evidence(self) -> Iterator[Evidence]:
         yield Evidence(self._seal, 0, self._stop, int(self._state.intdigest()))

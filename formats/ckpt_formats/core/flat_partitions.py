@@ -1,4 +1,4 @@
-"""Tensors that were flattened, laid end to end and cut: by ZeRO and by FSDP1. Arithmetic only."""
+"""Tensors in a flat buffer that is split over ranks, as ZeRO and FSDP1 do. Arithmetic only."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """A rank's vector, and the element of the common flat buffer that it begins at."""
+    """A rank's part of a flat buffer: a vector (n,), and the element of the buffer at which it begins."""
 
     begin: int
     vector: FileBlob
 
 
 def tensor_in(shape: Shape, dtype: DType, begin: int, pieces: Iterable[FlatPiece]) -> Tensor:
-    """The tensor that occupies the elements from `begin` on of a flat buffer, cut in pieces."""
+    """The tensor of `shape` that is stored from element `begin` on in a flat buffer with these parts. Lazy."""
     return from_fragments(shape, _fragments(shape, begin, pieces), dtype)
 
 

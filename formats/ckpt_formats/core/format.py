@@ -1,4 +1,4 @@
-"""What a format is: how its checkpoints are read, and how they are written in three steps."""
+"""The interface of formats: how checkpoints are read, and how they are written in three steps."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
-"""Whose names tensors have: those of Hugging Face's libraries, of Megatron core, or of Megatron before it."""
+"""Whose names the tensors have: those of Hugging Face's libraries, of Megatron core, or of older Megatron-LM."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a reader may need to know that is not in the files."""
+    """What a reader may need and the files do not state."""
 
     rules: tuple[Rule, ...] = ()
     order: tuple[str, ...] = ()
     """The names of the parameters that an optimizer numbers, from number 0 on."""
     orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same for each of several optimizers, by their places in the file, such as `optimizer_states.0`."""
+    """The same for each of several optimizers, by its path in the file, such as `optimizer_states.0`."""
     shapes: Checkpoint | None = None
-    """Another checkpoint of the same model, where the one to be read holds flat slices without their shapes."""
+    """Another checkpoint of the same model, if the one to be read has flat slices without their shapes."""
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file that will be written: all it takes to write it, in any process."""
+    """One file that will be written, with all that is needed to write it, in any process."""
 
     file: str
     """Its path within the new checkpoint's folder."""
     parameters: tuple[Parameter, ...]
     content: object = None
-    """What the file will hold besides: a small frozen dataclass of the format, for each kind of file another."""
+    """The rest of the file's content: a small frozen dataclass of the format, one class for each kind of file."""
     size: int | None = None
-    """Bytes of the file, where they are known and are not the sum of the parameters."""
+    """Bytes of the file, if they are known and are not the sum of the parameters."""
     role: str = "all"
     rank: Mapping[str, int] = field(default_factory=dict)
-    """Whose file it will be, as in `SourceFile`."""
+    """The rank whose file it will be, as in `SourceFile`."""
     tensors: tuple[Tensor, ...] = ()
-    """What the file will hold, where that is not the parameters as they are."""
+    """The tensors in the file, if they are not the parameters as they are."""
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes are moved to write it."""
+        """About how many bytes are read and written for it."""
         return sum(parameter.nbytes for parameter in self.parameters) if self.size is None else self.size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be written."""
+    """The files that will be written, and what the user should know before."""
 
     files: tuple[FilePlan, ...]
     dropped: tuple[Notice, ...] = ()
-    """What of the source the format has no place for."""
+    """The items of the source that the format cannot hold."""
     notes: tuple[Notice, ...] = ()
     """What the user should know of the result before it is written."""
     single_file: str | None = None
@@ -73,13 +73,13 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes are moved to write all files."""
+        """About how many bytes are read and written for all files."""
         return sum(file.nbytes for file in self.files)
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of a file: plain data, small, and enough to check the file again."""
+    """The result of writing one file: plain data, small, and enough to verify the file."""
 
     file: str
     nbytes: int
@@ -94,32 +94,32 @@ class Format(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     even_states: ClassVar[bool] = False
-    """Does the engine keep every state for every parameter of an optimizer's group?"""
+    """Whether the engine has every state for every parameter of an optimizer's group."""
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
-        """Is this path, a file or a folder, a checkpoint of this format? Cheap, and never raises."""
+        """Whether this path, a file or a folder, is a checkpoint of this format. Cheap, and never raises."""
 
     @abstractmethod
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        """The index of the checkpoint. Raises `CkptError` of the kind that fits."""
+        """The index of the checkpoint. Raises subclasses of `CkptError`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritableFormat(Format):
     """A format that can also be written, in three steps: plan, write each file, commit.
 
-    A format is a frozen dataclass, and its fields are its options. None means: as the source has it.
+    A format is a frozen dataclass, and its fields are its options. None means: as in the source.
 
-    Laws: `plan` is pure. `write` touches only its own file, may be run again, and in
-    any order. `commit` runs once, last, and writes what makes the folder
-    recognisable; until then `detect` refuses it.
+    `plan` has no side effects. `write` changes only its own file; calls may come in any
+    order, and again. `commit` runs once, last, and writes the file by which `detect`
+    recognises the folder.
     """
 
     needs_model: ClassVar[bool] = True
-    """Is a checkpoint without weights of a model nothing that the format can hold?"""
+    """Whether the format can only hold checkpoints that have the weights of a model."""
     naming: ClassVar[Naming | None] = None
-    """Whose names tensors must have in this format; None: any names."""
+    """The names that tensors must have in this format; None: any names."""
 
     @abstractmethod
     def plan(self, source: Checkpoint) -> Plan:
@@ -127,11 +127,11 @@ class WritableFormat(Format):
 
     @abstractmethod
     def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
-        """Write one file of the new checkpoint into `folder`."""
+        """Write one file of the new checkpoint into `folder`. Raises `CkptError` if its values cannot be read."""
 
     @abstractmethod
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        """Make the folder a checkpoint. `receipts` are in the order of the plan."""
+        """Write what makes the folder a checkpoint. `receipts` are in the order of the plan."""
 
     def for_target(self, target: Path) -> WritableFormat:
         """The format with the options that follow from the target's name, such as one file instead of a folder."""
@@ -142,16 +142,16 @@ class WritableFormat(Format):
         return ()
 
     def input_files(self) -> tuple[Path, ...]:
-        """Files and folders that the options name, and that are read."""
+        """Files and folders that the options name and that are read."""
         return ()
 
     def identity(self) -> object:
-        """Plain data that tells this object from others of its class which write other bytes: all its options."""
+        """Plain data that differs from that of other objects of the class if they write other bytes: all options."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
-    """What `read` returns, with the identities of all files that it is in.
+    """The result of `read`, with the identities of all files in which the checkpoint is.
 
     Raises `Corrupt` if one of them was changed meanwhile.
     """
@@ -159,14 +159,14 @@ def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
         checkpoint = read()
     for file in dict.fromkeys(_files(checkpoint)):
         if file not in identities:
-            with suppress(OSError):  # whoever reads it reports that it is missing
+            with suppress(OSError):  # a missing file is reported when it is read
                 identities[file] = Identity.of(file.stat())
     check_unchanged(identities)
     return replace(checkpoint, identities=identities)
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Seals that are computed on demand would read the files, as would sources; then `checkpoint.files` are all."""
+    """The checkpoint's files. Seals that are computed on demand would read them; then `checkpoint.files` are all."""
     yield from (file.path for file in checkpoint.files)
     if isinstance(checkpoint.seals, (tuple, list)):
         yield from (seal.path for seal in checkpoint.seals)

@@ -1,7 +1,7 @@
 """Sums of products of a model's sizes: `2 * query_groups * head_dim + heads * head_dim`.
 
-Rules say lengths in them, so that one rule holds for models of every size. They
-come from files of strangers, so the language is no larger than that.
+Rules state lengths as formulas, so that one rule is valid for models of every size.
+Formulas come from untrusted files, so the language has nothing else.
 """
 
 import re
@@ -12,32 +12,32 @@ from ckpt_formats.core.errors import BadRules
 Formula = int | str
 
 _FORMULA = re.compile(r"[a-z0-9_]+(?: *[*+] *[a-z0-9_]+)*")
-_MOST = 500
-_LARGEST = 1 << 62
+_MAX_CHARACTERS = 500
+_MAX_RESULT = 1 << 62
 
 
-def is_formula(said: object) -> bool:
-    """Is it a whole number from 0, or a formula?"""
-    if isinstance(said, str):
-        return len(said) <= _MOST and not said.isdecimal() and _FORMULA.fullmatch(said) is not None
-    return isinstance(said, int) and not isinstance(said, bool) and said >= 0
+def is_formula(value: object) -> bool:
+    """Whether it is an integer >= 0, or a formula."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_CHARACTERS and not value.isdecimal() and _FORMULA.fullmatch(value) is not None
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def evaluate(said: Formula, sizes: Mapping[str, int], whose: str) -> int:
-    """The number that a formula is. Raises `BadRules` for a size that is not known.
+def evaluate(formula: Formula, sizes: Mapping[str, int], whose: str) -> int:
+    """The value of a formula. `whose`: the rule, for the message. Raises `BadRules` for a size that is not known.
 
     >>> evaluate("heads * 64 + 2", {"heads": 8}, "a rule")
     514
     """
-    if isinstance(said, int):
-        return said
+    if isinstance(formula, int):
+        return formula
     total = 0
-    for term in said.split("+"):
+    for term in formula.split("+"):
         product = 1
         for factor in map(str.strip, term.split("*")):
             if not factor.isdecimal() and factor not in sizes:
                 known = f"known are {', '.join(sorted(sizes))}" if sizes else "this checkpoint states none"
                 raise BadRules(f"{whose} needs the size `{factor}` of the model; {known}")
-            product = min(product * (int(factor) if factor.isdecimal() else sizes[factor]), _LARGEST)
+            product = min(product * (int(factor) if factor.isdecimal() else sizes[factor]), _MAX_RESULT)
         total += product
     return total

@@ -1,7 +1,7 @@
 """Blocks of tensors. No bytes, no files: arithmetic only.
 
-Every shard of every engine is a `Box` of a whole tensor. Coordinates are
-elements, counted from the corner of the tensor that the box belongs to.
+Every shard of every engine is a `Box` of a full tensor. Coordinates are
+elements, counted from the corner of the tensor to which the box belongs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,8 @@ from types import EllipsisType
 
 Shape = tuple[int, ...]
 
-_FEW = 64
+_SMALL_COUNT = 64
+"""Up to so many parts, `missing` compares each part with each gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Shape) -> "Box":
-        """The block that is all of a tensor of this shape."""
+        """The block of a tensor of this shape that is all of it."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -41,9 +42,9 @@ class Box:
 
     @property
     def index(self) -> tuple[slice | EllipsisType, ...]:
-        """What to put between brackets to see this block of an array.
+        """The index of this block in an array: `array[box.index]`.
 
-        The dots at the end make NumPy give a view of an array without axes too, not a copy of its number.
+        The ellipsis at the end makes NumPy return a view also for an array without axes, not a scalar.
         """
         return (*(slice(a, b) for a, b in zip(self.start, self.stop, strict=True)), ...)
 
@@ -59,7 +60,7 @@ class Box:
         return self.shift(outer.start, -1)
 
     def __and__(self, other: "Box") -> "Box | None":
-        """What both blocks hold; None if that is nothing. Empty boxes hold nothing."""
+        """The intersection of both blocks; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
@@ -68,7 +69,7 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
     def minus(self, other: "Box") -> Iterator["Box"]:
-        """What is left of this block once `other` is taken out of it, in disjoint blocks."""
+        """The rest of this block without `other`, as disjoint blocks."""
         common = self & other
         if common is None:
             yield self
@@ -83,22 +84,22 @@ class Box:
 
 
 def missing(whole: Box, parts: Iterable[Box]) -> list[Box]:
-    """The blocks of `whole` that no part covers. Exact, and without a mask array."""
+    """The blocks of `whole` that no part covers: disjoint, and without a mask array."""
     within = [common for part in parts if (common := whole & part) is not None]
-    if len(within) > _FEW and (cut := _middle(whole, within)) is not None:
-        # Halves have half as many parts each, and each part is taken from everything that is left.
-        return [gap for half in cut for gap in missing(half, within)]
-    left = [whole] if whole.size else []
+    if len(within) > _SMALL_COUNT and (halves_of_whole := _middle(whole, within)) is not None:
+        # Each half has about half as many parts, and the cost grows with the square of their number.
+        return [gap for half in halves_of_whole for gap in missing(half, within)]
+    gaps = [whole] if whole.size else []
     for part in within:
-        left = [rest for box in left for rest in box.minus(part)]
-    return left
+        gaps = [rest for box in gaps for rest in box.minus(part)]
+    return gaps
 
 
 def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
-    """The two halves of a block, divided where a part begins or ends; None if none does so inside."""
+    """The two halves of a block, split where a part begins or ends; None if none does so inside."""
     axes = range(len(whole.start))
-    cuts = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
-    inside = [[at for at in found if whole.start[i] < at < whole.stop[i]] for i, found in enumerate(cuts)]
+    ends_by_axis = [sorted({at for box in parts for at in (box.start[i], box.stop[i])}) for i in axes]
+    inside = [[at for at in ends if whole.start[i] < at < whole.stop[i]] for i, ends in enumerate(ends_by_axis)]
     axis = max(axes, key=lambda i: len(inside[i]), default=None)
     if axis is None or not inside[axis]:
         return None
@@ -109,33 +110,33 @@ def _middle(whole: Box, parts: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def overlaps(parts: Iterable[Box]) -> Iterator[tuple[int, int]]:
-    """Pairs of indices of parts that hold an element in common."""
-    held = [(i, box) for i, box in enumerate(parts) if box.size]
-    axes = range(len(held[0][1].start)) if held else ()
-    # Swept along the axis with the most cuts, few parts are open at once.
-    axis = max(axes, key=lambda axis: len({box.start[axis] for _, box in held}), default=0)
-    along = slice(axis, axis + 1)
-    boxes = sorted((box.start[along], box.stop[along], i, box) for i, box in held)
-    alive: list[tuple[Shape, int, Box]] = []
+    """Pairs of indices of parts that have an element in common."""
+    filled = [(i, box) for i, box in enumerate(parts) if box.size]
+    axes = range(len(filled[0][1].start)) if filled else ()
+    # A sweep along the axis with the most different starts: then only few parts are open at once.
+    axis = max(axes, key=lambda axis: len({box.start[axis] for _, box in filled}), default=0)
+    interval = slice(axis, axis + 1)
+    boxes = sorted((box.start[interval], box.stop[interval], i, box) for i, box in filled)
+    open_boxes: list[tuple[Shape, int, Box]] = []
     for low, high, i, box in boxes:
-        alive = [a for a in alive if not a[0] or a[0] > low]
-        for _, j, other in alive:
+        open_boxes = [a for a in open_boxes if not a[0] or a[0] > low]
+        for _, j, other in open_boxes:
             if box & other:
                 yield (min(i, j), max(i, j))
-        alive.append((high, i, box))
+        open_boxes.append((high, i, box))
 
 
 def slab(shape: Shape, axis: int, start: int, stop: int) -> Box:
-    """The block of a tensor that lies between two cuts across one axis."""
+    """The block of a tensor from index `start` to `stop` of one axis, with all of the other axes."""
     before, after = shape[:axis], shape[axis + 1 :]
     return Box((*(0 for _ in before), start, *(0 for _ in after)), (*before, stop, *after))
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Cut a flat range of a C-ordered tensor into blocks, in storage order.
+    """Split a flat range of a C-ordered tensor into blocks, in storage order.
 
-    This is how ZeRO's flat partitions become ordinary shards: a range of an
-    n-dimensional tensor is never more than 2n - 1 blocks.
+    So ZeRO's flat partitions become ordinary shards. A range of an n-dimensional
+    tensor is at most 2n - 1 blocks.
     """
     if start >= stop:
         return
@@ -155,30 +156,30 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
             yield Box((last, *box.start), (last + 1, *box.stop))
 
 
-def slabs(shape: Shape, most: int) -> Iterator[Box]:
-    """Cut a tensor into blocks of at most `most` elements, in storage order.
+def slabs(shape: Shape, max_size: int) -> Iterator[Box]:
+    """Split a tensor into blocks of at most `max_size` elements, in storage order.
 
-    One after another, the blocks are the tensor in C order, so a file can be
-    written front to back from them.
+    One after another, the blocks are the tensor in C order, so that a file can be
+    written front to back.
     """
     size = prod(shape)
-    if size <= most:
+    if size <= max_size:
         if size:
             yield Box.whole(shape)
         return
     row = prod(shape[1:])
-    rows = max(most, 1) // row
+    rows = max(max_size, 1) // row
     if rows:
         for low in range(0, shape[0], rows):
             yield slab(shape, 0, low, min(low + rows, shape[0]))
         return
     for i in range(shape[0]):
-        for box in slabs(shape[1:], most):
+        for box in slabs(shape[1:], max_size):
             yield Box((i, *box.start), (i + 1, *box.stop))
 
 
 def flat_ends(box: Box, shape: Shape) -> tuple[int, int]:
-    """From which to before which element of the tensor a block reaches, counted in C order."""
+    """The flat range that a block spans: its first element, and the one after its last, counted in C order."""
     if not box.size:
         return 0, 0
     first = last = 0

@@ -1,10 +1,9 @@
-"""Is a file still the one that was opened first?
+"""Check that files do not change while they are read.
 
-A checkpoint is read for minutes, from many threads, and by path: a file may be
-written again, replaced or removed meanwhile, and what is read would be half of
-one and half of another. So the identity of each file is recorded when it is
-first opened, and compared whenever it is opened again and before a result is
-believed.
+A checkpoint is read for minutes, from many threads, and by path. If a file is
+written again, replaced or removed meanwhile, what is read is a mixture of two
+states. So the identity of each file is recorded when it is first opened, and
+compared when it is opened again and before a result is used.
 """
 
 import os
@@ -22,13 +21,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _THREADS = 8
-"""That open files at a time: on a shared file system, opening is waiting."""
-_HINT = "Read it when nobody writes it any more."
+"""How many threads open files at once. On a shared file system, to open a file is mostly to wait."""
+_HINT = "Read it when no process writes it any more."
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a file from another, and from itself after it was written again."""
+    """What differs between two files, and between a file and the same file written again."""
 
     device: int
     inode: int
@@ -36,8 +35,8 @@ class Identity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> "Identity":
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    def of(cls, result: os.stat_result) -> "Identity":
+        return cls(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns)
 
 
 Identities = Mapping[Path, Identity]
@@ -47,7 +46,7 @@ _RECORDS: ContextVar[tuple[dict[Path, Identity], ...]] = ContextVar("records", d
 
 @contextmanager
 def recording() -> Iterator[dict[Path, Identity]]:
-    """Within, the identity of every file that is opened, as it was when it was opened first."""
+    """Within, record the identity of every file that is opened, at its first opening. Gives the record, by path."""
     record: dict[Path, Identity] = {}
     token = _RECORDS.set((*_RECORDS.get(), record))
     try:
@@ -58,7 +57,7 @@ def recording() -> Iterator[dict[Path, Identity]]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Within, nothing is recorded: for files that a run writes again while its checkpoints stay, such as `latest`."""
+    """Within, record nothing: for files that a run writes again while its checkpoints stay, such as `latest`."""
     token = _RECORDS.set(())
     try:
         yield
@@ -67,38 +66,38 @@ def unrecorded() -> Iterator[None]:
 
 
 def in_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`call` of each item, in their order; files that it opens are recorded as if no other thread had opened them."""
+    """The results of `call` for each item, in their order. Files that the threads open are recorded in this context."""
     waiting = [(copy_context(), item) for item in items]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda one: one[0].run(call, one[1]), waiting))
+        return list(pool.map(lambda task: task[0].run(call, task[1]), waiting))
 
 
-def note(path: Path, found: os.stat_result, known: Identities) -> None:
-    """Record a file that was opened. Raises `Corrupt` if it is not the one that was opened, or is `known`, before."""
-    now = Identity.of(found)
+def note(path: Path, result: os.stat_result, known: Identities) -> None:
+    """Record a file that was opened. Raises `Corrupt` if it is not the same as in `known`, or as when first opened."""
+    now = Identity.of(result)
     if known.get(path, now) != now or any(record.setdefault(path, now) != now for record in _RECORDS.get()):
         raise _changed(path)
 
 
 def changes(identities: Identities) -> Iterator[CkptError]:
-    """An error for each file that is no longer the one that was opened: `Corrupt`, or `Incomplete` if it is gone."""
+    """An error for each file that is not the one that was opened: `Corrupt`, or `Incomplete` if it is missing."""
     for path, before in identities.items():
         try:
             now = Identity.of(path.stat())
         except OSError as error:
-            yield Incomplete(f"was there at first, and is gone: {error.strerror}", where=path, hint=_HINT)
+            yield Incomplete(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
             continue
         if now != before:
             yield _changed(path)
 
 
 def check_unchanged(identities: Identities) -> None:
-    """Raises the first of `changes`, which tells how many there are."""
-    found = list(changes(identities))
-    if found:
-        if len(found) > 1:
-            found[0].what += f" (and {len(found) - 1:,} more files)"
-        raise found[0]
+    """Raises the first of `changes`. Its message has their number."""
+    errors = list(changes(identities))
+    if errors:
+        if len(errors) > 1:
+            errors[0].what += f" (and {len(errors) - 1:,} more files)"
+        raise errors[0]
 
 
 def _changed(path: Path) -> Corrupt:

@@ -6,7 +6,7 @@ from typing import Any
 from ckpt_formats.core.geometry import Box, Shape
 
 Remainder = tuple[int | slice, ...]
-"""What is left to be done with the array of a box: drop an axis of length 1 (0), or take every n-th element."""
+"""The index into the array of a box, for each axis: 0 drops an axis of length 1, a slice takes every n-th element."""
 
 
 def block_of_key(key: Any, shape: Shape) -> tuple[Box, Remainder]:

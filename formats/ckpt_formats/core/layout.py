@@ -1,8 +1,8 @@
-"""Where each rank's shard lies in the whole tensor. One `Rule` both merges and splits.
+"""Where each rank's shard is in the full tensor. The same `Rule` merges and splits.
 
-This is the second half of Universal Checkpointing (arXiv 2406.18820): patterns
-on parameter names say how tensors are cut over tensor-parallel ranks. Rules are
-plain data; `rules` reads them from TOML.
+Patterns on parameter names state how tensors are sharded over tensor-parallel
+ranks, as in Universal Checkpointing (arXiv 2406.18820). Rules are plain data;
+`rules` reads them from TOML.
 """
 
 import re
@@ -18,41 +18,41 @@ from ckpt_formats.core.views import stacked, unstacked
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
 _COPIES = ("replicated", "averaged", "first")
-"""Every rank holds all of the tensor."""
+"""With these, every rank has the full tensor."""
 ParallelGroup = Literal["tensor", "expert"]
-"""Which group of ranks cuts a tensor: the tensor-parallel ranks, or those that share an expert."""
+"""Over which ranks a tensor is sharded: the tensor-parallel ranks, or those that share an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A block of a rank's own shard, and the block of the whole tensor it is."""
+    """A block of a rank's shard, and the same block in the full tensor. Both have one shape."""
 
-    local: Box
-    whole: Box
+    shard: Box
+    full: Box
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the tensors whose names match `pattern` are cut over tensor-parallel ranks.
+    """How the tensors whose names match `pattern` are sharded over tensor-parallel ranks.
 
-    sharded     along `axis`. `fused` names pieces glued together along that axis,
-                each of which is split on its own: a count of equal pieces (2 for
-                SwiGLU's gate and up) or their whole lengths (q, k, v). `widths`
-                gives the length of each piece on each rank where ranks differ.
-    replicated  every rank holds all of it; copies are compared
-    averaged    every rank holds all of it; the mean counts
-    first       every rank holds all of it; the first rank's counts
-    unique      every rank holds its own; the whole has an axis more, by rank
-    blocks      `blocks` lists the blocks of each rank; `shape` is the whole shape
+    sharded     along `axis`. `fused` states the parts that are concatenated along that
+                axis, each of which is split by itself: a count of equal parts (2 for
+                SwiGLU's gate and up) or their full lengths (q, k, v). `widths` has the
+                length of each part on each rank, if ranks differ.
+    replicated  every rank has the full tensor; copies are compared
+    averaged    every rank has the full tensor; the result is the mean
+    first       every rank has the full tensor; the result is that of the first rank
+    unique      every rank has a tensor of its own; the result has one more axis, the rank
+    blocks      `blocks` lists the blocks of each rank; `shape` is the full shape
 
-    `vocabulary` is the true number of rows of a table that is padded to suit the
-    number of ranks: the rest is dropped when merging, and zeros when splitting.
-    `padded` says that a table is so, where nobody knows the true number: nothing
-    is dropped, and zeros are added when splitting.
+    `vocabulary` is the true number of rows of a table that is padded so that it divides
+    by the number of ranks: a merge drops the other rows, a split adds zeros. `padded`
+    states that a table is padded, if the true number is not known: a merge drops
+    nothing, a split adds zeros.
 
-    `length` is how long the whole tensor is along `axis`; `units` is how many
-    things lie along it that are never cut, such as attention heads. Both, and the
-    lengths in `fused`, may be formulas of the model's sizes, until `sized` knows these.
+    `length` is the length of the full tensor along `axis`. `units` is the number of
+    indivisible units along it, such as attention heads. Both, and the lengths in
+    `fused`, may be formulas of the model's sizes; `sized` replaces them by numbers.
     """
 
     pattern: str
@@ -69,19 +69,20 @@ class Rule:
     padded: bool = False
     over: ParallelGroup = "tensor"
     when: str | None = None
-    """A size of the model that must not be zero for the rule to count, such as `gated`."""
+    """A size of the model, such as `gated`: the rule only applies if it is not zero."""
 
     def matches(self, name: str) -> bool:
+        """Whether the rule is for the parameter of this name."""
         return re.fullmatch(self.pattern, name) is not None
 
     def sized(self, sizes: Mapping[str, int]) -> "Rule":
         """The same rule with numbers for its formulas. Raises `BadRules` for a size that is not known."""
         formulas = (self.length, self.units, *(() if isinstance(self.fused, int) else self.fused))
-        if not any(isinstance(one, str) for one in formulas):
+        if not any(isinstance(formula, str) for formula in formulas):
             return self
 
-        def number(said: Formula) -> int:
-            return evaluate(said, sizes, f"the rule for `{self.pattern}` ({self.origin})")
+        def number(formula: Formula) -> int:
+            return evaluate(formula, sizes, f"the rule for `{self.pattern}` ({self.origin})")
 
         return replace(
             self,
@@ -93,55 +94,55 @@ class Rule:
     def __str__(self) -> str:
         if self.how != "sharded":
             return self.how
-        fused = "" if self.fused == 1 else f", {self.fused} fused pieces"
+        fused = "" if self.fused == 1 else f", {self.fused} fused parts"
         padded = ", padded" if self.padded else ""
         padded = padded if self.vocabulary is None else f", {self.vocabulary} true rows"
-        whole = "" if self.units is None else f", {self.units} units"
+        units = "" if self.units is None else f", {self.units} units"
         over = "" if self.over == "tensor" else f", over {self.over}-parallel ranks"
-        return f"sharded along axis {self.axis}{fused}{whole}{padded}{over}"
+        return f"sharded along axis {self.axis}{fused}{units}{padded}{over}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rules of one checkpoint, first match first, and the model's sizes, by the names that formulas use."""
+    """The rules of one checkpoint, of which the first match applies, and the model's sizes by name."""
 
     rules: tuple[Rule, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def rule(self, name: str) -> Rule:
-        """The rule of a parameter. Raises `BadRules` where there is none: we never guess."""
+        """The rule of a parameter. Raises `BadRules` if there is none: a layout is never guessed."""
         matching = self.matching(name)
         if matching:
-            # A table is padded however it is cut: the two are said by different rules.
+            # The padding of a table may be stated by another rule than its sharding.
             first = matching[0].sized(self.sizes)
             rows = next((rule.vocabulary for rule in matching if rule.vocabulary is not None), None)
             return first if rows == first.vocabulary else replace(first, vocabulary=rows)
         raise BadRules(
-            f"no rule says how tensor `{name}` is cut over tensor-parallel ranks",
+            f"no rule states how tensor `{name}` is sharded over tensor-parallel ranks",
             hint=f"Give one with --rules FILE, for example:  [[rule]]  match = '{re.escape(name)}'  axis = 0",
         )
 
     def matching(self, name: str) -> list[Rule]:
-        """All rules that speak of a parameter, the one that counts first."""
-        return [rule for rule in self.rules if rule.matches(name) and self._counts(rule)]
+        """All rules for a parameter, the one that applies first."""
+        return [rule for rule in self.rules if rule.matches(name) and self._applies(rule)]
 
     def check(self, name: str, shape: Shape) -> None:
-        """Raises `BadRules` if a whole tensor is not as long as the model's sizes say."""
+        """Raise `BadRules` if the length of a full tensor contradicts the model's sizes."""
         if self.matching(name):
             _check_length(name, shape, self.rule(name), 1)
 
-    def _counts(self, rule: Rule) -> bool:
+    def _applies(self, rule: Rule) -> bool:
         return rule.when is None or evaluate(rule.when, self.sizes, f"the rule for `{rule.pattern}`") != 0
 
 
 def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
-    """The whole tensor, of its shards by tensor-parallel rank. Lazy: only fragments move.
+    """The full tensor, from its shards by tensor-parallel rank. Lazy: no values are read.
 
     Raises `BadRules` if the shards' shapes contradict the rule.
     """
     if rule.how in ("replicated", "averaged", "first", "unique"):
         if any(shard.shape != shards[0].shape for shard in shards):
-            raise BadRules(f"tensor `{name}` should be whole on every rank ({rule}), but its shapes differ")
+            raise BadRules(f"tensor `{name}` should be complete on every rank ({rule}), but its shapes differ")
         if rule.how == "replicated":
             whole = with_replicas(shards)
         elif rule.how == "unique":
@@ -152,9 +153,13 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
     else:
         shape, blocks = _blocks_of(name, [shard.shape for shard in shards], rule)
         _check_length(name, shape, rule, len(shards))
-        most = max(len(shard.replicas) for shard in shards)
-        copies = ([(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(most + 1))
-        whole = with_replicas([from_fragments(shape, _moved(copy, blocks), shards[0].dtype) for copy in copies])
+        max_replicas = max(len(shard.replicas) for shard in shards)
+        copies = (
+            [(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(max_replicas + 1)
+        )
+        whole = with_replicas(
+            [from_fragments(shape, _placed_fragments(copy, blocks), shards[0].dtype) for copy in copies]
+        )
     if rule.vocabulary is None or not whole.shape:
         return whole
     if rule.vocabulary > whole.shape[0]:
@@ -163,16 +168,14 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
 
 
 def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = None) -> list[Tensor]:
-    """The shards of a whole tensor, by tensor-parallel rank: what `merge` puts together. Lazy.
+    """The shards of a full tensor by tensor-parallel rank: the inverse of `merge`. Lazy.
 
-    `rows` is how many rows a vocabulary's table has with its padding; None means
-    the least that divides. Raises `BadRules` if the tensor does not divide.
+    `rows` is the number of rows of a vocabulary's table with its padding; None: the smallest
+    number that divides. Raises `BadRules` if the tensor does not divide.
     """
     if rule.how == "unique":
         if not whole.shape or whole.shape[0] != ranks:
-            raise BadRules(
-                f"tensor `{name}` of shape {list(whole.shape)} is not what each of {ranks} ranks has of its own"
-            )
+            raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} is not one tensor for each of {ranks} ranks")
         return [unstacked(whole, rank) for rank in range(ranks)]
     if (rule.vocabulary is not None or rule.padded) and whole.shape:
         rows = max(whole.shape[0], rows or 0)
@@ -182,7 +185,7 @@ def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = N
 
 
 def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
-    """The blocks of each rank's shard of a tensor of this shape, which has its padding already.
+    """The blocks of each rank's shard of a tensor of this shape, padding included.
 
     Raises `BadRules` if the tensor does not divide.
     """
@@ -191,68 +194,77 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
     if rule.how in _COPIES:
         return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
-        raise BadRules(f"tensor `{name}` is each rank's own: its shards are no blocks of it")
+        raise BadRules(f"every rank has its own tensor `{name}`: their tensors are no blocks of one")
     if rule.how == "blocks":
         if rule.shape != shape or len(rule.blocks) != ranks:
             raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
         return list(rule.blocks)
     if not 0 <= rule.axis < len(shape):
-        raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to cut along")
+        raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to shard along")
     length = shape[rule.axis]
-    # Widths are those of one number of ranks; over another, the same pieces are divided evenly.
-    fused = tuple(sum(row) for row in rule.widths) or _pieces(name, rule)
-    pieces = [length // fused] * fused if isinstance(fused, int) else list(fused)
-    given = rule.widths and len(rule.widths[0]) == ranks
-    table = [list(row) for row in rule.widths] if given else [[piece // ranks] * ranks for piece in pieces]
-    if sum(pieces) != length or [sum(row) for row in table] != pieces:
+    # Widths are for one number of ranks; over another number, the same parts are split evenly.
+    fused = tuple(sum(row) for row in rule.widths) or _fused_parts(name, rule)
+    parts = [length // fused] * fused if isinstance(fused, int) else list(fused)
+    fits_ranks = rule.widths and len(rule.widths[0]) == ranks
+    table = (
+        [list(row) for row in rule.widths]
+        if fits_ranks
+        else [[length_of_part // ranks] * ranks for length_of_part in parts]
+    )
+    if sum(parts) != length or [sum(row) for row in table] != parts:
         raise BadRules(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
     return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
 
 
-def lengths(name: str, rule: Rule, local: Sequence[int]) -> list[list[int]]:
-    """How long each fused piece is on each rank, given the length of each rank's shard along the axis."""
-    ranks, fused = len(local), _pieces(name, rule)
+def lengths(name: str, rule: Rule, shard_lengths: Sequence[int]) -> list[list[int]]:
+    """The length of each fused part on each rank, from the length of each rank's shard along the axis.
+
+    Raises `BadRules` if they contradict the rule.
+    """
+    ranks, fused = len(shard_lengths), _fused_parts(name, rule)
     if rule.widths:
         table = [list(widths) for widths in rule.widths]
     elif isinstance(fused, int):
-        if any(n % fused for n in local):
-            raise BadRules(f"tensor `{name}`: a shard of length {list(local)} cannot hold {fused} equal pieces")
-        table = [[n // fused for n in local] for _ in range(fused)]
+        if any(n % fused for n in shard_lengths):
+            raise BadRules(f"tensor `{name}`: a shard of length {list(shard_lengths)} cannot hold {fused} equal parts")
+        table = [[n // fused for n in shard_lengths] for _ in range(fused)]
     else:
         if any(n % ranks for n in fused):
-            raise BadRules(f"tensor `{name}`: pieces of length {list(fused)} do not divide over {ranks} ranks")
+            raise BadRules(f"tensor `{name}`: parts of length {list(fused)} do not divide over {ranks} ranks")
         table = [[n // ranks] * ranks for n in fused]
-    if any(len(row) != ranks for row in table) or [sum(column) for column in zip(*table, strict=True)] != list(local):
+    sums = [sum(column) for column in zip(*table, strict=True)] if all(len(row) == ranks for row in table) else None
+    if sums != list(shard_lengths):
         raise BadRules(
-            f"tensor `{name}`: shards of length {list(local)} along axis {rule.axis} contradict its rule ({rule})"
+            f"tensor `{name}`: shards of length {list(shard_lengths)} along axis {rule.axis} "
+            f"contradict its rule ({rule})"
         )
     return table
 
 
 def place(shape: Shape, axis: int, table: Sequence[Sequence[int]], rank: int) -> Iterator[ShardBlock]:
-    """The blocks of one rank's shard, for pieces of the lengths `table[piece][rank]` along `axis`."""
-    at, glued = 0, 0
+    """The blocks of one rank's shard, for parts of the lengths `table[part][rank]` along `axis`."""
+    at, part_start = 0, 0
     for row in table:
-        length, low = row[rank], glued + sum(row[:rank])
+        length, low = row[rank], part_start + sum(row[:rank])
         if length:
-            local_shape = (*shape[:axis], sum(r[rank] for r in table), *shape[axis + 1 :])
-            yield ShardBlock(slab(local_shape, axis, at, at + length), slab(shape, axis, low, low + length))
-        at, glued = at + length, glued + sum(row)
+            shard_shape = (*shape[:axis], sum(r[rank] for r in table), *shape[axis + 1 :])
+            yield ShardBlock(slab(shard_shape, axis, at, at + length), slab(shape, axis, low, low + length))
+        at, part_start = at + length, part_start + sum(row)
 
 
-def _pieces(name: str, rule: Rule) -> int | tuple[int, ...]:
+def _fused_parts(name: str, rule: Rule) -> int | tuple[int, ...]:
     if isinstance(rule.fused, int):
         return rule.fused
     known = tuple(n for n in rule.fused if isinstance(n, int))
     if len(known) != len(rule.fused):
-        raise BadRules(f"tensor `{name}`: its rule has formulas, but nothing says the sizes of the model ({rule})")
+        raise BadRules(f"tensor `{name}`: its rule has formulas, but nothing states the sizes of the model ({rule})")
     return known
 
 
 def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
-    """The whole tensor is as long as the model's sizes say, and no unit of it is cut. Raises `BadRules`."""
+    """Raise `BadRules` if the full tensor's length contradicts the model's sizes, or if a unit would be split."""
     if not 0 <= rule.axis < len(shape):
         return
     length, units = shape[rule.axis], rule.units
@@ -260,7 +272,7 @@ def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
         raise BadRules(
             f"tensor `{name}` has length {length} along axis {rule.axis}, but by the model's sizes it is {rule.length}",
             hint="The arguments in the checkpoint contradict its tensors, or the rule is wrong. "
-            f"It is of {rule.origin}; a rule of yours, with --rules, comes first.",
+            f"It is from {rule.origin}; your own rules, with --rules, come before it.",
         )
     if isinstance(units, int) and (units < 1 or length % units or (units % ranks and ranks % units)):
         raise BadRules(
@@ -279,7 +291,7 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
     rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if any(not 0 <= axis < len(shape) for shape in shapes) or len(rests) != 1:
         raise BadRules(
-            f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be joined along axis {axis}"
+            f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be concatenated along axis {axis}"
         )
     table = lengths(name, rule, [shape[axis] for shape in shapes])
     whole = (*shapes[0][:axis], sum(map(sum, table)), *shapes[0][axis + 1 :])
@@ -287,8 +299,8 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
 
 
 def _shard(whole: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
-    shape = tuple(max((p.local.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
-    return from_fragments(shape, (Fragment(p.local, whole.crop(p.whole)) for p in blocks), whole.dtype)
+    shape = tuple(max((p.shard.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
+    return from_fragments(shape, (Fragment(p.shard, whole.crop(p.full)) for p in blocks), whole.dtype)
 
 
 def _padded(whole: Tensor, rows: int) -> Tensor:
@@ -297,7 +309,7 @@ def _padded(whole: Tensor, rows: int) -> Tensor:
     return from_fragments((rows, *whole.shape[1:]), parts, whole.dtype)
 
 
-def _moved(shards: Sequence[Tensor], blocks: Sequence[Sequence[ShardBlock]]) -> Iterator[Fragment]:
+def _placed_fragments(shards: Sequence[Tensor], blocks: Sequence[Sequence[ShardBlock]]) -> Iterator[Fragment]:
     for shard, placed in zip(shards, blocks, strict=True):
         for p in placed:
-            yield from shard.placed(p.local, p.whole)
+            yield from shard.placed(p.shard, p.full)

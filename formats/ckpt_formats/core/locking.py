@@ -1,4 +1,4 @@
-"""One writer at a time: a lock on a file, which the system gives back when its process ends, however it ends."""
+"""One writer at a time: a lock on a file, which the system releases when the process ends, also after a crash."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 @contextmanager
 def lock(file: Path, taken: Locked, required: bool = True) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be.
+    """Within, hold the lock of a file, which is created if it does not exist.
 
     Raises `taken` if another process holds it, `OutputError` if the file system cannot lock and a lock is `required`.
     """
@@ -32,14 +32,14 @@ def lock(file: Path, taken: Locked, required: bool = True) -> Iterator[None]:
             if required:
                 raise _unable(error, file) from error
         if not _is(file, opened):
-            raise taken  # whoever held it has just removed or replaced the file
+            raise taken  # the process that had the lock has just removed or replaced the file
         yield
     finally:
         os.close(opened)
 
 
 def unwritable(error: OSError, place: Path) -> OutputError:
-    """Say why the system would not let us write."""
+    """The error for a target that the system did not let us write, with the reason."""
     kind = NoSpace if error.errno in FULL else OutputError
     return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place)
 

@@ -1,4 +1,4 @@
-"""Optimizer states that some parameters lack, though others of their group have them."""
+"""Find optimizer states that some parameters lack and others of their group have."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +10,10 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 _BLOCKWISE = ("qmap", "absmax")
-"""States that 8-bit optimizers keep of large parameters only begin so."""
+"""How the names of states begin that 8-bit optimizers have only for large parameters."""
 
 _COMMON = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
-"""States that the optimizers which have them keep of every parameter."""
+"""States that an optimizer has for every parameter, if it has them at all."""
 
 States = frozenset[str]
 
@@ -23,82 +23,82 @@ _OF_THE_MODEL = frozenset((MODEL, MASTER))
 def check_states(
     parameters: Mapping[str, Parameter], groups: Sequence[Group], where: Path, *, even: bool
 ) -> Iterator[Notice]:
-    """Raises `Incomplete` if a parameter lacks states that others of its group and its number of axes have.
+    """Raise `Incomplete` if a parameter lacks states that others of its group have; yield notices of what is unsure.
 
-    One without any state is only noticed, since an optimizer makes none for a parameter
-    that never had a gradient; but where `even`, the engine keeps all states for all, so that is
-    an error as well. Optimizers such as Adafactor have other states for vectors than for
-    matrices, so that these are not compared.
+    A parameter without any state gives only a notice, because an optimizer makes no state
+    for a parameter that never had a gradient. If `even`, the engine has all states for all
+    parameters, so it is an error too. Vectors and matrices are not compared with each other:
+    optimizers such as Adafactor have different states for them.
     """
     without: list[str] = []
     for number, group in enumerate(groups):
         kinds: dict[bool, dict[str, States]] = {}
         for name in group.names:
-            one = parameters.get(name)
-            if one is not None and one.weight.size:
-                kinds.setdefault(len(one.weight.shape) > 1, {})[name] = _states(one)
-        for held in kinds.values():
-            yield from _check_kind(held, number, where)
-        if any(states for held in kinds.values() for states in held.values()):
-            without += (name for held in kinds.values() for name, states in held.items() if not states)
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.weight.size:
+                kinds.setdefault(len(parameter.weight.shape) > 1, {})[name] = _states(parameter)
+        for by_name in kinds.values():
+            yield from _check_kind(by_name, number, where)
+        if any(states for by_name in kinds.values() for states in by_name.values()):
+            without += (name for by_name in kinds.values() for name, states in by_name.items() if not states)
     if without and even:
         raise Incomplete(
             f"the optimizer has no states of {_some(without)}, but of others in the same group",
             where=where,
-            hint="Files were lost, or are of another save: copy all files of one step again.",
+            hint="Files are missing, or are of another save: copy all files of one step again.",
         )
     if without:
-        text = "the optimizer has no state of these parameters: it never stepped them, or their states were lost"
+        text = "the optimizer has no state of these parameters: it never updated them, or their states are missing"
         yield Notice(text, tuple(without), Weight.UNSURE)
     yield from _poorer_groups(parameters, groups)
 
 
 def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group]) -> Iterator[Notice]:
-    """Groups with the same kinds of options are of one optimizer, which as a rule keeps the same for all of them."""
-    held = [
+    """Notices of groups with fewer states than another group with the same options, probably of the same optimizer."""
+    states_of_groups = [
         frozenset[str]().union(*(_states(parameters[name]) for name in group.names if name in parameters))
         for group in groups
     ]
-    for number, (group, states) in enumerate(zip(groups, held, strict=True)):
+    for number, (group, states) in enumerate(zip(groups, states_of_groups, strict=True)):
         fuller = [
-            o
-            for other, o in zip(groups, held, strict=True)
-            if states < o and other.options.keys() == group.options.keys()
+            others
+            for group_of_others, others in zip(groups, states_of_groups, strict=True)
+            if states < others and group_of_others.options.keys() == group.options.keys()
         ]
         if states and fuller:
             lacking = sorted(max(fuller, key=len) - states)
-            text = f"optimizer group {number} has not these states, which another group has"
+            text = f"optimizer group {number} lacks these states, which another group has"
             yield Notice(text, tuple(lacking), Weight.UNSURE)
 
 
-def _check_kind(held: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
-    """Raises `Incomplete` for a state of every optimizer's kind, or one that most have; of others it is said."""
-    counts = Counter(states for states in held.values() if states)
-    holders = Counter(state for states in held.values() for state in states)
-    odd: dict[str, list[str]] = {}
-    for name, states in held.items():
+def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
+    """Raise `Incomplete` for a missing state that is common or that most parameters have; else yield a notice."""
+    counts = Counter(states for states in states_by_name.values() if states)
+    holders = Counter(state for states in states_by_name.values() for state in states)
+    names_by_lack: dict[str, list[str]] = {}
+    for name, states in states_by_name.items():
         fuller = [other for other in counts if states < other and states]
         if not fuller:
             continue
         lacking = sorted(max(fuller, key=lambda other: counts[other]) - states)
         if all(state.startswith(_BLOCKWISE) for state in lacking):
             continue
-        if any(state in _COMMON or 2 * holders[state] > len(held) for state in lacking):
+        if any(state in _COMMON or 2 * holders[state] > len(states_by_name) for state in lacking):
             raise Incomplete(
                 f"`{printable(name)}` has no {' and no '.join(f'`{printable(state)}`' for state in lacking)}, which "
                 "other "
                 f"parameters of optimizer group {number} have",
                 where=where,
-                hint="Files were lost, or are of another save: copy all files of one step again.",
+                hint="Files are missing, or are of another save: copy all files of one step again.",
             )
-        odd.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
-    for lost, names in odd.items():
-        text = f"these parameters of optimizer group {number} have no {lost}, which others have"
+        names_by_lack.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
+    for lacking_text, names in names_by_lack.items():
+        text = f"these parameters of optimizer group {number} have no {lacking_text}, which others have"
         yield Notice(text, tuple(names), Weight.UNSURE)
 
 
 def _states(parameter: Parameter) -> States:
-    """What the optimizer keeps of it, whether as tensors or as plain values; a value of None is nothing."""
+    """The names of its optimizer states, tensors and plain values. A value of None is no state."""
     values = [key for key, value in parameter.values.items() if value is not None]
     return frozenset((*parameter.states, *values)) - _OF_THE_MODEL
 

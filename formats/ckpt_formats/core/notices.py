@@ -1,4 +1,4 @@
-"""What a user should know of a checkpoint which is no error."""
+"""Notices: what a user should know about a checkpoint, and what is no error."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from enum import IntEnum
 
 from ckpt_formats.core.text import printable
 
-MOST_NAMES = 5
+MAX_NAMES = 5
 """Names that a notice shows, unless the user wants all."""
 
 
 class Weight(IntEnum):
-    """How much a notice matters; the heaviest are printed first."""
+    """The importance of a notice. The most important ones are printed first."""
 
     LOST = 3
-    """Something of the source is not in the result, or is there without its meaning."""
+    """Something of the source is not in the result, or has lost its meaning there."""
     UNSURE = 2
-    """Something was decided that the files do not fully prove."""
+    """The reader made an assumption that the files do not fully prove."""
     INFO = 1
-    """Something that is good to know."""
+    """Further information."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Notice:
     weight: Weight = Weight.INFO
 
     def __str__(self) -> str:
-        return self.shown(MOST_NAMES)
+        return self.shown(MAX_NAMES)
 
     def __contains__(self, part: str) -> bool:
-        """Is this text in the sentence, or in any of its names?"""
+        """Whether this text is in the sentence, or in one of its names."""
         return part in self.shown(len(self.names))
 
-    def shown(self, most: int = MOST_NAMES) -> str:
-        """The sentence with at most so many names; more are counted."""
-        more = f" and {len(self.names) - most:,} more (`--verbose`)" if len(self.names) > most else ""
-        return f"{self.text}: {', '.join(map(printable, self.names[:most]))}{more}" if self.names else self.text
+    def shown(self, max_names: int = MAX_NAMES) -> str:
+        """The sentence with at most `max_names` names, and the number of further ones."""
+        more = f" and {len(self.names) - max_names:,} more (`--verbose`)" if len(self.names) > max_names else ""
+        return f"{self.text}: {', '.join(map(printable, self.names[:max_names]))}{more}" if self.names else self.text
 
 
 def unsure(texts: Iterable[str]) -> tuple[Notice, ...]:
-    """Sentences about something that the files do not fully prove."""
+    """Notices of assumptions that the files do not fully prove."""
     return tuple(Notice(text, weight=Weight.UNSURE) for text in texts)
 
 
 def by_weight(notices: Iterable[Notice]) -> list[Notice]:
-    """Each once, the heaviest first, else in their order."""
+    """Each notice once, the most important first, else in their order."""
     return sorted(dict.fromkeys(notices), key=lambda notice: -notice.weight)

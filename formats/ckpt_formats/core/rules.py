@@ -1,9 +1,9 @@
-"""Rules from TOML files: the small language in which a user says how tensors are cut.
+"""Rules from TOML files: the small language in which a user states how tensors are sharded.
 
 [[rule]]
 match = 'layers\\.\\d+\\.attn\\.qkv\\.weight'   # a regular expression for the whole name
 axis = 0
-fused = [64, 32, 32]        # whole lengths of q, k and v; or a count of equal pieces
+fused = [64, 32, 32]        # full lengths of q, k and v; or a count of equal parts
 
 [[rule]]
 match = '.*norm.*'
@@ -54,9 +54,9 @@ _KEYS = {
     "when",
 }
 _SETS = Path(__file__).parent / "rule_sets"
-_MOST_PATTERN = 1000
-_MOST_WAYS = 1e8
-"""As many as four open repeats in a row."""
+_MAX_PATTERN = 1000
+_MAX_BACKTRACKS = 1e8
+"""The count of four open repeats in a row."""
 
 
 def shipped() -> tuple[str, ...]:
@@ -90,14 +90,14 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
 
 
 def safe_pattern(pattern: str, origin: str) -> str:
-    """The pattern, if it is one that cannot be made to run for ever.
+    """The pattern itself, if a match always ends in reasonable time.
 
-    Rules travel inside checkpoints, so they are input from strangers: a choice
-    within a repeat can take time exponential in the length of a name, and many
-    repeats in a row nearly so. Raises `BadRules` for what is no expression,
-    `Unsafe` for such a one.
+    Rules are stored in checkpoints, so they are untrusted input: a choice within a
+    repeat can take time exponential in the length of a name, and many repeats in a
+    row nearly as much. Raises `BadRules` for what is no regular expression, `Unsafe`
+    for one that could take too long.
     """
-    if len(pattern) > _MOST_PATTERN:
+    if len(pattern) > _MAX_PATTERN:
         raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
     try:
         with warnings.catch_warnings():
@@ -106,8 +106,8 @@ def safe_pattern(pattern: str, origin: str) -> str:
             re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
-    if _ways(parsed) > _MOST_WAYS:
-        raise Unsafe(f"the pattern `{pattern}` leaves too many choices, which can take for ever", where=origin)
+    if _count_backtracks(parsed) > _MAX_BACKTRACKS:
+        raise Unsafe(f"the pattern `{pattern}` has too many choices: a match may take too long", where=origin)
     return pattern
 
 
@@ -124,7 +124,7 @@ def _rule(table: Any, where: str) -> Rule:
     if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
         raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
     if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(is_formula, fused))):
-        raise BadRules("`fused` is a count of pieces, or the list of their lengths", where=where)
+        raise BadRules("`fused` is a count of parts, or the list of their lengths", where=where)
     for key in ("length", "units", "when"):
         if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
             raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
@@ -132,7 +132,7 @@ def _rule(table: Any, where: str) -> Rule:
     if over not in get_args(ParallelGroup) or not isinstance(padded, bool):
         raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
-        raise BadRules("`widths` is a list, one for each piece, of its lengths on each rank", where=where)
+        raise BadRules("`widths` is a list of lists: for each part, its lengths on each rank", where=where)
     return Rule(
         safe_pattern(table["match"], where),
         how,
@@ -153,22 +153,22 @@ def _natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _ways(parsed: Any, repeated: bool = False) -> float:
-    """In how many ways it may be tried on a name of a hundred characters; a choice within a repeat has no end."""
+def _count_backtracks(parsed: Any, repeated: bool = False) -> float:
+    """How often the matcher may try again on a name of 100 characters; infinite for a choice within a repeat."""
     total = 1.0
     for op, argument in parsed:
-        name, ways = str(op), 1.0
+        name, count = str(op), 1.0
         if name.endswith("_REPEAT"):
             low, high, inner = argument
-            ways = min(high - low + 1, 100) * _ways(inner, repeated or high > 1)
+            count = min(high - low + 1, 100) * _count_backtracks(inner, repeated or high > 1)
         elif name == "SUBPATTERN":
-            total *= _ways(argument[3], repeated)
+            total *= _count_backtracks(argument[3], repeated)
         elif name == "ATOMIC_GROUP":
-            total *= _ways(argument, repeated)
+            total *= _count_backtracks(argument, repeated)
         elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _ways(argument[1], repeated)
+            total *= _count_backtracks(argument[1], repeated)
         elif name in ("BRANCH", "GROUPREF_EXISTS"):
             branches = argument[1] if name == "BRANCH" else argument[1:]
-            ways = sum(_ways(branch, repeated) for branch in branches if branch is not None)
-        total *= inf if repeated and ways > 1 else ways
+            count = sum(_count_backtracks(branch, repeated) for branch in branches if branch is not None)
+        total *= inf if repeated and count > 1 else count
     return total

@@ -1,24 +1,24 @@
-"""Text: file names for things whose own names are input from strangers, and names and sizes for people."""
+"""Text: file names for untrusted names, and names and sizes for people."""
 
 import hashlib
 import re
 
 PARTIAL = ".ckpt-partial"
-"""Ends the name of a folder in which a checkpoint grows: nothing in it is one yet."""
+"""The suffix of a folder in which a checkpoint is being written."""
 
-_MOST_SLUG = 80
+_MAX_SLUG = 80
 
 
 def file_stem(name: str) -> str:
-    """A file name for any text: a readable part, and a hash that keeps different texts apart.
+    """A file name for any text: a readable part, and a hash, so that different texts have different names.
 
     Lower case, ASCII, no separators, at most 101 characters: safe on every file
-    system, also those that fold case. The true name belongs in a manifest.
+    system, also on those that ignore case. The true name belongs in a manifest.
 
     >>> file_stem("layers.0.Attn/qkv")
     'layers.0.attn_qkv-b8b1a6beab0342a4ea39'
     """
-    slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MOST_SLUG].strip("._-") or "tensor"
+    slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MAX_SLUG].strip("._-") or "tensor"
     return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
 
 
@@ -36,7 +36,7 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def printable(name: str) -> str:
-    """A name for people: control and bidirectional characters escaped, so that no terminal obeys it.
+    """A name for people: control and bidirectional characters are escaped, so that no terminal executes them.
 
     >>> print(printable("\\x1b[2Jlayers\\n"))
     \\x1b[2Jlayers\\n

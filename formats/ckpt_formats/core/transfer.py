@@ -1,4 +1,4 @@
-"""How the values of one part move: in slabs within a memory budget, checked and counted."""
+"""Read the values of one file's tensors in slabs, within a memory budget; verify and count the bytes."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,34 +10,35 @@ from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Tensor
 
 SLAB = 4 << 20
-"""Bytes read at once: small enough to stay in a core's cache between reading, hashing and writing."""
+"""Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written."""
 
 
 class Transfer:
-    """Reads the tensors of one part. Arrays it hands out are valid until the next call."""
+    """Reads the tensors of one file. An array that it returns is valid until the next call for the same slot."""
 
     def __init__(
-        self, reader: Reader, slab_nbytes: int = SLAB, moved: Callable[[int], None] = lambda nbytes: None
+        self, reader: Reader, slab_nbytes: int = SLAB, count_bytes: Callable[[int], None] = lambda nbytes: None
     ) -> None:
+        """`slab_nbytes`: the budget of one array. `count_bytes` is called with the bytes of each block that is read."""
         self.reader = reader
-        self._slab = slab_nbytes
-        self._moved = moved
-        self._scratch: dict[str, Array] = {}
+        self._slab_nbytes = slab_nbytes
+        self._count_bytes = count_bytes
+        self._buffers: dict[str, Array] = {}
 
     def __enter__(self) -> "Transfer":
         return self
 
     def __exit__(self, *ignored: object) -> None:
-        """Leave the memory of all arrays that were handed out to the next one of this thread."""
-        while self._scratch:
-            release_buffer(self._scratch.popitem()[1])
+        """Release all buffers. The arrays that were returned are no longer valid."""
+        while self._buffers:
+            release_buffer(self._buffers.popitem()[1])
 
     def boxes(self, tensor: Tensor) -> Iterator[Box]:
         """Blocks of a tensor, in storage order, each within the budget."""
-        return slabs(tensor.shape, max(1, self._slab // max(tensor.dtype.itemsize, 4)))
+        return slabs(tensor.shape, max(1, self._slab_nbytes // max(tensor.dtype.itemsize, 4)))
 
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Array]]:
-        """All values of a tensor, in storage order."""
+        """All values of a tensor, in storage order: pairs of a block and its values, an array of the tensor's dtype."""
         for box in self.boxes(tensor):
             yield box, self.fetch(tensor, box)
 
@@ -47,21 +48,21 @@ class Transfer:
             yield as_bytes(values).data
 
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
-        """The values of one block. Arrays of different slots do not disturb each other.
+        """The values of one block: an array of the block's shape and the tensor's dtype.
 
-        `counted` is false for what is read beside the work: a sample, a base.
-        Raises `Corrupt` if a replica of the tensor holds other bits.
+        It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
+        progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
         """
         block = tensor.crop(box)
-        held = self._scratch.get(slot)
-        if held is None or held.size < block.nbytes:
-            held = self._scratch[slot] = acquire_buffer(block.nbytes)
-        out = held[: block.nbytes].view(block.dtype).reshape(block.shape)
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.size < block.nbytes:
+            buffer = self._buffers[slot] = acquire_buffer(block.nbytes)
+        out = buffer[: block.nbytes].view(block.dtype).reshape(block.shape)
         block.read_into(out, self.reader)
-        self._moved(block.nbytes if counted else 0)
+        self._count_bytes(block.nbytes if counted else 0)
         return out
 
 
 def as_bytes(array: Array) -> Array:
-    """The bytes of a packed array, as a vector."""
+    """The bytes of a C-contiguous array, as a vector: (nbytes,) uint8. Shares its memory."""
     return array.reshape(-1).view(np.uint8)

@@ -1,8 +1,8 @@
-"""The non-tensor items of a checkpoint, as inert data.
+"""The non-tensor items of a checkpoint, as plain data.
 
 A value is None, bool, int, float, complex, str, bytes, list, tuple, dict,
-set, frozenset, a NumPy array or scalar, or one of the inert stand-ins below
-for what a pickle names. Nothing here imports or calls what it names.
+set, frozenset, a NumPy array or scalar, or one of the classes below, which
+represent what a pickle names. Nothing here imports or calls it.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-Value = Any  # a recursive union; mypy gains nothing from spelling it out
+Value = Any  # a recursive union, of which mypy would make no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object of a class that we do not import: what a pickle says of it, no more.
+    """An object of a class that we do not import: what the pickle states about it.
 
-    Mutable, because a pickle builds an object in steps and may refer to it
-    before the last of them; frozen in spirit once the file is read.
+    It is mutable, because a pickle builds an object in steps and may refer to it
+    before the last step. After the file is read, nothing changes it.
     """
 
     cls: Global
@@ -48,7 +48,7 @@ class Record:
     """Made by NEWOBJ (`cls.__new__(cls, *args)`), not by calling `cls(*args)`."""
 
     def get(self, name: str, default: Value = None) -> Value:
-        """An attribute, whether the class keeps them in `__dict__` or in slots."""
+        """An attribute of the object, of a class with `__dict__` or with slots."""
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         for part in parts:
             if isinstance(part, dict) and name in part:
@@ -58,19 +58,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """A tensor among the extras: the name of the parameter, of the role `extra`, that holds it."""
+    """A tensor in the extras: the name of the parameter of the role `extra` that has its values."""
 
     name: str
 
 
 class Size(tuple[int, ...]):
-    """A `torch.Size`: a tuple to whoever reads it, and written back as what it was."""
+    """A `torch.Size`: a tuple for readers, and written back as a `torch.Size`."""
 
     __slots__ = ()
 
 
 class StdDict(dict[Value, Value]):
-    """An `OrderedDict`, `defaultdict` or `Counter`: a dict to whoever reads it, and written back as what it was.
+    """An `OrderedDict`, `defaultdict` or `Counter`: a dict for readers, and written back as its own class.
 
     Not the real classes: a `defaultdict` calls its factory, and attributes that
     a hostile file sets on an `OrderedDict` could hide its methods.
@@ -83,11 +83,11 @@ class StdDict(dict[Value, Value]):
         self.cls = cls
         self.factory = factory
         self.attrs: dict[str, Value] = {}
-        """What was set on the object itself, such as `_metadata` of a module's state dict."""
+        """Attributes of the object itself, such as `_metadata` of a module's state dict."""
 
 
 def kind_of(value: Value) -> str:
-    """What a value is, for people: never the name of a class of ours.
+    """The type of a value, for people: never the name of a class of ours.
 
     >>> kind_of({}), kind_of(1.5), kind_of(Record(Global("argparse", "Namespace")))
     ('a dict', 'a float', 'an object of class argparse.Namespace')
@@ -108,12 +108,12 @@ _PYTHON = (float, complex, str, bytes, bytearray, list, tuple, set, frozenset, n
 
 
 def opaque(value: Value) -> Value:
-    """What stands in an array for one that NumPy is not asked to build, as a `Record`; None for any other value."""
+    """The `Record` in a 0-dimensional object array, for an array that we do not build; None for any other value."""
     return value[()] if isinstance(value, np.ndarray) and value.dtype == object and value.shape == () else None
 
 
 def tensor_names(value: Value) -> Iterator[str]:
-    """The names of all tensors in a value that is a tree, as those that come from JSON are."""
+    """The names of all tensors in a value that is a tree (no cycles), as values from JSON are."""
     if isinstance(value, TensorName):
         yield value.name
     elif isinstance(value, Record):
@@ -126,63 +126,63 @@ def tensor_names(value: Value) -> Iterator[str]:
             yield from tensor_names(item)
 
 
-def brief(value: Value, most: int = 60) -> str:
-    """A value for people, in one line of at most `most` characters and one more for what is left out.
+def brief(value: Value, max_characters: int = 60) -> str:
+    """A value for people, in one line of at max_characters `max_characters`, and `…` if something is left out.
 
-    It is bounded before it is made: the rest of a large value is never looked at.
+    The rest of a large value is never visited.
 
     >>> brief({"betas": (0.9, 0.95), "name": "x" * 100}, 30)
     '{betas: [0.9, 0.95], name: xxx…'
     """
     text = ""
-    for piece in _pieces(value, most, 0):
-        text += _SPACES.sub(" ", piece)
-        if len(text) > most:
-            return text[:most] + "…"
+    for part in _text_parts(value, max_characters, 0):
+        text += _SPACES.sub(" ", part)
+        if len(text) > max_characters:
+            return text[:max_characters] + "…"
     return text
 
 
 _SPACES = re.compile(r"\s+")
-_MOST_NESTED = 6
-_MOST_BITS = 2000
+_MAX_DEPTH = 6
+_MAX_BITS = 2000
 
 
-def _pieces(value: Value, most: int, depth: int) -> Iterator[str]:
-    """The text of a value, piece by piece, so that whoever has enough can stop."""
-    if depth > _MOST_NESTED:
+def _text_parts(value: Value, max_characters: int, depth: int) -> Iterator[str]:
+    """The text of a value in parts, so that the caller can stop early."""
+    if depth > _MAX_DEPTH:
         yield "…"
     elif isinstance(value, Record):
         yield f"<{value.cls}> "
-        yield from _pieces(value.state if value.state is not None else value.args, most, depth + 1)
+        yield from _text_parts(value.state if value.state is not None else value.args, max_characters, depth + 1)
     elif isinstance(value, dict):
-        yield from _joined("{", _pairs(value, most, depth), "}")
+        yield from _joined("{", _pairs(value, max_characters, depth), "}")
     elif isinstance(value, (list, tuple)):
-        yield from _joined("[", (_pieces(item, most, depth + 1) for item in value), "]")
+        yield from _joined("[", (_text_parts(item, max_characters, depth + 1) for item in value), "]")
     elif isinstance(value, (set, frozenset)):
-        yield from _joined("{", (_pieces(item, most, depth + 1) for item in value), "}")
+        yield from _joined("{", (_text_parts(item, max_characters, depth + 1) for item in value), "}")
     elif isinstance(value, str):
-        yield value[: most + 1]
+        yield value[: max_characters + 1]
     elif isinstance(value, (bytes, bytearray)):
-        yield repr(bytes(value[: most + 1]))
-    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        yield repr(bytes(value[: max_characters + 1]))
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
         yield f"an integer of {value.bit_length():,} bits"
     elif isinstance(value, np.ndarray) and value.dtype == object:
         yield "an array of objects, dates or rows"
     elif isinstance(value, np.ndarray):
         yield f"an array of shape {list(value.shape)} and type {value.dtype.name}"
     elif isinstance(value, TensorName):
-        yield f"tensor {value.name[:most]}"
+        yield f"tensor {value.name[:max_characters]}"
     elif value is None or isinstance(value, (bool, int, float, complex, Global, np.generic)):
         yield str(value)
     else:
         yield kind_of(value)
 
 
-def _pairs(value: dict[Value, Value], most: int, depth: int) -> Iterator[Iterator[str]]:
+def _pairs(value: dict[Value, Value], max_characters: int, depth: int) -> Iterator[Iterator[str]]:
     def pair(key: Value, item: Value) -> Iterator[str]:
-        yield from _pieces(key, most, depth + 1)
+        yield from _text_parts(key, max_characters, depth + 1)
         yield ": "
-        yield from _pieces(item, most, depth + 1)
+        yield from _text_parts(item, max_characters, depth + 1)
 
     return (pair(key, item) for key, item in value.items())
 

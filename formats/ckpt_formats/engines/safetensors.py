@@ -1,4 +1,4 @@
-"""Model weights in safetensors: one file, or a folder of them with an index, as Hugging Face has them."""
+"""Model weights in safetensors: one file, or a folder of files with an index, as Hugging Face writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ class Safetensors(WritableFormat):
     summary = "model weights: a .safetensors file, or a folder of them with an index"
 
     shard_nbytes: int = 5 << 30
-    """About how large each file of a folder becomes."""
+    """Bytes: about how large each file of a folder becomes."""
     single_file: bool = False
-    """Write one file instead of a folder, as for a target that ends in .safetensors."""
+    """Write one file instead of a folder. A target that ends in .safetensors implies it."""
 
     def detect(self, path: Path) -> bool:
         if path.is_dir():
@@ -48,17 +48,17 @@ class Safetensors(WritableFormat):
         return path.name.endswith((SUFFIX, SAFETENSORS_INDEX)) and path.is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        found = read_weights(*shard_paths(path))
+        weights = read_weights(*shard_paths(path))
         single = path.name.endswith(SUFFIX) and path.is_file()
-        if single and found.has_blocks:
+        if single and weights.has_blocks:
             raise Unsupported(
-                "holds blocks of tensors, as one rank of several writes them",
+                "has blocks of tensors: it is the file of one rank of several",
                 where=path,
                 hint=f"Name the folder: {printable(str(path.parent))}",
             )
-        parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in found.tensors.items()}
-        aliases = found.aliases()
-        extras = {key: value for key, value in found.metadata.items() if key not in aliases}
+        parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in weights.tensors.items()}
+        aliases = weights.aliases()
+        extras = {key: value for key, value in weights.metadata.items() if key not in aliases}
         original = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
         return Checkpoint(
             path,
@@ -67,9 +67,9 @@ class Safetensors(WritableFormat):
             (),
             extras,
             aliases,
-            found.shards,
+            weights.shards,
             (),
-            found.notices,
+            weights.notices,
             original=original,
         )
 
@@ -96,21 +96,21 @@ class Safetensors(WritableFormat):
 
 
 def _dropped(source: Checkpoint, form: Mapping[str, Value]) -> tuple[Notice, ...]:
-    """What of the source files of weights have no place for."""
+    """Notices of the items of the source that files of weights cannot hold."""
     stored = _metadata(source, (), form)
     extras = tuple(key for key in source.extras if key not in stored)
     return (*lost_states(source), Notice("extras", extras)) if extras else lost_states(source)
 
 
 def _form(path: Path) -> dict[str, Value]:
-    """What is noted of a file: the keys of its metadata, what that says of the format, and where the data begins."""
+    """What is noted about a file: the keys of its metadata, their `format`, and the byte at which the data begins."""
     file = read_header(path)
     begins = min((raw.offset for raw in file.tensors.values()), default=file.nbytes)
     return {"metadata": list(file.metadata), "format": file.metadata.get("format"), "header": begins}
 
 
 def _form_of(source: Checkpoint) -> Mapping[str, Value]:
-    """What was noted of the file that a checkpoint once was; nothing, if it was something else."""
+    """What was noted about the original file of a checkpoint; empty if it was of another format."""
     original = source.original
     if original is None or original.form is None or original.format != Safetensors.name:
         return {}
@@ -119,17 +119,17 @@ def _form_of(source: Checkpoint) -> Mapping[str, Value]:
 
 
 def _metadata(source: Checkpoint, group: Sequence[Parameter], form: Mapping[str, Value]) -> dict[str, str]:
-    """The metadata of a file with these tensors: as it was, where it was one of safetensors."""
+    """The metadata of a file with these tensors: that of the original file, if it was one of safetensors."""
     aliases = _aliases(source, group)
     if not isinstance(form.get("metadata"), list):
         return {**METADATA, **aliases}
     texts = {key: value for key, value in source.extras.items() if isinstance(value, str)}
     known = {"format": form.get("format"), **texts, **aliases}
-    kept = {key: known.get(key) for key in form["metadata"] if isinstance(key, str)}
-    return {key: value for key, value in kept.items() if isinstance(value, str)} | aliases
+    metadata = {key: known.get(key) for key in form["metadata"] if isinstance(key, str)}
+    return {key: value for key, value in metadata.items() if isinstance(value, str)} | aliases
 
 
 def _aliases(source: Checkpoint, group: Sequence[Parameter]) -> dict[str, str]:
-    """Other names of tied tensors, where the ecosystem's own writer puts them: in the metadata."""
+    """The other names of tied tensors, which transformers too stores in the metadata."""
     names = {parameter.name for parameter in group}
     return {alias: name for alias, name in source.aliases.items() if name in names}

@@ -1,13 +1,13 @@
 """Files of `torch.save`: state dicts, flat or nested, with the optimizer by name or by number.
 
-What we write is one dict that `torch.load(weights_only=True)` takes:
+We write one dict that `torch.load(weights_only=True)` takes:
 
     {'model': {name: weight},
      'optimizer': {'state': {name: {'fp32', 'exp_avg', ..., 'step'}}, 'param_groups': [..., 'params': [name]]},
      'extras': {...}}
 
 What `weights_only` refuses (objects of engines' classes, NumPy arrays, sets) is
-in the extras as typed JSON (`typed_json`), and read back as what it was.
+in the extras as typed JSON (`typed_json`), from which it is read back exactly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,12 +45,12 @@ from ckpt_formats.state_dicts.read import check_weights, training_state
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = "ckpt"
-_NOTED = {"roles", "aliases", "origin", "tensors"}
-"""What our entry among the extras says; one with none of these, or one, is somebody's own."""
+_RECORD_KEYS = {"roles", "aliases", "origin", "tensors"}
+"""Keys of our entry in the extras. An entry with at most one of these is not ours."""
 _FILE = "model.pt"
 _ORDERED = Global("collections", "OrderedDict")
-_MOST_BITS = 2000
-"""Of an integer that `weights_only` reads."""
+_MAX_BITS = 2000
+"""Bits of an integer that `weights_only` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Torch(WritableFormat):
     needs_model = False
 
     original: bool = False
-    """Write the source as the file that it was (`Checkpoint.original`), if it was one of torch.save."""
+    """Write the source as its original file (`Checkpoint.original`), if it was one of torch.save."""
 
     def detect(self, path: Path) -> bool:
         if not path.is_file():
@@ -76,9 +76,9 @@ class Torch(WritableFormat):
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         file = open_file(path)
-        ours = file.root.get("extras") if isinstance(file.root, dict) else None
-        note = ours.get(_OURS) if isinstance(ours, dict) else None
-        if isinstance(note, dict) and len(note.keys() & _NOTED) > 1 and isinstance(file.root.get("model"), dict):
+        extras = file.root.get("extras") if isinstance(file.root, dict) else None
+        note = extras.get(_OURS) if isinstance(extras, dict) else None
+        if isinstance(note, dict) and len(note.keys() & _RECORD_KEYS) > 1 and isinstance(file.root.get("model"), dict):
             return _read_ours(file, note)
         return _read_foreign(file, options)
 
@@ -94,11 +94,11 @@ class Torch(WritableFormat):
         return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        """The one file is whole when it is written."""
+        """Nothing: the one file is complete when it is written."""
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
-    plain = _Encoder(source.parameters)
+    plain = _ItemEncoder(source.parameters)
     model: dict[str, Value] = {}
     states: dict[str, Value] = {}
     for name, parameter in source.parameters.items():
@@ -106,21 +106,21 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
             continue
         model[name] = _weight(parameter)
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
-        others = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
-        if meeting := sorted(parameter.values.keys() & (masters.keys() | others.keys())):
+        other_states = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        if clashing := sorted(parameter.values.keys() & (masters.keys() | other_states.keys())):
             raise Unsupported(
-                f"`{printable(name)}` has a state and a value that are both called `{printable(meeting[0])}`"
+                f"`{printable(name)}` has a state and a value that are both called `{printable(clashing[0])}`"
             )
-        kept = {**masters, **others, **{key: plain(value) for key, value in parameter.values.items()}}
-        if kept:
-            states[name] = kept
+        items = {**masters, **other_states, **{key: plain(value) for key, value in parameter.values.items()}}
+        if items:
+            states[name] = items
     model |= {alias: model[name] for alias, name in source.aliases.items() if name in model}
     groups = [
         {**{key: plain(value) for key, value in group.options.items()}, "params": list(group.names)}
         for group in source.groups
     ]
     origin = source.origin
-    ours = {
+    record = {
         "roles": {name: parameter.role for name, parameter in source.parameters.items()},
         "aliases": dict(source.aliases),
         "origin": {
@@ -139,12 +139,12 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
     optimizer = {"optimizer": {"state": states, "param_groups": groups}} if states or groups else {}
     extras = {key: plain(value) for key, value in source.extras.items()}
     if _OURS in extras:
-        ours[_OURS] = extras.pop(_OURS)
-    return {"model": model, **optimizer, "extras": {_OURS: ours, **extras}}
+        record[_OURS] = extras.pop(_OURS)
+    return {"model": model, **optimizer, "extras": {_OURS: record, **extras}}
 
 
 def _weight(parameter: Parameter) -> Tensor:
-    """The model's copy; where that is the master itself, the two share their bytes in the file."""
+    """The model's copy, or the master if both have the same bytes, which the file then has once."""
     weight, master = parameter.weight, parameter.states.get(MASTER)
     blob = weight.fragments[0].blob if len(weight.fragments) == 1 else None
     same = (
@@ -156,14 +156,14 @@ def _weight(parameter: Parameter) -> Tensor:
     return master if same and master is not None else weight
 
 
-class _Encoder:
-    """Puts tensors in the places of their names, and typed JSON in the place of what `weights_only` refuses."""
+class _ItemEncoder:
+    """Replaces names of tensors by the tensors, and values that `weights_only` refuses by typed JSON."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = parameters
 
     def __call__(self, value: Value) -> Value:
-        encode(value)  # raises `Unsafe` for a value without end
+        encode(value)  # raises `Unsafe` for a value that contains itself
         return self._plain(value)
 
     def _plain(self, value: Value) -> Value:
@@ -171,22 +171,22 @@ class _Encoder:
             return self._parameters[value.name].states[MODEL]
         if value is None or type(value) in (bool, str, bytes, float):
             return value
-        if type(value) is int and value.bit_length() <= _MOST_BITS:
+        if type(value) is int and value.bit_length() <= _MAX_BITS:
             return value
         if type(value) in (list, tuple):
             return type(value)(map(self._plain, value))
         if type(value) is StdDict and value.cls == _ORDERED and value.factory is None and _is_simple(value):
-            made = StdDict()
-            made.update((key, self._plain(item)) for key, item in value.items())
-            made.attrs = {key: self._plain(item) for key, item in value.attrs.items()}
-            return made
+            converted = StdDict()
+            converted.update((key, self._plain(item)) for key, item in value.items())
+            converted.attrs = {key: self._plain(item) for key, item in value.attrs.items()}
+            return converted
         if type(value) is dict and _is_simple(value):
             return {key: self._plain(item) for key, item in value.items()}
         return encode(value)
 
 
 def _is_simple(value: Mapping[Value, Value]) -> bool:
-    """Can it stay as it is, and not be taken for typed JSON?"""
+    """Whether it can stay as it is, and is not mistaken for typed JSON."""
     keys = list(value)
     return all(type(key) in (bool, int, str) for key in keys) and not (len(keys) == 1 and _begins(keys[0]))
 
@@ -195,40 +195,42 @@ def _begins(key: Value) -> bool:
     return isinstance(key, str) and key.startswith("$")
 
 
-def _read_ours(file: TorchFile, ours: Mapping[str, Value]) -> Checkpoint:
+def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
     path = file.path
     try:
         optimizer = file.root.get("optimizer") or {"state": {}, "param_groups": []}
-        restore = _Decoder(ours["tensors"], path)
+        restore = _ItemDecoder(record["tensors"], path)
         parameters = {}
-        for name, role in ours["roles"].items():
-            weight = (ours["tensors"] if role == "extra" else file.root["model"])[name]
-            kept = optimizer["state"].get(name, {})
-            whole = set(ours.get("values", {}).get(name, ()))
-            tensors = {key: value for key, value in kept.items() if key not in whole}
+        for name, role in record["roles"].items():
+            weight = (record["tensors"] if role == "extra" else file.root["model"])[name]
+            items = optimizer["state"].get(name, {})
+            value_names = set(record.get("values", {}).get(name, ()))
+            tensors = {key: value for key, value in items.items() if key not in value_names}
             states = {key: tensor_of(value) for key, value in tensors.items() if isinstance(value, TensorRef)}
-            values = {key: restore(value) for key, value in kept.items() if key not in states}
+            values = {key: restore(value) for key, value in items.items() if key not in states}
             parameters[name] = Parameter(name, _ROLES[role], {**states, MODEL: tensor_of(weight)}, values)
         groups = tuple(
             Group({key: restore(value) for key, value in group.items() if key != "params"}, tuple(group["params"]))
             for group in optimizer["param_groups"]
         )
         extras = {key: restore(value) for key, value in file.root["extras"].items() if key != _OURS}
-        if _OURS in ours:
-            extras[_OURS] = restore(ours[_OURS])
-        said = ours["origin"]
-        origin = Origin(said["engine"], said["version"], said["step"], decode(said["layout"], path))
-        aliases = {str(alias): str(name) for alias, name in ours["aliases"].items()}
+        if _OURS in record:
+            extras[_OURS] = restore(record[_OURS])
+        stated = record["origin"]
+        origin = Origin(stated["engine"], stated["version"], stated["step"], decode(stated["layout"], path))
+        aliases = {str(alias): str(name) for alias, name in record["aliases"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"not in the form in which ckpt writes files of torch: {flaw(error)}", where=path) from None
+        raise Corrupt(
+            f"the file has not the form in which ckpt writes files of torch.save: {flaw(error)}", where=path
+        ) from None
     return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
 
 
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
-class _Decoder:
-    """Undoes `_Encoder`. What several places share is restored once, and shared again."""
+class _ItemDecoder:
+    """The inverse of `_ItemEncoder`. An object that is in several places is restored once, and shared again."""
 
     def __init__(self, tensors: Mapping[str, TensorRef], path: Path) -> None:
         self._names = {(ref.storage.key, ref.offset): TensorName(name) for name, ref in tensors.items()}
@@ -246,10 +248,10 @@ class _Decoder:
 
     def _restored(self, value: Value) -> Value:
         if type(value) is StdDict:
-            made = StdDict(value.cls, value.factory)
-            made.update((key, self(item)) for key, item in value.items())
-            made.attrs = {key: self(item) for key, item in value.attrs.items()}
-            return made
+            restored = StdDict(value.cls, value.factory)
+            restored.update((key, self(item)) for key, item in value.items())
+            restored.attrs = {key: self(item) for key, item in value.attrs.items()}
+            return restored
         if isinstance(value, dict):
             if len(value) == 1 and _begins(next(iter(value))):
                 return decode(value, self._path)
@@ -263,24 +265,24 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
     if len(root) < len(items):
         raise Corrupt("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
-    carried = attributes_of(file.root)
-    found = training_state(root, file.path, options.order, options.orders, further_extras=carried)
-    if not found.parameters:
-        said = "".join(f"; {notice}" for notice in found.notices if notice.weight is Weight.LOST)
-        raise NotFound(f"a file without a tensor is no checkpoint{said}", where=file.path)
-    without = check_weights(found, root, file.path)
-    origin = Origin("torch", None, found.step, {"keys": found.keys.to_json()})
+    attributes = attributes_of(file.root)
+    state = training_state(root, file.path, options.order, options.orders, further_extras=attributes)
+    if not state.parameters:
+        losses = "".join(f"; {notice}" for notice in state.notices if notice.weight is Weight.LOST)
+        raise NotFound(f"a file without a tensor is no checkpoint{losses}", where=file.path)
+    without = check_weights(state, root, file.path)
+    origin = Origin("torch", None, state.step, {"keys": state.keys.to_json()})
     return Checkpoint(
         file.path,
         origin,
-        found.parameters,
-        found.groups,
-        found.extras,
-        found.aliases,
+        state.parameters,
+        state.groups,
+        state.extras,
+        state.aliases,
         _shards(file),
         file.seals(),
-        (*notices, *without, *found.notices),
-        original=OriginalForm(Torch.name, file.path.name, partial(form_of, file, found.parameters, found.extras)),
+        (*notices, *without, *state.notices),
+        original=OriginalForm(Torch.name, file.path.name, partial(form_of, file, state.parameters, state.extras)),
     )
 
 

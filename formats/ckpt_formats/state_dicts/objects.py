@@ -40,7 +40,7 @@ _ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedObjects:
     """A tree in which state dicts replace the objects with weights."""
 
     root: dict[str, Value]
@@ -66,7 +66,7 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
     return {"value": value}, ()
 
 
-def open_objects(root: Mapping[str, Value], where: str) -> Opened:
+def open_objects(root: Mapping[str, Value], where: str) -> OpenedObjects:
     """The tree with a state dict in the place of every object. A tree without objects stays the same.
 
     Raises `Incomplete` for tensors without values.
@@ -95,7 +95,7 @@ def open_objects(root: Mapping[str, Value], where: str) -> Opened:
         for key, extra in extra_values.items()
         if extra
     }
-    return Opened(opened_root, extras, tuple(opening.iter_notices()))
+    return OpenedObjects(opened_root, extras, tuple(opening.iter_notices()))
 
 
 def attributes_of(root: Value) -> dict[str, Value]:

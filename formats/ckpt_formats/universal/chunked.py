@@ -55,7 +55,7 @@ class ChunkDirectory:
 
         The bytes are valid until this thread asks for the next chunk.
         """
-        directory = reader.keep((self.path, self.offset, "directory"), lambda: self._directory(reader))
+        directory = reader.cached_or((self.path, self.offset, "directory"), lambda: self._directory(reader))
         begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
         # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
         length = nbytes if index + 1 < self.count else self.nbytes - begin
@@ -119,14 +119,14 @@ class ChunkedTensor:
         """A chunk, decoded and checked, as a vector, valid until the reader keeps another. Raises `Corrupt`."""
         start, stop = self.chunking.range(index)
         nbytes = (stop - start) * self.dtype.itemsize
-        decoded = reader.keep_filled(
+        decoded = reader.cached_or_filled(
             self._key(index), nbytes, lambda buffer: self._decode(index, buffer.view(self.dtype), reader)
         )
         return decoded.view(self.dtype)
 
     def fill(self, out: Array, index: int, reader: Reader) -> None:
         """The same into `out`, a vector: for a chunk that nobody else will ask for."""
-        cached = reader.kept(self._key(index))
+        cached = reader.cached(self._key(index))
         if cached is not None:
             out[:] = cached.view(self.dtype)
         else:

@@ -1,4 +1,4 @@
-"""The universal format as a delta: the states of a checkpoint, coded against those of an earlier one."""
+"""The universal format as a delta: the states of a checkpoint, encoded against those of an earlier one."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,11 @@ class Delta(Universal):
 
     codec: str | None = AUTO
     earlier: Checkpoint | None = None
-    """What can be read of the parent, which may differ from what was once saved; None: no state needs a parent."""
+    """The parent as it can be read, which may differ from what was saved; None: no state needs a parent."""
     stored_against: Parent | None = None
     """Where the parent is, and its content id."""
     delta_codecs: Mapping[str, DeltaCodec] = field(default_factory=dict)
-    """The codec of each parameter by its name; a parameter that is not named is stored alone."""
+    """The delta codec of each parameter by its name; other parameters are stored without a delta."""
 
     @property
     def parent(self) -> Parent | None:
@@ -44,57 +44,57 @@ class Delta(Universal):
         plan = super().plan(source)
         return replace(plan, files=tuple(self._file(file, source) for file in plan.files))
 
-    def _file(self, part: FilePlan, source: Checkpoint) -> FilePlan:
-        (parameter,) = part.parameters
+    def _file(self, file: FilePlan, source: Checkpoint) -> FilePlan:
+        (parameter,) = file.parameters
         codec = self.delta_codecs.get(parameter.name)
         earlier = None if self.earlier is None else self.earlier.parameters.get(parameter.name)
         if codec is None or (self.earlier is not None and earlier is None):
-            return part
+            return file
         content = StatesContent(self.encoding, codec.config(), _step(source, self.earlier, parameter, earlier))
         parameters = (parameter,) if earlier is None else (parameter, earlier)
-        return replace(part, parameters=parameters, content=content, size=parameter.nbytes)
+        return replace(file, parameters=parameters, content=content, size=parameter.nbytes)
 
-    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        assert isinstance(part.content, StatesContent)
-        return self._write(folder, part, transfer, part.content.encoding, delta_base(part, transfer))
+    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+        assert isinstance(file.content, StatesContent)
+        return self._write(folder, file, transfer, file.content.encoding, delta_base(file, transfer))
 
 
-def delta_base(part: FilePlan, transfer: Transfer) -> DeltaBase | None:
-    """What a part's parameter is to be coded against, and how; None if it is to be stored alone."""
-    content = part.content
+def delta_base(file: FilePlan, transfer: Transfer) -> DeltaBase | None:
+    """The base of a file's parameter, and its codec; None if the parameter is stored without a delta."""
+    content = file.content
     if not isinstance(content, StatesContent) or content.codec is None:
         return None
-    earlier = part.parameters[1] if len(part.parameters) > 1 else None
+    earlier = file.parameters[1] if len(file.parameters) > 1 else None
     step = StepInfo(**content.step)
     before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
-    step = replace(step, before=before, after=_read_count(part.parameters[0], transfer, step.after))
+    step = replace(step, before=before, after=_read_count(file.parameters[0], transfer, step.after))
     return DeltaBase(earlier, delta_from_config(dict(content.codec)), step)
 
 
 def fitted_to_checkpoint(
     codec: DeltaCodec, names: Collection[str], source: Checkpoint, earlier: Checkpoint | None, transfer: Transfer
 ) -> DeltaCodec:
-    """The codec with what it must know of the whole state, from a chunk of each of these parameters at a time."""
+    """The codec with the figures that it needs of the full state, taken from chunks of these parameters."""
 
     def samples() -> Iterator[tuple[int, StatePair]]:
         for name in names:
             parameter, before = source.parameters[name], None if earlier is None else earlier.parameters.get(name)
             if earlier is None or before is not None:
-                found = sample(parameter, DeltaBase(before, codec), transfer)
-                if found is not None:
-                    yield found
+                chunk_sample = sample(parameter, DeltaBase(before, codec), transfer)
+                if chunk_sample is not None:
+                    yield chunk_sample
 
     return codec.survey(samples(), next(iter(_steps(source, earlier)), StepInfo()))
 
 
 def warnings_for(codec: DeltaCodec, source: Checkpoint) -> list[str]:
-    """What the user of a codec should know about this run."""
+    """What the user should know about a codec for this run."""
     steps = _steps(source, None) or [StepInfo()]
-    return list(dict.fromkeys(said for step in steps if (said := codec.warning(step)) is not None))
+    return list(dict.fromkeys(warning for step in steps if (warning := codec.warning(step)) is not None))
 
 
 def _steps(source: Checkpoint, before: Checkpoint | None) -> list[StepInfo]:
-    """The way from one to the other, for each group of the optimizer."""
+    """The step numbers before and after, and the options, for each group of the optimizer."""
     steps = None if before is None else before.origin.step, source.origin.step
     return [StepInfo(*steps, _options(group)) for group in source.groups]
 
@@ -106,7 +106,7 @@ def _options(group: Group) -> dict[str, Any]:
 def _step(
     source: Checkpoint, before: Checkpoint | None, parameter: Parameter, earlier: Parameter | None
 ) -> dict[str, Any]:
-    """What is known of the way from one to the other: the fields of `StepInfo`."""
+    """What is known of the steps from `before` to `source` for a parameter: the fields of `StepInfo`."""
     options = next((_options(group) for group in source.groups if parameter.name in group.names), {})
     return {
         "before": None if before is None or earlier is None else _count(before, earlier),
@@ -116,15 +116,15 @@ def _step(
 
 
 def _count(source: Checkpoint, parameter: Parameter) -> int | None:
-    """Steps that the optimizer has done with a parameter, else with all."""
-    said = parameter.values.get("step")
-    if isinstance(said, (int, float)) and not isinstance(said, bool) and said == said // 1:
-        return int(said)
+    """The number of steps that the optimizer has done for a parameter, else for all; None if it is not known."""
+    count = parameter.values.get("step")
+    if isinstance(count, (int, float)) and not isinstance(count, bool) and count == count // 1:
+        return int(count)
     return source.origin.step
 
 
 def _read_count(parameter: Parameter, transfer: Transfer, known: int | None) -> int | None:
-    """The same where the optimizer keeps it as a tensor."""
+    """The number of steps if the optimizer has it as a tensor, else `known`."""
     tensor = parameter.states.get("step")
     if tensor is None or tensor.size != 1 or tensor.dtype.kind not in "iuf":
         return known

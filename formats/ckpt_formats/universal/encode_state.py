@@ -1,4 +1,4 @@
-"""A state written in coded chunks: which codec, and the bytes, in the layout of `chunked`."""
+"""Write a state as encoded chunks: the choice of a codec, and the bytes in the layout of `chunked`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,32 +23,33 @@ from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY
 from ckpt_formats.universal.entry import StateEntry
 
-_WORTH = 0.99
-"""Coded bytes for each raw one, above which the values are stored as they are."""
-_LEAST = 64
-"""Bytes: of less, the directory alone takes too much."""
+_MAX_RATIO = 0.99
+"""Encoded bytes for each raw byte. Above it, the values are stored as they are."""
+_MIN_BYTES = 64
+"""Bytes of a state. For smaller states, the directory alone needs too much."""
 
 Passing = Callable[[Box, Array], None]
+"""Receives the values of each chunk that is written, a vector, and their flat range."""
 
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """How one state is to be coded, and what was coded already to find out."""
+    """The codec for one state, and the chunks that were encoded already to choose it."""
 
     codec: Codec
     chunk: Shape
     base: str | None
     coded: dict[int, Bytes] = field(default_factory=dict)
-    """Chunks by their number, valid until this thread makes the next choice."""
+    """Encoded chunks by number, valid until this thread makes the next choice."""
 
     @property
     def nbytes(self) -> int:
-        """Of the chunks that were coded already, with their share of the directory."""
+        """Bytes of the chunks that were encoded already, with their share of the directory."""
         return sum(map(len, self.coded.values())) + ENTRY.itemsize * len(self.coded)
 
 
 def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> CodecChoice | None:
-    """How to code a state, told from two of its chunks; None if its values are better stored as they are."""
+    """The codec for a state, chosen by two of its chunks; None if its values are better stored as they are."""
     tensor = parameter.states[state]
     count = Chunking.default(tensor.shape).count
     return choose_for(parameter, state, coding, transfer, sorted({0, count // 2})) if count else None
@@ -57,28 +58,31 @@ def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: 
 def choose_for(
     parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer, indices: Sequence[int]
 ) -> CodecChoice | None:
-    """The first choice, at level `max` the one that makes least of these chunks; None if it makes no less of them."""
+    """The first codec that can encode these chunks, at level `max` the one with the smallest result.
+
+    None if the result is not smaller than the values.
+    """
     tensor = parameter.states[state]
     chunking = Chunking.default(tensor.shape)
     raw = sum(chunking.box(index).size for index in indices) * tensor.dtype.itemsize
-    if raw < _LEAST:
+    if raw < _MIN_BYTES:
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
         choice = CodecChoice(codec, chunking.chunk, codec.context)
-        pieces = _ChunkSource.of(parameter, state, choice)
+        source = _ChunkSource.of(parameter, state, choice)
         try:
-            for place, index in enumerate(indices):
-                values, base = pieces.fetch(index, transfer, counted=False)
-                out = thread_buffer(f"tried/{number}/{place}", encode_bound(values.nbytes))
+            for position, index in enumerate(indices):
+                values, base = source.fetch(index, transfer, counted=False)
+                out = thread_buffer(f"tried/{number}/{position}", encode_bound(values.nbytes))
                 choice.coded[index] = codec.encode_into(values, base, out)
         except NotApplicable:
             continue
         choices.append(choice)
         if coding.level != "max" or coding.codec is not None:
-            break  # it is the best for this kind of state, or the user's own; the others are there where it cannot be
-    best = min(choices, key=lambda choice: choice.nbytes, default=None)
-    return best if best is not None and best.nbytes <= _WORTH * raw else None
+            break  # this codec is the best one or the user's own; the next ones are for states that it cannot encode
+    smallest = min(choices, key=lambda choice: choice.nbytes, default=None)
+    return smallest if smallest is not None and smallest.nbytes <= _MAX_RATIO * raw else None
 
 
 def write_coded(
@@ -90,12 +94,13 @@ def write_coded(
     transfer: Transfer,
     passing: Passing | None = None,
 ) -> StateEntry:
-    """Write the chunks of a state, from where the file is on, then their directory.
+    """Write the chunks of a state at the file's position, then their directory.
 
-    `passing` sees the values of each chunk, and which flat range they are.
+    `passing` receives the values of each chunk, a vector, and their flat range. If `check`, each chunk is
+    decoded again and compared. Raises `Unsupported` if the codec cannot encode a chunk.
     """
     tensor, at = parameter.states[state], out.tell()
-    pieces = _ChunkSource.of(parameter, state, choice)
+    source = _ChunkSource.of(parameter, state, choice)
     digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
     directory = np.empty(Chunking(tensor.shape, choice.chunk).count, ENTRY)
 
@@ -105,9 +110,9 @@ def write_coded(
 
     nbytes = 0
     for index in range(len(directory)):
-        values, base = pieces.fetch(index, transfer)
+        values, base = source.fetch(index, transfer)
         if passing is not None:
-            passing(pieces.box(index), values.reshape(-1))
+            passing(source.box(index), values.reshape(-1))
         data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter)
         if check:
             _check(choice, data, values, base, f"`{printable(parameter.name)}` {state}, chunk {index}")
@@ -116,8 +121,8 @@ def write_coded(
         digest.update(raw)
         directory[index] = len(data), xxhash.xxh3_64_intdigest(raw)
         nbytes += len(data)
-    filling = -nbytes % ALIGNMENT
-    write(bytes(filling))
+    padding = -nbytes % ALIGNMENT
+    write(bytes(padding))
     write(directory.tobytes())
     return StateEntry(
         tensor.dtype.name,
@@ -126,17 +131,17 @@ def write_coded(
         choice.codec.config(),
         choice.base,
         at,
-        nbytes + filling + directory.nbytes,
+        nbytes + padding + directory.nbytes,
         hash_text(stored.intdigest()),
         choice.chunk,
     )
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The tensor's elements in C order, as a vector."""
-    only = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
-    if isinstance(only, FileBlob) and only.shape == tensor.shape and only.is_packed:
-        return Tensor.of(only.flat(0, tensor.size))
+    """The tensor's elements in C order, as a vector: (size,), of the same dtype. Lazy."""
+    blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 and not tensor.replicas else None
+    if isinstance(blob, FileBlob) and blob.shape == tensor.shape and blob.is_packed:
+        return Tensor.of(blob.flat(0, tensor.size))
     return Tensor.of(FlatRangeBlob(tensor, 0, tensor.size))
 
 
@@ -155,7 +160,7 @@ def _candidates(parameter: Parameter, state: str, coding: EncodingOptions) -> It
 
 @dataclass(frozen=True)
 class _ChunkSource:
-    """A state cut into chunks, with the base that its codec has, both as vectors."""
+    """A state in chunks, and its codec's base, if it has one. Both are vectors."""
 
     values: Tensor
     base: Tensor | None
@@ -171,7 +176,7 @@ class _ChunkSource:
         return self.chunking.box(index)
 
     def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
-        """A chunk, and the base of it, in the form in which the codec gets them."""
+        """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,)."""
         box = self.box(index)
         form = self.chunking.chunk_shape(box.size)
         values = transfer.fetch(self.values, box, counted=counted).reshape(form)
@@ -183,24 +188,24 @@ class _ChunkSource:
 def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
     try:
         return choice.codec.encode_into(values, base, thread_buffer("coded", encode_bound(values.nbytes)))
-    except NotApplicable as error:  # though it held the chunks that were tried
+    except NotApplicable as error:  # although it could encode the chunks by which it was chosen
         raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}") from None
 
 
-def _check(choice: CodecChoice, data: Bytes, values: Array, base: Array | None, what: str) -> None:
+def _check(choice: CodecChoice, data: Bytes, values: Array, base: Array | None, where: str) -> None:
     with temporary_buffer(values.nbytes) as raw:
         try:
             choice.codec.decode_into(data, raw.view(values.dtype).reshape(values.shape), base)
-            back = _same_bits(raw, as_bytes(values))
+            equal = _same_bits(raw, as_bytes(values))
         except CodecError:
-            back = False
-    if not back:
-        raise RuntimeError(f"codec {choice.codec.name} does not give back what it was given: {what}")
+            equal = False
+    if not equal:
+        raise RuntimeError(f"codec {choice.codec.name} does not decode to the values that it encoded: {where}")
 
 
 def _same_bits(a: Array, b: Array) -> bool:
-    """Are these bytes equal? Eight at a time, which takes half the time."""
+    """Whether two vectors of uint8 are equal. Compares 8 bytes at once, which takes half the time."""
     even = a.size & ~7
     with temporary_buffer(even // 8) as differs:
-        wide = np.not_equal(a[:even].view(np.uint64), b[:even].view(np.uint64), out=differs.view(np.bool_))
-        return not wide.any() and bool(np.array_equal(a[even:], b[even:]))
+        unequal = np.not_equal(a[:even].view(np.uint64), b[:even].view(np.uint64), out=differs.view(np.bool_))
+        return not unequal.any() and bool(np.array_equal(a[even:], b[even:]))

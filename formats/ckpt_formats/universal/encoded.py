@@ -1,4 +1,4 @@
-"""Which states of a checkpoint are stored encoded, and with what."""
+"""Which states of a checkpoint are stored encoded, and by which codecs."""
 
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -7,7 +7,7 @@ from ckpt_formats.universal.replay import DeltaBlob, stored_delta
 
 
 def uses_codecs(checkpoint: Checkpoint) -> bool:
-    """Is any state stored encoded?"""
+    """Whether any state is stored encoded."""
     return any(
         isinstance(f.blob, (EncodedBlob, DeltaBlob)) for _, _, tensor in checkpoint.tensors() for f in tensor.fragments
     )

@@ -1,4 +1,4 @@
-"""The model's copy of a parameter, held against its master while the master passes by."""
+"""Compare the model's copy of a parameter with its master while the master is written."""
 
 import numpy as np
 import xxhash
@@ -17,30 +17,38 @@ from ckpt_formats.universal.error_figures import figures
 
 
 class ModelCopy:
-    """Is it the master, rounded? Then nothing of it needs to be stored."""
+    """Finds out whether the model's copy is the rounded master. Then none of its bytes needs to be stored."""
 
     def __init__(self, tensor: Tensor, master: Tensor) -> None:
         self.tensor = tensor
         self.derived = True
         self._codec = Rounded()
         self._values = xxhash.xxh3_128()
-        only = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
-        held = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
-        made = isinstance(only, DerivedBlob) and only.codec == self._codec
-        self._by_definition = made and isinstance(only, DerivedBlob) and (only.base is master or only.base is held)
-        self._lost = ErrorStats()
+        blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
+        master_blob = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
+        is_rounded = isinstance(blob, DerivedBlob) and blob.codec == self._codec
+        self._by_definition = (
+            is_rounded and isinstance(blob, DerivedBlob) and (blob.base is master or blob.base is master_blob)
+        )
+        self._errors = ErrorStats()
 
     @classmethod
     def of(cls, parameter: Parameter) -> "ModelCopy | None":
-        """None where there are not both, of one shape, or the one cannot be rounded to the other."""
+        """None if the parameter has not both, of one shape, or if the master cannot be rounded to the copy."""
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             return None
-        alike = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if alike and Rounded.can_round(master.dtype, copy.dtype) else None
+        same_kind = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
+        return cls(copy, master) if same_kind and Rounded.can_round(master.dtype, copy.dtype) else None
 
-    def compare(self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, kept: Array | None = None) -> None:
-        """`kept` is what is kept of the master, where that is not the master itself."""
+    def compare(
+        self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
+    ) -> None:
+        """Compare the block `box` of the copy, which is `tensor`, with the same block of the master.
+
+        `master`: the values of the block. `decoded`: those that will be read back, of the same shape and dtype; None
+        if they are the same.
+        """
         if not self.derived:
             return
         if self._by_definition:
@@ -52,19 +60,20 @@ class ModelCopy:
                 self._codec.encode(values, master)
             except NotApplicable:
                 self.derived = False
-        if kept is not None:
-            self.derived &= self._codec.is_defined(kept, self.tensor.dtype)
-            rounded = np.ascontiguousarray(self._codec.decode(b"", kept.shape, self.tensor.dtype, kept))
-            self._lost += measured(values, rounded)
+        if decoded is not None:
+            self.derived &= self._codec.is_defined(decoded, self.tensor.dtype)
+            rounded = np.ascontiguousarray(self._codec.decode(b"", decoded.shape, self.tensor.dtype, decoded))
+            self._errors += measured(values, rounded)
             values = rounded
         self._values.update(as_bytes(values).data)
 
     def passing(self, transfer: Transfer) -> Passing:
-        """For a master that passes by as a vector."""
+        """The function that receives the chunks of the master, as vectors, while they are written."""
         copy = flat(self.tensor)
         return lambda box, master: self.compare(box, master, transfer, copy)
 
     def state(self) -> StateEntry:
+        """The entry of the copy in the manifest, after all blocks were compared."""
         digest = hash_text(self._values.intdigest())
-        error = figures(self._lost, changed=False)
+        error = figures(self._errors, changed=False)
         return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, error=error)

@@ -1,4 +1,4 @@
-"""Writing the states of a parameter as a delta: the bytes, and what was lost."""
+"""Write the states of a parameter as a delta: the bytes, and the errors of approximate values."""
 
 from collections.abc import Mapping
 from io import FileIO
@@ -28,9 +28,9 @@ from ckpt_formats.universal.replay import states_digest
 def write_delta(
     out: FileIO, plan: DeltaPlan, copy: ModelCopy | None, check: bool, transfer: Transfer, where: str
 ) -> tuple[DeltaEntry, dict[str, StateEntry]]:
-    """Write all chunks, from where the file is on, then their directory.
+    """Write all chunks at the file's position, then their directory. Returns the delta's entry, and each state's.
 
-    Raises `NotApplicable` if the codec cannot hold a chunk, or makes it longer than a reader takes.
+    Raises `NotApplicable` if the codec cannot encode a chunk, or if the result is longer than a reader accepts.
     """
     at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
     digests = {state: xxhash.xxh3_128() for state in plan.after}
@@ -49,23 +49,25 @@ def write_delta(
         raw = sum(values.nbytes for values in change.after.values())
         if len(data) > raw + OVERHEAD:
             raise NotApplicable(f"{len(data):,} bytes for {raw:,} of values")
-        kept = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
-        if lossless and not _same(kept, change.after):
-            raise RuntimeError(f"codec {plan.codec.name} does not give back what it was given: {where}, chunk {index}")
-        if not lossless and (broken := plan.codec.broken_promise(change, kept)) is not None:
+        decoded = _decoded(plan, data, change, where) if check or not lossless else dict(change.after)
+        if lossless and not _same(decoded, change.after):
+            raise RuntimeError(
+                f"codec {plan.codec.name} does not decode to the values that it encoded: {where}, chunk {index}"
+            )
+        if not lossless and (broken := plan.codec.broken_promise(change, decoded)) is not None:
             raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
-        for state, values in kept.items():
+        for state, values in decoded.items():
             digests[state].update(as_bytes(values).data)
             if not lossless:
                 errors[state] += measured(change.after[state], values, change.before.get(state))
-        if copy is not None and copied is not None and MASTER in kept:
-            approximate = None if lossless else kept[MASTER].reshape(-1)
+        if copy is not None and copied is not None and MASTER in decoded:
+            approximate = None if lossless else decoded[MASTER].reshape(-1)
             copy.compare(plan.chunking.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
         write(data)
-        directory[index] = len(data), states_digest(kept)
+        directory[index] = len(data), states_digest(decoded)
         nbytes += len(data)
-    filling = -nbytes % ALIGNMENT
-    write(bytes(filling))
+    padding = -nbytes % ALIGNMENT
+    write(bytes(padding))
     write(directory.tobytes())
     states = {
         state: StateEntry(
@@ -76,7 +78,7 @@ def write_delta(
         )
         for state, tensor in plan.after.items()
     }
-    total = nbytes + filling + directory.nbytes
+    total = nbytes + padding + directory.nbytes
     names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
     config = plan.codec.config()
     return DeltaEntry(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
@@ -86,11 +88,11 @@ def _decoded(plan: DeltaPlan, data: bytes, change: StatePair, where: str) -> dic
     form = {state: values.dtype for state, values in change.after.items()}
     shape = next(iter(change.after.values())).shape
     try:
-        made = plan.codec.decode(data, change.before, shape, form)
+        decoded = plan.codec.decode(data, change.before, shape, form)
     except CodecError as error:
         raise Unsupported(f"codec {plan.codec.name} cannot decode what it encoded: {error}", where=where) from None
-    return {state: np.ascontiguousarray(made[state]) for state in change.after}
+    return {state: np.ascontiguousarray(decoded[state]) for state in change.after}
 
 
-def _same(kept: Mapping[str, Array], true: Mapping[str, Array]) -> bool:
-    return all(np.array_equal(as_bytes(kept[state]), as_bytes(values)) for state, values in true.items())
+def _same(decoded: Mapping[str, Array], original: Mapping[str, Array]) -> bool:
+    return all(np.array_equal(as_bytes(decoded[state]), as_bytes(values)) for state, values in original.items())

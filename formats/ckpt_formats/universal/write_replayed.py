@@ -1,4 +1,4 @@
-"""States that must be replayed, written chunk by chunk and all at once, so that no stored byte is read twice."""
+"""Write states that come from one replay, chunk by chunk and all at once, so that no stored byte is read twice."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -21,22 +21,22 @@ from ckpt_formats.universal.replay import DeltaBlob, StatesReplay
 
 
 def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
-    """The replay that whole states of a parameter come from, if any does."""
+    """The replay from which full states of a parameter come; None if none do."""
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
 
 
 def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
-    """The same parameter, with all states of a replay plain in the file at `path`, which is written."""
+    """Write all states of a replay, not encoded, to a file at `path`. Returns the parameter with these states."""
     blobs, plain, at = _blobs(parameter), dict[int, FileBlob](), 0
     for blob in blobs.values():
         if isinstance(blob, DeltaBlob) and blob.replay is replay:
             plain[id(blob)] = FileBlob.packed(path, at, blob.shape, blob.dtype)
             at += plain[id(blob)].span
     with path.open("wb", buffering=0) as out:
-        moving = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
+        copies = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
         for index in range(replay.chunking.count):
             start, stop = replay.chunking.range(index)
-            for tensor, raw in moving:
+            for tensor, raw in copies:
                 values = transfer.fetch(tensor, Box((start,), (stop,)), counted=False)
                 _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
     states = {state: _plain(tensor, blobs.get(state), plain) for state, tensor in parameter.states.items()}
@@ -52,23 +52,28 @@ def write_together(
     copy: ModelCopy | None,
     transfer: Transfer,
 ) -> dict[str, StateEntry]:
-    """Write the states of a replay as they are, each into its slot, which is counted from `begin`."""
+    """Write the states of a replay, not encoded, each to its slot, and return their entries.
+
+    The offsets of slots count from byte `begin` of the file.
+    """
     blobs = _blobs(parameter)
-    mine = [slot for slot in slots if isinstance(blob := blobs.get(slot.name), DeltaBlob) and blob.replay is replay]
-    tensors = {slot.name: flat(parameter.states[slot.name]) for slot in mine}
-    digests = {slot.name: xxhash.xxh3_128() for slot in mine}
+    replayed_slots = [
+        slot for slot in slots if isinstance(blob := blobs.get(slot.name), DeltaBlob) and blob.replay is replay
+    ]
+    tensors = {slot.name: flat(parameter.states[slot.name]) for slot in replayed_slots}
+    digests = {slot.name: xxhash.xxh3_128() for slot in replayed_slots}
     copied = None if copy is None else flat(copy.tensor)
     for index in range(replay.chunking.count):
         start, stop = replay.chunking.range(index)
         box = Box((start,), (stop,))
-        for slot in mine:
+        for slot in replayed_slots:
             values = transfer.fetch(tensors[slot.name], box)
             _write_at(out.fileno(), as_bytes(values).data, begin + slot.offset + start * slot.dtype.itemsize)
             digests[slot.name].update(as_bytes(values).data)
             if slot.name == MASTER and copy is not None and copied is not None:
                 copy.compare(box, values, transfer, copied)
     states = {}
-    for slot in mine:
+    for slot in replayed_slots:
         text = hash_text(digests[slot.name].intdigest())
         states[slot.name] = StateEntry(
             slot.dtype.name, slot.shape, text, offset=begin + slot.offset, nbytes=slot.nbytes, stored=text

@@ -1,15 +1,15 @@
 """PyTorch Distributed Checkpoint: FSDP, HSDP, DDP, tensor parallelism; TorchTitan, Accelerate.
 
 folder     which files are a checkpoint
-metadata   .metadata: names, shapes, blocks, places
-items      blocks as lazy blobs        (zstd: compressed ones)
+metadata   `.metadata`: names, shapes, blocks, offsets
+items      blocks as lazy blobs; `compressed_items`: those compressed with zstd
 objects    values that are no tensors
-nesting    state dicts flattened, and nested again
+nesting    flattens state dicts, and nests them again
 read       the index of a checkpoint
-cut        blocks of tensors over a mesh of ranks
-entries    items to be written         (section: blocks cut out when they are read)
-plan       which rank's file each goes into
-write      the files, and the metadata
+balance    the blocks of tensors over a mesh of ranks, of about equal size
+entries    items to write; `block`: blocks of larger tensors, read when they are written
+plan       the file of each item
+write      the files and the metadata
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class DCP(RankOptions, WritableFormat):
 
     def plan(self, source: Checkpoint) -> Plan:
         added = ", ".join(added_options(source))
-        text = f"options that the source does not state are as torch.optim.AdamW has them: {added}"
+        text = f"options that the source does not state have the defaults of torch.optim.AdamW: {added}"
         return Plan(plan_files(source, self), notes=unsure((text,)) if added else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:

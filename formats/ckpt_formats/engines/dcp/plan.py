@@ -1,4 +1,4 @@
-"""Which file each item goes into: one for each rank that has something to write."""
+"""Decide into which file each item is written: one file for each rank that writes something."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,35 +23,37 @@ from ckpt_formats.state_dicts.write import state_tree
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Over how many ranks a checkpoint is laid out, and how its state dicts are keyed. None: as the source is."""
+    """The ranks over which a checkpoint is laid out, and the keys of its state dicts. None: as in the source."""
 
     dp: int | None = None
-    """Data-parallel ranks, over which the first axis of tensors is sharded."""
+    """The number of data-parallel ranks, over which the first axis of tensors is sharded."""
     tp: int | None = None
-    """Tensor-parallel ranks; rules must say how tensors are sharded over them."""
+    """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
     keys: Style | StateKeys | None = None
-    """How the state dicts are keyed; None: as in the source, else nested."""
+    """The keys of the state dicts; None: as in the source, else nested."""
     rules: tuple[Rule, ...] = ()
-    """The user's, before those of the source."""
+    """The user's rules, which come before those of the source."""
 
 
 def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]:
-    """The files. Raises `Unsupported` for what PyTorch cannot hold."""
+    """The files to write. Raises `Unsupported` for what PyTorch cannot hold."""
     chosen = STYLES[options.keys] if isinstance(options.keys, str) else options.keys
     keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
     pair = chosen == ACCELERATE or (chosen is None and source.origin.layout.get(PAIR) is True)
     tree = state_tree(source, keys, objects=True)
-    placing = _Placement(source, mesh_of(source, options), _rules(source, options))
+    placement = _Placement(source, mesh_of(source, options), _rules(source, options))
     if not pair:
-        return tuple(placing.parts("", tree))
+        return tuple(placement.parts("", tree))
     optimizer = {key: value for key, value in tree.items() if key == keys.optimizer}
     rest = {key: value for key, value in tree.items() if key != keys.optimizer}
     trees = dict(zip(FOLDERS, (rest, optimizer), strict=True))
-    return tuple(part for folder, one in trees.items() if one for part in placing.parts(f"{folder}/", one))
+    return tuple(
+        part for folder, subtree in trees.items() if subtree for part in placement.parts(f"{folder}/", subtree)
+    )
 
 
 def mesh_of(source: Checkpoint, options: RankOptions) -> RankGrid:
-    """The ranks asked for; else as many as wrote the source, if it is of this kind; else one."""
+    """The ranks of the options; else as many as wrote the source, if it states them; else one."""
     tp = options.tp or 1
     world = source.origin.layout.get("world")
     return RankGrid(options.dp or (max(1, world // tp) if type(world) is int else 1), tp)
@@ -69,25 +71,25 @@ class _Placement:
     rules: tuple[Rule, ...]
 
     def parts(self, prefix: str, tree: Mapping[str, Value]) -> Iterator[FilePlan]:
-        """The files of one folder. Objects go to the first rank, in front, as PyTorch has them."""
-        layouts, loads = EntryLayouts(), BytesPerRank(self.mesh.world)
+        """The files of one folder. Objects are in the first rank's file, before its tensors, as PyTorch writes them."""
+        layouts, totals = EntryLayouts(), BytesPerRank(self.mesh.world)
         entries: list[list[Entry]] = [[] for _ in range(self.mesh.world)]
         sizes = [0] * self.mesh.world
         for entry, holders in self._entries(tree):
             size = layouts.of(entry).nbytes
-            rank = loads.give(holders, size)
+            rank = totals.give(holders, size)
             entries[rank].append(entry)
             sizes[rank] += size
-        for rank, held in enumerate(entries):
-            if held:
+        for rank, of_rank in enumerate(entries):
+            if of_rank:
                 yield FilePlan(
                     f"{prefix}__{rank}_0.distcp",
-                    self._parameters(held),
-                    ItemsContent(tuple(held)),
+                    self._parameters(of_rank),
+                    ItemsContent(tuple(of_rank)),
                     sizes[rank],
                     "data",
                     {"rank": rank},
-                    tuple(block_of(entry) for entry in held if entry.box is not None),
+                    tuple(block_of(entry) for entry in of_rank if entry.box is not None),
                 )
 
     def _entries(self, tree: Mapping[str, Value]) -> Iterator[tuple[Entry, Sequence[int]]]:
@@ -102,7 +104,7 @@ class _Placement:
                     yield Entry(name, path, number, value, box, chunk), holders
 
     def _blocks(self, path: Steps, shape: Shape) -> Iterator[tuple[Box, Sequence[int]]]:
-        """FSDP2 cuts what is trained. Buffers are whole on every rank."""
+        """The blocks of a tensor, and the ranks that have each. FSDP2 shards parameters; every rank has all buffers."""
         owner = self._owner(path)
         if owner is None or owner.role in ("buffer", "extra") or not prod(shape):
             yield Box.whole(shape), range(self.mesh.world)
@@ -112,7 +114,7 @@ class _Placement:
         yield from blocks(shape, self.mesh, axis)
 
     def _owner(self, path: Steps) -> Parameter | None:
-        """The parameter that a tensor in the state dict is a state of."""
+        """The parameter to which a tensor of the state dict belongs."""
         parameters = self.source.parameters
         for step in path:
             if step in parameters:

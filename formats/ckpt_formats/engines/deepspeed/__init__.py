@@ -1,11 +1,15 @@
 """DeepSpeed: ZeRO stages 0 to 3, with data, tensor, pipeline and expert parallelism.
 
-folder      which files there are, by rank; step opens them; tree looks things up in them
-zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name
-weights     its model, layer and expert files -> tensors by name
-rank        the two together; merge: all ranks -> whole parameters, by `rules`
-one_run     do the files belong together?
-carried     everything that is not a tensor of the model
+folder        lists the files by rank; `step` opens them, `lookups` reads their fields
+weights       the model, layer and expert files of one model-parallel rank -> tensors by name
+experts, pipeline   the numbers of experts; which layer is in which stage
+zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name, with
+              `flat_partitions` and `optimizer_states`
+rank          both of one rank; `merge`: all ranks -> full parameters, by the rules of `core.layout`
+consistency   checks that the files are of one run; `agreement`, that they are of one step
+extras        everything that is not a tensor of the model
+write_layout  the layout to write; `write_parts`: its files, with `write_model` and `write_optimizer`
+universal     DeepSpeed's universal checkpoint, a format of its own
 """
 
 import os
@@ -36,7 +40,7 @@ from ckpt_formats.engines.deepspeed.write_parts import parts
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 
-_OF_RANKS = "what only these ranks of the source had, such as RNG states"
+_OF_RANKS = "items that only these ranks of the source have, such as RNG states"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +109,14 @@ def own_rules(step: OpenedStep, mp: int) -> tuple[Rule, ...]:
 def notices_of(tied: list[str]) -> tuple[Notice, ...]:
     if not tied:
         return ()
-    return (Notice("on several pipeline stages, where the first stage's copy counts", tuple(tied)),)
+    return (Notice("on several pipeline stages; the first stage's copy is used", tuple(tied)),)
 
 
 def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, Value]) -> Iterator[Notice]:
     models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
     yield from step_notices(models)
     if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
-        text = "the optimizer is in files of its own; what these hold under `optimizer` is not read"
+        text = "the optimizer has its own files; `optimizer` in these files is not read"
         yield Notice(text, tuple(twice), Weight.LOST)
     if any(rank.by_order for rank in ranks):
         yield Notice(BY_ORDER, weight=Weight.UNSURE)
@@ -120,12 +124,12 @@ def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, 
         text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
         yield Notice(text, unknown, Weight.UNSURE)
     if any(BUFFERS in items for rank in ranks for items in rank.extra_items.values()):
-        text = "ranks have other values of some buffers: the first rank's count, the others are carried under `ranks`"
+        text = "ranks differ in some buffers: the first rank's values are used, the others are stored under `ranks`"
         yield Notice(text)
     if unplaced := sorted(
         {key for rank in ranks for items in rank.extra_items.values() for key in items.get(UNPLACED, ())}
     ):
-        text = "states of the optimizer's groups that fit no parameter: carried as each rank has them"
+        text = "states of the optimizer's groups that match no parameter: stored as each rank has them"
         yield Notice(text, tuple(unplaced), Weight.UNSURE)
 
 

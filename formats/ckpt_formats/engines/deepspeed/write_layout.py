@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint is to be written as, and whether it can be: settled before anything is written."""
+"""The layout of a DeepSpeed checkpoint to write, and the check that it is possible, before anything is written."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, pipeline_of
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 
-_HALVES = ("float16", "bfloat16")
+_HALF_TYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class WriteLayout:
     tp: int
     pp: int
     dtype: DType
-    """Of the model's weights."""
+    """The dtype of the model's weights."""
     config: Mapping[str, Value]
     """The run's configuration, with this stage in it."""
     layout: Layout
@@ -46,7 +46,7 @@ class WriteLayout:
 
     @property
     def padded_rows(self) -> int | None:
-        """Rows of the vocabulary's tables with their padding: as the user says, or as the source had them."""
+        """Rows of the vocabulary's tables with their padding: those of the options, else those of the source."""
         if self.vocab_rows is not None:
             return self.vocab_rows
         info = self.source.extras.get(ORIGIN)
@@ -54,13 +54,13 @@ class WriteLayout:
         return rows if is_natural(rows) else None
 
     def of_rank(self, name: str) -> Mapping[str, Value]:
-        """What the rank of this name in the source had otherwise than the first."""
+        """The items in which this rank of the source differs from the first one."""
         ranks = self.source.extras.get("ranks")
-        found = ranks.get(name) if isinstance(ranks, dict) else None
-        return found if isinstance(found, dict) else {}
+        items = ranks.get(name) if isinstance(ranks, dict) else None
+        return items if isinstance(items, dict) else {}
 
     def rule(self, parameter: Parameter) -> Rule | None:
-        """How a parameter is cut; None if every rank has all of it as it is."""
+        """The rule by which a parameter is sharded; None if every rank has all of it."""
         known = any(rule.matches(parameter.name) for rule in self.layout.rules)
         if parameter.role == "buffer" or not known:
             return None
@@ -69,7 +69,7 @@ class WriteLayout:
 
     @property
     def own_bf16(self) -> bool:
-        """Is it DeepSpeed's `BF16_Optimizer` that will load it? So it is with fp32 gradients and stage 1."""
+        """Whether DeepSpeed's `BF16_Optimizer` will load it, as with fp32 gradients and stage 1."""
         types = self.config.get("data_types")
         fp32 = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
         return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
@@ -77,14 +77,14 @@ class WriteLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """How a checkpoint is laid out over ranks. None: as the source is."""
+    """How a checkpoint is laid out over ranks. None: as in the source."""
 
     dp: int | None = None
-    """Data-parallel ranks."""
+    """The number of data-parallel ranks."""
     tp: int | None = None
-    """Tensor-parallel ranks; rules must say how tensors are sharded over them."""
+    """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
     pp: int | None = None
-    """Pipeline stages."""
+    """The number of pipeline stages."""
     stages: tuple[int, ...] | None = None
     """The first layer of each pipeline stage."""
     zero: int | None = None
@@ -92,17 +92,17 @@ class LayoutOptions:
     vocab_rows: int | None = None
     """Rows of the vocabulary's tables with their padding."""
     rules: tuple[Rule, ...] = ()
-    """The user's, before those of the source."""
+    """The user's rules, which come before those of the source."""
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
-    """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
-    said = source.origin.layout
-    stage = _first(options.zero, said.get("zero_stage"), 1)
-    dp = _first(options.dp, said.get("dp"), 1)
-    tp = _first(options.tp, said.get("tp"), 1)
-    stated = len(options.stages) if options.stages and options.pp is None else options.pp
-    pp = _first(stated, said.get("pp"), 1)
+    """The layout to write. Raises `Unsupported` or `BadRules` with the reason if it cannot be written."""
+    layout = source.origin.layout
+    stage = _first(options.zero, layout.get("zero_stage"), 1)
+    dp = _first(options.dp, layout.get("dp"), 1)
+    tp = _first(options.tp, layout.get("tp"), 1)
+    requested_stages = len(options.stages) if options.stages and options.pp is None else options.pp
+    pp = _first(requested_stages, layout.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
         raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
     target = layout_at(source, options.rules, options.vocab_rows, stage, dp, tp)
@@ -110,7 +110,7 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
         raise Unsupported(
             f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
-            hint="Say --zero 1.",
+            hint="Give --zero 1.",
         )
     return replace(target, pp=pp, pipeline=pipeline)
 
@@ -121,7 +121,7 @@ def layout_at(
     """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
     _check_kind(source)
     _check_options(source)
-    source = _whole_groups(source)
+    source = _with_masters(source)
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
     info = source.extras.get(ORIGIN)
@@ -137,9 +137,9 @@ def _first(*values: Any) -> int:
 
 
 def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipeline | None:
-    found = pipeline_of(source.origin.layout.get("pipeline"))
-    if found is not None:
-        return found.split(pp, firsts)
+    pipeline = pipeline_of(source.origin.layout.get("pipeline"))
+    if pipeline is not None:
+        return pipeline.split(pp, firsts)
     if pp > 1 or firsts:
         raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
     return None
@@ -164,31 +164,31 @@ def _check_options(source: Checkpoint) -> None:
         )
 
 
-def _whole_groups(source: Checkpoint) -> Checkpoint:
-    """Every trained parameter is in exactly one group, and has a master."""
+def _with_masters(source: Checkpoint) -> Checkpoint:
+    """The source with a master for every trained parameter. Raises `Unsupported` if one is not in exactly one group."""
     grouped = [name for group in source.groups for name in group.names]
     trained = {name for name, p in source.parameters.items() if p.role == "parameter"}
     if len(set(grouped)) != len(grouped) or set(grouped) != trained:
-        odd = sorted(trained ^ set(grouped)) or [name for name in grouped if grouped.count(name) > 1]
-        raise Unsupported(f"parameter `{odd[0]}` is not in exactly one group of the optimizer")
-    kept: dict[str, Parameter] = {}
+        misplaced = sorted(trained ^ set(grouped)) or [name for name in grouped if grouped.count(name) > 1]
+        raise Unsupported(f"parameter `{misplaced[0]}` is not in exactly one group of the optimizer")
+    parameters: dict[str, Parameter] = {}
     for name, parameter in source.parameters.items():
         states = parameter.states
         if parameter.role == "parameter" and MASTER not in states:
-            if parameter.weight.dtype.name in _HALVES:
-                raise Unsupported(f"parameter `{name}` has no fp32 master, which DeepSpeed keeps")
+            if parameter.weight.dtype.name in _HALF_TYPES:
+                raise Unsupported(f"parameter `{name}` has no fp32 master, which DeepSpeed needs")
             states = {MASTER: parameter.weight, **states}
-        kept[name] = replace(parameter, states={MODEL: parameter.weight, **states})
-    return replace(source, parameters=kept, groups=tuple(Group(dict(g.options), g.names) for g in source.groups))
+        parameters[name] = replace(parameter, states={MODEL: parameter.weight, **states})
+    return replace(source, parameters=parameters, groups=tuple(Group(dict(g.options), g.names) for g in source.groups))
 
 
 def _config(source: Checkpoint, stage: int, dtype: DType) -> dict[str, Value]:
-    """The source's own configuration if it has one, with the new stage; what depends on the old layout is gone."""
-    said = source.extras.get("ds_config")
-    config: dict[str, Value] = dict(said) if isinstance(said, dict) else {}
+    """The source's configuration, if it has one, with the new stage and without what depends on the old layout."""
+    stated = source.extras.get("ds_config")
+    config: dict[str, Value] = dict(stated) if isinstance(stated, dict) else {}
     zero = config.get("zero_optimization")
-    kept = {k: v for k, v in (zero if isinstance(zero, dict) else {}).items() if k != "elastic_checkpoint"}
-    config["zero_optimization"] = {**kept, "stage": stage}
-    if not any(key in config for key in ("bf16", "bfloat16", "fp16")) and dtype.name in _HALVES:
+    section = {k: v for k, v in (zero if isinstance(zero, dict) else {}).items() if k != "elastic_checkpoint"}
+    config["zero_optimization"] = {**section, "stage": stage}
+    if not any(key in config for key in ("bf16", "bfloat16", "fp16")) and dtype.name in _HALF_TYPES:
         config["bf16" if dtype.name == "bfloat16" else "fp16"] = {"enabled": True}
     return config

@@ -1,18 +1,18 @@
-"""Files of FSDP jobs in which each rank saved with `torch.save` what it held.
+"""Files of FSDP jobs in which each rank saved its own state with `torch.save`.
 
-folder           which files there are, by rank
-records          typed look-ups in what a pickle says
-mesh, placement  grids of ranks, and how they cut a tensor: arithmetic
-dtensor          FSDP2, and tensor parallelism with it
-sharded_tensor   FSDP1
-leaf, rank_file  one rank's file, its tensors told apart
-sections         a file that holds model, optimizer and more
-alone            one rank's file without the others
-merge            trees of all ranks -> one tree of whole tensors
-flat_parameter   FSDP1's flattened parameters -> tensors of their true shapes
-model, optimizer state dicts of all ranks -> one
-names            names without wrappers
-carried          everything else
+folder             lists the files by rank
+lookups            typed look-ups in the objects of a pickle
+mesh, placement    grids of ranks, and how they shard a tensor: arithmetic
+dtensor            FSDP2, also with tensor parallelism
+sharded_tensor     FSDP1
+rank_file, leaves  one rank's file, and its tensors by kind
+sections           a file that has model, optimizer and more
+single_rank        one rank's file without the others
+merge              trees of all ranks -> one tree of full tensors
+flat_parameter     FSDP1's flattened parameters -> tensors of their true shapes
+model, optimizer   state dicts of all ranks -> one
+unwrap             names without wrappers
+extras             everything else
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ class FsdpRanks(Format):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         if path.is_file():
             raise Unsupported(
-                "is what one rank of several holds", where=path, hint=f"Name the folder: {printable(str(path.parent))}"
+                "is the file of one rank of several", where=path, hint=f"Name the folder: {printable(str(path.parent))}"
             )
         folder = list_folder(path)
         with form_of("an FSDP checkpoint", path):
@@ -73,7 +73,9 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     notices = list(folder.notices)
     if any(models[rank].keys() != file.root.keys() for rank, file in files["model"].items()):
         notices.append(
-            Notice("names are without what wrapped the modules: `_fsdp_wrapped_module.`, `_orig_mod.` and the like")
+            Notice(
+                "names are without the prefixes of wrapped modules, such as `_fsdp_wrapped_module.` and `_orig_mod.`"
+            )
         )
     shapes, listed = dict[str, Shape](), options.order
     if any(is_flat(name) for tree in models.values() for name in tree):
@@ -129,7 +131,7 @@ def _opened(folder: Folder, known: SharedLeaves) -> Files:
 
 
 def _check_one_step(optimizer: Value, folder: Folder) -> None:
-    """Raises `Corrupt` if the ranks count different numbers of steps. Reads one number of each."""
+    """Raise `Corrupt` if the step counts of the ranks differ. Reads one number of each."""
     states = optimizer.get("state")
     steps = (
         (state.get("step") for state in states.values() if isinstance(state, dict)) if isinstance(states, dict) else ()

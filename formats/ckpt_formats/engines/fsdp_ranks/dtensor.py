@@ -107,7 +107,7 @@ def gather(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
     for rank, block in blocks.items():
         (fragment,) = tensor_of(leaves[rank].shard).fragments
         fragments = copies.setdefault(spec.copy(rank), [])
-        fragments += (Fragment(placed.whole, fragment.blob.crop(placed.local)) for placed in block.blocks())
+        fragments += (Fragment(placed.full, fragment.blob.crop(placed.shard)) for placed in block.blocks())
     return with_replicas([from_fragments(spec.shape, blocks_of_copy, dtype) for blocks_of_copy in copies.values()])
 
 

@@ -1,4 +1,15 @@
-"""Folders of Hugging Face's libraries: models, and what its Trainer, Accelerate and PEFT save of a run."""
+"""Folders of Hugging Face's libraries: models, and what its Trainer, Accelerate and PEFT save.
+
+folder          lists the files by kind
+weights         the files of weights, in safetensors or of torch; `model_names`: the names that transformers uses
+components      models in several folders, such as diffusers' pipelines
+config_check    checks that tensors have the shapes that the configuration states
+side_files      configuration, tokenizer and other files next to the weights
+trainer_files   files that a Trainer saves next to the checkpoint of another engine
+parameter_order the order in which the Trainer numbers parameters
+remarks         notices about the names and shapes of what is written
+read, write     a folder -> a checkpoint, and back
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +36,9 @@ class HuggingFace(WritableFormat):
     naming = "hf"
 
     shard_nbytes: int = 5 << 30
-    """About how large each file of weights becomes."""
+    """Bytes: about how large each file of weights becomes."""
     config: Path | None = None
-    """The model's configuration, or the folder that holds it; None: what came with the source."""
+    """The model's configuration, or its folder; None: the configuration of the source."""
 
     def detect(self, path: Path) -> bool:
         return recognised(path)

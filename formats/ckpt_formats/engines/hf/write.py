@@ -1,4 +1,4 @@
-"""A model as `save_pretrained` writes it: shards and their index, the configuration and the tokenizer beside."""
+"""Write a model as `save_pretrained` does: shards, their index, the configuration and the tokenizer."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True)
 class SideFile:
-    """The text of a file next to the weights; None: its bytes are a tensor of the source."""
+    """A file next to the weights: its text; None: its bytes are a tensor of the source."""
 
     text: str | None = None
 
@@ -36,44 +36,44 @@ class SideFile:
 def plan_files(
     source: Checkpoint, shard_nbytes: int, config_path: Path | None
 ) -> tuple[tuple[FilePlan, ...], tuple[str, ...]]:
-    """The files to write, and what the user should know of them.
+    """The files to write, and notes for the user. `shard_nbytes`: about the bytes of a file.
 
-    Raises `Unsupported` for tensors that they cannot hold, `Unsafe` for names of files.
+    Raises `Unsupported` for tensors that the format cannot hold, `Unsafe` for a file name that leads out of the folder.
     """
-    files = files_of_model(config_path) if config_path else carried_files(source)
+    files = files_of_model(config_path) if config_path else files_of_source(source)
     config = config_of(files)
     weights = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
-    spelled = match_names([*(weight.name for weight in weights), *source.aliases], config)
-    named = list(_named(weights, source.aliases, spelled))
+    matched = match_names([*(weight.name for weight in weights), *source.aliases], config)
+    named = list(_named(weights, source.aliases, matched))
     if config is not None:
-        check_fits(spelled, named, config, source.is_partial)
+        check_fits(matched, named, config, source.is_partial)
     elif _ADAPTER not in files:
         raise Unsupported(
             "the source has no config.json, without which transformers cannot load a model",
             where=source.path,
-            hint="Name the model's configuration with --config; or write the tensors alone, --to safetensors.",
+            hint="Give the model's configuration with --config; or write only the tensors, --to safetensors.",
         )
-    said = list(remarks(spelled, named, config))
+    notes = list(remarks(matched, named, config))
     files, changed = _with_dtype(files, named)
     groups = [sorted(group, key=_place_in_file) for group in split_weights(named, shard_nbytes)]
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
-    held = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
-    taken = {part.file for part in held}
-    beside = [_beside(name, value) for name, value in files.items() if _free(name, taken)]
-    return (*held, *beside), (*said, *changed)
+    weight_files = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
+    taken = {part.file for part in weight_files}
+    side_files = [_side_file(name, value) for name, value in files.items() if _free(name, taken)]
+    return (*weight_files, *side_files), (*notes, *changed)
 
 
 def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-    """Write one file: of weights, or of what lies beside them. The receipt of weights tells the bytes of each."""
+    """Write one file: of weights, or next to them. The receipt of weights has the bytes of each tensor."""
     if not isinstance(part.content, SideFile):
         return write_weights(folder, part, transfer)
-    pieces = [part.content.text.encode()] if part.content.text is not None else transfer.chunks(part.tensors[0])
-    seal = write_sealed(folder, part.file, pieces)
+    parts = [part.content.text.encode()] if part.content.text is not None else transfer.chunks(part.tensors[0])
+    seal = write_sealed(folder, part.file, parts)
     return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
 
-def carried_files(source: Checkpoint) -> dict[str, Value]:
-    """The files of a model that came with the checkpoint, by name: what a run needs to go on is not among them."""
+def files_of_source(source: Checkpoint) -> dict[str, Value]:
+    """The model's files in the source's extras, by name, without those that only a resumed run needs."""
     files: dict[str, Value] = {}
     for key, value in source.extras.items():
         name = key.removeprefix(PREFIX)
@@ -89,19 +89,24 @@ def carried_files(source: Checkpoint) -> dict[str, Value]:
 
 
 def _is_of_a_component(name: str) -> bool:
-    """Is it a file in a folder beside the model? Such folders are not written."""
+    """Whether the file is in another folder next to the model. Such folders are not written."""
     parts = name.split("/")
     return len(parts) > 1 and all(part not in ("", ".", "..") and "\\" not in part for part in parts)
 
 
 def files_of_model(config: Path) -> dict[str, Value]:
-    """The files of a model in a folder that the user names; or the configuration alone, if it is a file."""
+    """The model's files in a folder that the user names, by name; or only the configuration, if it is a file.
+
+    Raises `NotFound` if there is no configuration, `Unsupported` if a file is too large.
+    """
     if config.is_dir():
-        files, _, left = read_side_files(
+        files, _, too_large = read_side_files(
             file for file in sort_files(config).side_files if not is_training_file(file.name)
         )
-        if left:
-            raise Unsupported(f"too large to lie beside a model: {', '.join(map(printable, left))}", where=config)
+        if too_large:
+            raise Unsupported(
+                f"too large for a file next to a model: {', '.join(map(printable, too_large))}", where=config
+            )
     elif config.is_file():
         values, _, _ = read_side_files([config])
         files = {CONFIG: values[config.name]}
@@ -112,67 +117,67 @@ def files_of_model(config: Path) -> dict[str, Value]:
     return files
 
 
-def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], spelled: NameMatch) -> Iterator[Parameter]:
-    """The weights under the model's names; a tied one under each of its names, but for the one that files leave out."""
-    others: dict[str, list[str]] = {}
+def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], matched: NameMatch) -> Iterator[Parameter]:
+    """The weights under the model's names. A tied one has all its names but the one that files leave out."""
+    aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
-        others.setdefault(name, []).append(alias)
-    tie = spelled.tie
+        aliases_of.setdefault(name, []).append(alias)
+    tie = matched.tie
     for weight in weights:
-        names = [spelled.names[name] for name in (weight.name, *others.get(weight.name, ()))]
+        names = [matched.names[name] for name in (weight.name, *aliases_of.get(weight.name, ()))]
         if tie is not None and {tie.alias, tie.name} <= set(names):
             names.remove(tie.alias)
         for name in names:
-            stack = spelled.stacks.get(name)
+            stack = matched.stacks.get(name)
             files = (name,) if stack is None else stack.files
-            made = (weight.weight,) if stack is None else as_in_files(weight.weight, stack)
-            for file, tensor in zip(files, made, strict=True):
+            tensors = (weight.weight,) if stack is None else as_in_files(weight.weight, stack)
+            for file, tensor in zip(files, tensors, strict=True):
                 yield replace(weight, name=file, states={MODEL: tensor}, values={})
 
 
 def _with_dtype(files: Mapping[str, Value], named: Sequence[Parameter]) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """The files, with the weights' type in the configuration: transformers rounds what it loads to what that says."""
+    """The files, with the weights' dtype in the configuration, to which transformers rounds weights."""
     config = config_of(files)
-    found = {parameter.weight.dtype.name for parameter in named if is_float(parameter.weight.dtype)}
+    dtypes = {parameter.weight.dtype.name for parameter in named if is_float(parameter.weight.dtype)}
     key = next((key for key in ("dtype", "torch_dtype") if config and isinstance(config.get(key), str)), None)
-    if config is None or key is None or len(found) != 1:
+    if config is None or key is None or len(dtypes) != 1:
         return dict(files), ()
-    (dtype,) = found
+    (dtype,) = dtypes
     if config[key] == dtype or config[key] not in DTYPES:
         return dict(files), ()
-    said = f"config.json says {key} {dtype}, which the weights are, in the place of {config[key]}"
-    return {**files, CONFIG: {**config, key: dtype}}, (said,)
+    note = f"config.json states {key} {dtype}, the type of the weights, instead of {config[key]}"
+    return {**files, CONFIG: {**config, key: dtype}}, (note,)
 
 
 def _place_in_file(parameter: Parameter) -> tuple[int, str]:
-    """Wide elements come first, so that all are aligned; as the library of the format has them."""
+    """The sort key of tensors in a file: wide elements first, so that all are aligned, as in safetensors itself."""
     return -parameter.weight.dtype.itemsize, parameter.name
 
 
 def _free(name: str, taken: set[str]) -> bool:
-    """Is this the name of a file that may lie beside the weights? Raises `Unsafe` if it leads elsewhere."""
+    """Whether a file of this name may be next to the weights. Raises `Unsafe` if it leads out of the folder."""
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise Unsafe(f"a carried file is called {printable(name)!r}, which leads out of its folder")
+        raise Unsafe(f"a file of the source is called {printable(name)!r}, which leads out of its folder")
     return name not in taken and ".index." not in name
 
 
 def _is_json(value: Value) -> bool:
-    """Does it hold nothing that JSON cannot say? Extras are input from strangers."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            if not all(isinstance(key, str) for key in one):
+    """Whether JSON can hold the value. Extras are untrusted input."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
                 return False
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-        elif one is not None and not isinstance(one, (bool, int, float, str)):
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+        elif item is not None and not isinstance(item, (bool, int, float, str)):
             return False
     return True
 
 
-def _beside(name: str, value: Value) -> FilePlan:
+def _side_file(name: str, value: Value) -> FilePlan:
     if isinstance(value, Tensor):
         return FilePlan(name, (), SideFile(), value.nbytes, "other", tensors=(value,))
     text = json.dumps(value, indent=2) + "\n"

@@ -1,14 +1,16 @@
 """Megatron-LM and Megatron core: the legacy layout (a folder for each rank) and `torch_dist`.
 
-folder      which files there are; legacy_files, dist_files open them
-arguments   the run's arguments: degrees and sizes; new_arguments: those of another layout
-names       local names <-> names of the whole model; stages: which layers are where
-chunk       a model chunk; plain_optimizer, distributed_optimizer, buffers: its states
-whole       all ranks -> whole parameters, by the rules in `rule_sets`; local: the inverse
-masters     are the optimizer's masters those of the weights?
-carried     everything that is not a tensor of the model
-target      what is to be written; write_legacy, write_dist: its files
-dist_keys   keys of distributed checkpoints; dist_shards, dist_objects, dist_common: what is under them, and beside
+legacy        opens, reads and writes the legacy layout (`files`, `read`, `write`)
+torch_dist    the same for distributed checkpoints, by their keys (`keys`, `shards`, `objects`, `common`, ...)
+shared        what both have in common:
+  folder            which kind of folder it is, and its iteration
+  arguments         the run's arguments: degrees and sizes; `write_arguments`: those of another layout
+  names             a rank's names <-> names of the full model; `stages`: which layers are where
+  model_chunk       a model chunk; `plain_optimizer`, `distributed_optimizer`, `buffers`: its states
+  merge             all ranks -> full parameters, by the rules in `core/rule_sets`; `split`: the inverse
+  master_check      checks that the optimizer's masters belong to the weights
+  extras            everything that is not a tensor of the model
+  write_layout      the layout to write; further `write_*`: the content of its files
 """
 
 from abc import abstractmethod
@@ -44,7 +46,7 @@ class _Megatron(LayoutOptions, WritableFormat):
     even_states = True
 
     config: Path | None = None
-    """The configuration of a model of Hugging Face's, or its folder; None: what came with the source."""
+    """The configuration of a Hugging Face model, or its folder; None: the configuration of the source."""
 
     def input_files(self) -> tuple[Path, ...]:
         return () if self.config is None else (self.config,)
@@ -52,8 +54,8 @@ class _Megatron(LayoutOptions, WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         folder = iteration_of(path)
         with form_of("a Megatron checkpoint", folder):
-            found = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
-        return replace(found, suspicions=suspicions_of(found))
+            checkpoint = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
+        return replace(checkpoint, suspicions=suspicions_of(checkpoint))
 
     def plan(self, source: Checkpoint) -> Plan:
         layout = resolve_layout(source, self)

@@ -1,4 +1,4 @@
-"""Names of single states of a chain, wherever a path is taken: `run.chain@1234`, `@last`, `@last~10`."""
+"""Addresses of single states of a chain: `run.chain@1234`, `@last`, `@last~10`."""
 
 import re
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ _ADDRESS = re.compile(r"(.+)@(?:(\d{1,18})|last(?:~(\d{1,18}))?)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Address:
-    """A state of a chain."""
+    """The address of a state of a chain."""
 
     run: Path
     step: int | None
-    """None: counted from the last."""
+    """None: count from the last step."""
     back: int = 0
     """How many steps before the last."""
 
 
 def parse(path: Path) -> Address | None:
-    """The state that a path names; None if it names no state of a chain, or something that is there.
+    """The state that a path names; None if it names no state of a chain, or if the path itself exists.
 
     >>> parse(Path("step@5")) is None
     True

@@ -1,4 +1,4 @@
-"""The folder of a chain: its lock, what crashes left in it, and how its list is replaced."""
+"""The folder of a chain: its lock, the leftovers of crashes, and how its list is replaced."""
 
 import fcntl
 import os
@@ -21,14 +21,14 @@ _STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
 
 @contextmanager
 def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[ChainIndex | None]:
-    """The chain in a folder, None if it is yet to begin; nobody else changes it meanwhile.
+    """Within, hold the lock of a chain. Gives the chain in the folder, or None if there is none yet.
 
-    Raises `Locked`, `NotFound` if it is none, `OutputError` if the folder holds anything else.
+    Raises `Locked`, `NotFound` if the folder is no chain, `OutputError` if it has other content.
     """
     if not create and not (run / index.NAME).is_file():
-        index.read(run)  # says that it is none
-    made = _make(run) if create else False
-    if not made and not (run / index.NAME).is_file():
+        index.read(run)  # raises the error that it is no chain
+    created = _make(run) if create else False
+    if not created and not (run / index.NAME).is_file():
         _check_empty(run)
     taken = Locked("another process is changing this chain", where=run, hint="Wait for it to end.")
     try:
@@ -37,13 +37,13 @@ def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chai
             try:
                 yield chain
             finally:
-                if made and os.listdir(run) == [LOCK]:  # nothing came of it
+                if created and os.listdir(run) == [LOCK]:  # nothing was added
                     os.unlink(run / LOCK)
                     os.rmdir(run)
     except OSError as error:
         raise unwritable(error, run) from error
     except OutputError:
-        if made:
+        if created:
             with suppress(OSError):
                 os.unlink(run / LOCK)
                 os.rmdir(run)
@@ -59,25 +59,25 @@ def peek(run: Path) -> ChainIndex | None:
     return None
 
 
-def leftovers(run: Path, chain: ChainIndex | None, going_on: str | None = None) -> list[Path]:
-    """What interrupted runs left behind: members that are not named, and what was to become one.
+def leftovers(run: Path, chain: ChainIndex | None, resumed: str | None = None) -> list[Path]:
+    """The leftovers of interrupted runs: members that the chain does not name, and unfinished ones.
 
-    Of the member `going_on`, what is staged is kept: the run that writes it goes on with it.
+    The unfinished files of the member `resumed` are not among them, because the run that writes it continues.
     """
-    named = {going_on and f".{going_on}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
+    named = {resumed and f".{resumed}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
     named |= {one.folder for one in (chain.segments if chain else ())}
-    ours = (entry for entry in sorted(run.iterdir()) if _is_ours(entry.name) and entry.name not in named)
-    return [entry for entry in ours if not is_growing(entry)]
+    entries = (entry for entry in sorted(run.iterdir()) if _is_of_chain(entry.name) and entry.name not in named)
+    return [entry for entry in entries if not is_growing(entry)]
 
 
-def _is_ours(name: str) -> bool:
-    """May it be part of a chain, or what is left of one?"""
+def _is_of_chain(name: str) -> bool:
+    """Whether a file of this name may be part of a chain, or a leftover of one."""
     patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED)
     return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def is_growing(segment: Path) -> bool:
-    """Does a run record into the folder of a segment? It holds locks of files there while it does."""
+    """Whether a run records into the folder of a segment. While it does, it holds locks on files there."""
     try:
         return any(map(_is_locked, segment.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
@@ -94,17 +94,17 @@ def _is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False  # a file system without locks
+        return False  # the file system has no locks
     finally:
         os.close(opened)
     return False
 
 
 def remove(paths: list[Path]) -> None:
-    """Folders and files, and nothing that a link leads to."""
+    """Remove folders and files. Links are not followed."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
-            # A folder half removed must not look like one: its manifest goes first.
+            # A partly removed folder must not look like a checkpoint, so its manifest is removed first.
             (path / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(path)
         else:
@@ -112,7 +112,7 @@ def remove(paths: list[Path]) -> None:
 
 
 def replace(run: Path, chain: ChainIndex) -> None:
-    """Make `chain` what the folder holds: by one rename, durable when this returns."""
+    """Replace the chain of a folder by `chain`, with one rename. It is on the disk when this returns."""
     draft = run / _DRAFT
     with draft.open("wb") as file:
         file.write(index.dump(chain))
@@ -123,7 +123,7 @@ def replace(run: Path, chain: ChainIndex) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Bring the entries of a folder to the disk."""
+    """Write the entries of a folder to the disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -145,8 +145,10 @@ def _make(run: Path) -> bool:
 def _check_empty(run: Path) -> None:
     if not run.is_dir():
         raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
-    others = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_ours(entry.name))
-    if others:
+    other_names = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_of_chain(entry.name))
+    if other_names:
         raise OutputError(
-            f"the folder is no chain, and holds {others[0]!r:.80}", where=run, hint="Name a folder that does not exist."
+            f"the folder is no chain, and contains {other_names[0]!r:.80}",
+            where=run,
+            hint="Name a folder that does not exist.",
         )

@@ -1,4 +1,4 @@
-"""A chain, read as its last state, or as the one that a path names."""
+"""The format of chains: read as the last state, or as the one that a path names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ class ChainFormat(Format):
     summary = "a folder of states of one run, most of them deltas or gradients; read as its last step"
 
     def __init__(self, address: Address | None = None) -> None:
-        """`address`: the state that is meant, if not the last."""
+        """`address`: the state to read; None: the last one."""
         self._address = address
 
     def detect(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The states of a chain as checkpoints."""
+"""Open the stored states of a chain as checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +11,26 @@ from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 
 def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
-    """The member of a step, or the last. Raises `NotFound`, naming the steps that there are."""
+    """The member of a step; None: the last one. Raises `NotFound`, and the message names the nearest steps."""
     if step is None:
         return chain.members[-1]
     for member in chain.members:
         if member.step == step:
             return member
     steps = [member.step for member in chain.members]
-    near = sorted(sorted(steps, key=lambda one: abs(one - step))[:5])
+    nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
     raise NotFound(
         f"no step {step} in this chain of {len(steps)}, from {steps[0]} to {steps[-1]}",
         where=run,
-        hint=f"The nearest are {', '.join(map(str, near))}; `ckpt log` lists all.",
+        hint=f"The nearest are {', '.join(map(str, nearest))}; `ckpt log` lists all.",
     )
 
 
 def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
-    """The index of one state. An error names the last good step where there is one.
+    """The index of one state.
 
-    Raises `Incomplete` if a folder is missing, `Corrupt` if another checkpoint is in its place.
+    Raises `Incomplete` if a folder is missing, `Corrupt` if another checkpoint is in its place. The hint names the
+    last earlier step that can be restored, if there is one.
     """
     try:
         return _open(run, member)
@@ -39,23 +40,23 @@ def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
 
 
 def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> None:
-    """Say in the error which step can be restored all the same: the last before that does without what is damaged."""
+    """Add the last earlier step that does not need the damaged folder to the hint of an error."""
     if not isinstance(error, (Corrupt, Incomplete, NotFound)) or error.where is None:
         return
     good = last_without(run, chain, member, error.where)
     if good is not None:
-        error.hint = f"Step {good.step} does without it: `ckpt restore CHAIN DST --step {good.step}`."
+        error.hint = f"Step {good.step} does not need it: `ckpt restore CHAIN DST --step {good.step}`."
 
 
 def last_without(run: Path, chain: ChainIndex, member: Member, where: str) -> Member | None:
-    """The last member before this one that can be opened, and does not stand on the folder of which `where` speaks."""
-    blamed = next((one for one in chain.upto(member.step) if _speaks_of(where, run / one.folder)), None)
-    before = [] if blamed is None else [one for one in chain.members if one.step < member.step]
-    return next((one for one in reversed(before) if blamed not in chain.upto(one.step) and _opens(run, one)), None)
+    """The last earlier member that can be opened and does not need the folder in which `where` is, if any."""
+    damaged = next((one for one in chain.upto(member.step) if _is_inside(where, run / one.folder)), None)
+    earlier = [] if damaged is None else [one for one in chain.members if one.step < member.step]
+    return next((one for one in reversed(earlier) if damaged not in chain.upto(one.step) and _opens(run, one)), None)
 
 
 def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
-    """The last state, under the name of the chain."""
+    """The last state, with the path of the chain."""
     return replace(open_member(run, chain, chain.members[-1]), path=run)
 
 
@@ -80,6 +81,6 @@ def _open(run: Path, member: Member) -> Checkpoint:
     return identified(lambda: Universal().read(folder, ReadOptions()))
 
 
-def _speaks_of(where: str, folder: Path) -> bool:
+def _is_inside(where: str, folder: Path) -> bool:
     paths = [Path(one) for one in where.split(", ")]
     return any(path == folder or folder in path.parents for path in paths)

@@ -1,4 +1,4 @@
-"""All states of a chain by their steps: those that are stored, and those that follow from the log of gradients."""
+"""All states of a chain by step: the stored ones, and those that the log of gradients gives."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 
 
 def last_step(run: Path, chain: ChainIndex) -> int:
-    """The last step that can be restored, also of a run that goes on. Raises as `open_segment`."""
+    """The last step that can be restored, also while the run continues. Raises as `open_segment`."""
     steps = [member.step for member in chain.members[-1:]]
     if chain.segments:
         steps.append(open_steps(run, chain.segments[-1]).last)
@@ -21,24 +21,24 @@ def last_step(run: Path, chain: ChainIndex) -> int:
 
 
 def step_ranges(run: Path, chain: ChainIndex) -> list[range]:
-    """All steps that can be restored, in order: those of members, and of segments of the log; ranges may overlap."""
+    """All steps that can be restored: of members, and of segments of the log. In order; ranges may overlap."""
     ranges = [range(member.step, member.step + 1) for member in chain.members]
     ranges += [range(logged.first, open_steps(run, logged).last + 1) for logged in chain.segments]
     return sorted(ranges, key=lambda steps: (steps.start, steps.stop))
 
 
 def all_steps(run: Path, chain: ChainIndex) -> list[int]:
-    """The same, each once."""
+    """All steps that can be restored, in order, each once."""
     return sorted({step for steps in step_ranges(run, chain) for step in steps})
 
 
 def step_of(chain: ChainIndex, address: Address) -> int:
-    """The step that an address means. Raises as `last_step`."""
+    """The step of an address. Raises as `last_step`."""
     return last_step(address.run, chain) - address.back if address.step is None else address.step
 
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
-    """A segment of the chain. Raises `Corrupt` if another is in its place, and as `open_segment`."""
+    """Open a segment of the log. Raises `Corrupt` if another is in its place, and as `open_segment`."""
     segment = open_segment(run / logged.folder, check, logged.step)
     known = (segment.layout.run, segment.first, segment.layout.parent)
     if known != (logged.run, logged.first, logged.parent):
@@ -47,7 +47,7 @@ def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
 
 
 def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
-    """The state at a step. Raises `NotFound`, naming the steps that there are."""
+    """The state at a step. Raises `NotFound`, and its hint names the steps of the chain."""
     stored = next((member for member in chain.members if member.step == step), None)
     if stored is not None:
         return members.open_member(run, chain, stored)
@@ -60,7 +60,7 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
         raise Corrupt(
             f"step {step} cannot be restored: {reason}",
             where=path,
-            hint=f"Steps up to {segment.last} do without it: `--step {segment.last}`.",
+            hint=f"Steps up to {segment.last} do not need it: `--step {segment.last}`.",
         )
     if step > segment.last:
         raise _no_step(run, chain, step)
@@ -70,14 +70,14 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
 
 
 def _segment_of(chain: ChainIndex, step: int) -> LoggedSteps | None:
-    """The segment that has a step; rather one that did it than one that begins with it, which may have begun later."""
+    """The segment that has a step. One that recorded the step comes before one that only begins with it."""
     did = (one for one in chain.segments if one.step is not None and one.first < step <= one.step)
     begins = (one for one in reversed(chain.segments) if one.first <= step)
     return next(did, None) or next(begins, None)
 
 
 def nearest_base(chain: ChainIndex, logged: LoggedSteps, step: int) -> Member | None:
-    """The last stored state of a segment's run up to a step; None: the state that the segment holds is nearer."""
+    """The last stored state of a segment's run up to a step; None: the state in the segment itself is nearer."""
     stored = [one for one in chain.members if logged.first <= one.step <= step]
     exact = [one for one in stored if one.exact or one.content == logged.parent]
     return exact[-1] if exact else None

@@ -351,7 +351,7 @@ class ParameterReplay:
         """A chunk of all states, by name: each (n,) float32. Raises `Corrupt`."""
         start, stop = self.chunking.range(index)
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
-        packed = reader.keep(key, lambda: self._gather(start, stop, reader).reshape(-1))
+        packed = reader.cached_or(key, lambda: self._gather(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
 
     def sources(self, box: Box) -> Iterator[FileBlob]:

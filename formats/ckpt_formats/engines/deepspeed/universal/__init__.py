@@ -1,10 +1,10 @@
-"""DeepSpeed's universal checkpoint: one folder for each parameter, whole, beside the model's files.
+"""DeepSpeed's universal checkpoint: a folder for each full parameter, and the model's files.
 
-folder      which files there are
-states      one parameter's files -> its tensors
-read        all of it -> a checkpoint
-agreement   do the masters round to the weights?
-write       a checkpoint -> all of it
+folder        lists the files
+read_states   the files of one parameter -> its states
+read          all files -> a checkpoint
+master_check  checks that the masters round to the weights
+write         a checkpoint -> all files
 """
 
 import os
@@ -56,10 +56,10 @@ class DeepSpeedUniversal(UniversalOptions, WritableFormat):
 
 
 def _dropped(source: Checkpoint) -> Iterator[Notice]:
-    """What of the source has no place in the format."""
+    """Notices of the items of the source that the format cannot hold."""
     ranks, config = source.extras.get("ranks"), source.extras.get("ds_config")
     if isinstance(ranks, dict) and ranks:
-        yield Notice("what only these ranks of the source had, such as RNG states", tuple(sorted(ranks)))
+        yield Notice("items that only these ranks of the source have, such as RNG states", tuple(sorted(ranks)))
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
-        yield Notice("round_robin_gradients: switch it off in the new run, or DeepSpeed will load values mixed up")
+        yield Notice("round_robin_gradients: disable it in the new run, else DeepSpeed loads values into wrong places")

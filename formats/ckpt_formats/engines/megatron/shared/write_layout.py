@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint is to be written as, and whether it can be: settled before anything is written."""
+"""The layout of a Megatron checkpoint to write, and the check that it is possible, before anything is written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,31 +24,31 @@ from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
 
 @dataclass(frozen=True)
 class WriteLayout:
-    """A source, and how its model and optimizer are to be cut over ranks."""
+    """A source, and how its model and optimizer are sharded over the new ranks."""
 
     source: Checkpoint
     args: Arguments
-    """Of the new run."""
+    """The arguments of the new run."""
     parallel: Parallel
     stages: Stages
     layout: Layout
     rows: int | None
-    """Rows of the vocabulary's tables with their padding; None: as they are, made to divide."""
+    """Rows of the vocabulary's tables with their padding; None: as they are, padded until they divide."""
     distributed: bool
-    """Is it the distributed optimizer that will load it?"""
+    """Whether the distributed optimizer will load it."""
 
     @cached_property
     def shared_table(self) -> tuple[str, str] | None:
-        """What the last stage and the first call a table that they share, of which the source has one."""
+        """The names on the last and on the first stage of a table that both share, if the source has it once."""
         names = self.source.parameters
-        said = [alias for alias in TIED if alias in self.source.aliases]
-        # One stage has no copy, so nothing in its files has the copy's name.
-        said += [alias for alias in TIED if is_tied(self.args) and not (said or alias == HEAD)]
-        return next(((a, TIED[a]) for a in said if a not in names and TIED[a] in names), None)
+        aliases = [alias for alias in TIED if alias in self.source.aliases]
+        # With one stage there is no copy, so nothing in its files has the copy's name.
+        aliases += [alias for alias in TIED if is_tied(self.args) and not (aliases or alias == HEAD)]
+        return next(((a, TIED[a]) for a in aliases if a not in names and TIED[a] in names), None)
 
     @property
     def fused_norms(self) -> bool:
-        """Do projections hold the norm before them? So do Transformer Engine's layers."""
+        """Whether projections contain the norm before them, as in Transformer Engine's layers."""
         return self.args.text("transformer_impl") not in ("local", None)
 
     @property
@@ -58,51 +58,51 @@ class WriteLayout:
 
     @property
     def experts(self) -> int:
-        """Of each expert-parallel rank."""
+        """The number of experts of each expert-parallel rank."""
         return self.args.number("num_experts", default=0) // self.parallel.ep
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """How a checkpoint is laid out over ranks. None: as the source is."""
+    """How a checkpoint is laid out over ranks. None: as in the source."""
 
     dp: int | None = None
-    """Data-parallel ranks."""
+    """The number of data-parallel ranks."""
     tp: int | None = None
-    """Tensor-parallel ranks."""
+    """The number of tensor-parallel ranks."""
     pp: int | None = None
-    """Pipeline stages."""
+    """The number of pipeline stages."""
     vpp: int | None = None
-    """Model chunks of each pipeline stage."""
+    """The number of model chunks of each pipeline stage."""
     stages: tuple[int, ...] | None = None
     """The first layer of each pipeline stage, or of each model chunk."""
     ep: int | None = None
-    """Expert-parallel ranks."""
+    """The number of expert-parallel ranks."""
     etp: int | None = None
-    """Tensor-parallel ranks of each expert."""
+    """The number of tensor-parallel ranks of each expert."""
     zero: int | None = None
-    """1 is Megatron's distributed optimizer, 0 the plain one."""
+    """1: Megatron's distributed optimizer; 0: the plain one."""
     vocab_rows: int | None = None
     """Rows of the vocabulary's tables with their padding."""
     rules: tuple[Rule, ...] = ()
-    """The user's, before those of the source."""
+    """The user's rules, which come before those of the source."""
 
     @property
     def stage_count(self) -> int | None:
-        """Pipeline stages, also where only their first layers are given."""
+        """The number of pipeline stages, also if only their first layers are given."""
         return len(self.stages) // (self.vpp or 1) if self.stages and self.pp is None else self.pp
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
-    """Raises `Unsupported` or `BadRules` for what cannot be written, naming why."""
-    found = source.extras.get("args")
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
+    """The layout to write. Raises `Unsupported` or `BadRules` with the reason if it cannot be written."""
+    record = source.extras.get("args")
+    if not isinstance(record, Record) or not isinstance(record.state, dict):
         raise Unsupported(
-            "the source has no arguments of a Megatron run (`args`), without which Megatron loads nothing",
+            "the source has no arguments of a Megatron run (`args`), which Megatron needs to load a checkpoint",
             where=source.path,
-            hint="Only what came from Megatron, or a model that has a table of names, can be written for it.",
+            hint="Only checkpoints of Megatron, and models with a table of names, can be written for it.",
         )
-    args = Arguments(found, source.path)
+    args = Arguments(record, source.path)
     parallel = _parallel(source, args, options)
     stages = _stages(source, args, parallel, options)
     layout = layout_of(source, options.rules)
@@ -114,52 +114,54 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     changed: dict[str, Value] = {"use_distributed_optimizer": distributed}
     table = source.parameters.get(WORD_TABLE)
     if rows is not None or table is not None:
-        have = rows if rows is not None else table.weight.shape[0] if table is not None else 0
-        changed["padded_vocab_size"] = -(-have // parallel.tp) * parallel.tp
+        old_rows = rows if rows is not None else table.weight.shape[0] if table is not None else 0
+        changed["padded_vocab_size"] = -(-old_rows // parallel.tp) * parallel.tp
     return WriteLayout(
         source, with_parallel(args, parallel, stages, changed), parallel, stages, layout, rows, distributed
     )
 
 
 def _parallel(source: Checkpoint, args: Arguments, degrees: LayoutOptions) -> Parallel:
-    """The new degrees: as the user says, else as the source has them."""
-    said = source.origin.layout if source.origin.engine == "megatron" else {}
+    """The new degrees: those of the options, else those of the source."""
+    stated = source.origin.layout if source.origin.engine == "megatron" else {}
 
-    def degree(asked: int | None, name: str) -> int:
-        kept = said.get(name)
-        return asked if asked is not None else kept if is_natural(kept) and kept else 1
+    def degree(requested: int | None, name: str) -> int:
+        stated_degree = stated.get(name)
+        return (
+            requested if requested is not None else stated_degree if is_natural(stated_degree) and stated_degree else 1
+        )
 
     tp, pp, ep = degree(degrees.tp, "tp"), degree(degrees.stage_count, "pp"), degree(degrees.ep, "ep")
     old_tp, old_etp = degree(None, "tp"), degree(None, "etp")
     experts = args.optional("num_experts") or 0
-    # Unless said otherwise, Megatron cuts an expert over as many ranks as all else.
+    # By default, Megatron shards an expert over as many ranks as other layers.
     etp = degrees.etp or (tp if old_etp == old_tp else old_etp) if experts else tp
     if degrees.ep and degrees.ep > 1 and not experts:
-        raise Unsupported("the model has no experts to lay over expert-parallel ranks", hint="Leave --ep out.")
+        raise Unsupported("the model has no experts, so it has no expert-parallel ranks", hint="Leave --ep out.")
     if experts and experts % ep:
         raise Unsupported(f"{experts} experts do not divide over {ep} expert-parallel ranks")
     ep = ep if experts else 1
-    least = lcm(tp, etp * ep) // tp
-    dp = degrees.dp or -(-degree(None, "dp") // least) * least
+    multiple = lcm(tp, etp * ep) // tp
+    dp = degrees.dp or -(-degree(None, "dp") // multiple) * multiple
     if tp * dp % (etp * ep):
         raise Unsupported(
             f"tp {tp} x dp {dp} ranks do not divide by etp {etp} x ep {ep}",
-            hint=f"Choose --dp as a multiple of {least}.",
+            hint=f"Choose --dp as a multiple of {multiple}.",
         )
     return Parallel(tp, pp, ep, etp, dp, tp * dp // (etp * ep))
 
 
 def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: LayoutOptions) -> Stages:
-    """Which layers each model chunk has: as the user says; as before, if there are as many; else alike."""
+    """Which layers each model chunk has: those of the options; those of the source, if it has as many; else even."""
     layers = 1 + max((n for name in source.parameters if (n := layer_of(name)) is not None), default=-1)
     pp, old = parallel.pp, source.origin.layout
     if degrees.stages is not None:
         return _at(degrees.stages, layers, pp, degrees.vpp or 1)
-    kept = is_natural(old.get("pp")) and old.get("pp") == pp and degrees.vpp in (None, old.get("vpp", 1))
+    is_same_degree = is_natural(old.get("pp")) and old.get("pp") == pp and degrees.vpp in (None, old.get("vpp", 1))
     counts = old.get("layers")
-    if kept and isinstance(counts, list) and all(map(is_natural, counts)) and sum(counts) == layers:
+    if is_same_degree and isinstance(counts, list) and all(map(is_natural, counts)) and sum(counts) == layers:
         return Stages(tuple(counts), pp)
-    if kept and source.origin.engine == "megatron":
+    if is_same_degree and source.origin.engine == "megatron":
         try:
             return stages_of(args, pp)
         except Unsupported:
@@ -172,33 +174,33 @@ def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: La
 
 
 def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
-    """Stages that begin at these layers."""
+    """The stages that begin at these layers."""
     ends = (*firsts[1:], layers)
     counts = tuple(end - first for first, end in zip(firsts, ends, strict=True))
     if len(firsts) != pp * chunks or firsts[0] != 0 or any(count < 0 for count in counts):
         raise Unsupported(
             f"--stages {','.join(map(str, firsts))} for {layers} layers and {pp} stages of {chunks} model chunks",
-            hint="Say the first layer of each model chunk, in the model's order, from 0 on.",
+            hint="Give the first layer of each model chunk, in the model's order, from 0 on.",
         )
     return Stages(counts, pp)
 
 
 def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, options: LayoutOptions) -> int | None:
-    """Rows of the vocabulary's tables: as the user says; else as Megatron pads them for this degree, where that shows.
+    """Rows of the vocabulary's tables: those of the options, else as Megatron pads them for this degree, if known.
 
-    It pads the true vocabulary to a multiple of `make_vocab_size_divisible_by` x tp. What `vocab_size` says is
-    believed only if it explains the rows that are there.
+    Megatron pads the true vocabulary to a multiple of `make_vocab_size_divisible_by` x tp. `vocab_size` is used
+    only if it leads to the rows that the source has.
     """
     if options.vocab_rows is not None:
         return options.vocab_rows
     table = source.parameters.get(WORD_TABLE)
-    true, each = args.optional("vocab_size"), args.optional("make_vocab_size_divisible_by")
+    true, divisor = args.optional("vocab_size"), args.optional("make_vocab_size_divisible_by")
     old = source.origin.layout.get("tp")
-    if table is None or not true or not each or not is_natural(old) or not old:
+    if table is None or not true or not divisor or not is_natural(old) or not old:
         return None
 
     def padded(tp: int) -> int:
-        return -(-true // (each * tp)) * each * tp
+        return -(-true // (divisor * tp)) * divisor * tp
 
     return padded(parallel.tp) if table.weight.shape[0] == padded(old) else None
 
@@ -213,21 +215,21 @@ def _distributed(args: Arguments, degrees: LayoutOptions) -> bool:
 
 
 def remarks_of(target: WriteLayout) -> Iterator[str]:
-    """What of the result the user should know."""
+    """Notes for the user about the result."""
     for name, parameter in target.source.parameters.items():
-        have = parameter.weight.shape[0] if parameter.weight.shape else 0
-        if target.rows is not None and have > target.rows and is_padded(target, name):
-            yield f"`{printable(name)}` loses {have - target.rows} of {have} rows, which pad the vocabulary for tp"
+        rows = parameter.weight.shape[0] if parameter.weight.shape else 0
+        if target.rows is not None and rows > target.rows and is_padded(target, name):
+            yield f"`{printable(name)}` loses {rows - target.rows} of {rows} rows, which pad the vocabulary for tp"
 
 
 def is_padded(target: WriteLayout, name: str) -> bool:
-    """Is it a table of the vocabulary, padded to suit the number of ranks?"""
+    """Whether it is a table of the vocabulary, padded so that it divides by the number of ranks."""
     rules = target.layout.matching(name)
     return not is_expert(name) and bool(rules) and (rules[0].padded or rules[0].vocabulary is not None)
 
 
 def without_padding(target: WriteLayout, name: str, tensor: Tensor) -> Tensor:
-    """A tensor without the rows that only padded the vocabulary at the old degree."""
+    """A tensor without the rows that only pad the vocabulary for the old number of ranks. Lazy."""
     if target.rows is None or not is_padded(target, name) or tensor.shape[0] <= target.rows:
         return tensor
     return tensor.crop(slab(tensor.shape, 0, 0, target.rows))

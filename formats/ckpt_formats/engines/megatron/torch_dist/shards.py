@@ -120,7 +120,7 @@ class KeyedTensors:
         degree = target.parallel.etp if is_expert(name) else target.parallel.tp
         rule = target.layout.rule(name) if target.layout.matching(name) or degree > 1 else Rule(".*", "replicated")
         key, tensor = self.keys.of(name), _padded(target, name, tensor, rule, degree)
-        blocks = [tuple(placed.whole for placed in boxes) for boxes in cuts(name, tensor.shape, rule, degree)]
+        blocks = [tuple(placed.full for placed in boxes) for boxes in cuts(name, tensor.shape, rule, degree)]
         if rule.how not in ("sharded", "blocks"):
             blocks = blocks[:1]  # all ranks have the same tensor: the first rank writes it
         names = next((names for pattern, names in _PART_NAMES.items() if re.fullmatch(pattern, name)), None)

@@ -1,0 +1,129 @@
+"""Names in the source: no words that are not terms of the field, and no class name with two meanings.
+
+The rule is in `docs/architecture.md`: a name states what the value is. The words below do not.
+"""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("ckpt_cli", "codecs", "formats")
+
+BANNED = frozenset(
+    [
+        "asked",
+        "begun",
+        "beside",
+        "borrow",
+        "carried",
+        "doubts",
+        "drifted",
+        "faded",
+        "flaws",
+        "foretell",
+        "foretells",
+        "foretold",
+        "gone",
+        "halves",
+        "heed",
+        "heeding",
+        "held",
+        "joint",
+        "kept",
+        "lanes",
+        "lent",
+        "looks",
+        "lost",
+        "made",
+        "manner",
+        "ours",
+        "respelled",
+        "said",
+        "seldom",
+        "settle",
+        "settled",
+        "spelled",
+        "strays",
+        "theirs",
+        "told",
+        "worths",
+    ]
+)
+"""Participles that stand for things, adverbs, metaphors."""
+
+MAX_FOUND = 150
+"""`found` is only for the result of a search, and rare."""
+
+REMAINING: dict[str, int] = {}
+"""Uses of banned words that are not replaced yet. Lower these numbers, and never raise them."""
+
+SAME_IN_TWO_ENGINES = {
+    "Folder": {"deepspeed", "fsdp_ranks", "hf"},
+    "LayoutOptions": {"deepspeed", "megatron"},
+    "OptimizerStates": {"deepspeed", "megatron"},
+    "RankFile": {"fsdp_ranks", "megatron"},
+    "RankState": {"deepspeed", "megatron"},
+    "WriteLayout": {"deepspeed", "megatron"},
+}
+"""Classes that are the same thing in several engines: the only ones that may share a name."""
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax trees of all modules, by path relative to the repository."""
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every use of an identifier, without leading underscores: pairs of its line and the name."""
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "rest"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield getattr(node, "lineno", 0), name.lstrip("_")
+
+
+def uses_of(words: frozenset[str]) -> dict[str, list[str]]:
+    """Where each of these words is used as an identifier: `path:line`, by word."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees().items():
+        for line, name in identifiers(tree):
+            if name in words:
+                places[name].append(f"{path}:{line}")
+    return places
+
+
+def test_no_identifier_is_one_of_the_banned_words() -> None:
+    places = uses_of(BANNED)
+    excess = {word: uses for word, uses in places.items() if len(uses) > REMAINING.get(word, 0)}
+    assert not excess, "\n".join(f"{word}, {len(uses)} uses: {' '.join(uses)}" for word, uses in excess.items())
+
+
+def test_found_is_only_the_result_of_a_search() -> None:
+    uses = uses_of(frozenset(["found"]))["found"]
+    files = Counter(use.partition(":")[0] for use in uses)
+    assert len(uses) <= MAX_FOUND, f"{len(uses)} uses: {files.most_common(20)}"
+
+
+def test_no_two_classes_share_a_name_unless_they_are_the_same_in_two_engines() -> None:
+    paths: dict[str, list[Path]] = defaultdict(list)
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                paths[node.name].append(path)
+    shared = {name: places for name, places in paths.items() if len(places) > 1}
+    wrong = {name: places for name, places in shared.items() if engines_of(places) != SAME_IN_TWO_ENGINES.get(name)}
+    assert not wrong, wrong
+    assert shared.keys() == SAME_IN_TWO_ENGINES.keys()
+
+
+def engines_of(paths: list[Path]) -> set[str] | None:
+    """The engines of these modules; None if one is of no engine, or if two are of the same."""
+    matches = [re.search(r"ckpt_formats/engines/(\w+)/", path.as_posix()) for path in paths]
+    names = {match[1] for match in matches if match is not None}
+    return names if len(names) == len(paths) else None
